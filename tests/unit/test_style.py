@@ -14,7 +14,7 @@ MOST = {
     "cluster": 53,
     "comm": 6,
     "config": 14,
-    "data": 47,
+    "data": 8,
     "engines": 25,
     "infer": 16,
     "launch": 12,
@@ -28,7 +28,7 @@ MOST = {
     "records": 14,
     "root": 9,
     "sweep": 27,
-    "tasks": 72,
+    "tasks": 16,
     "train": 17,
 }
 

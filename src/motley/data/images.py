@@ -55,7 +55,7 @@ def composed(name: str) -> str:
 
 @dataclass(frozen=True)
 class Images:
-    """Training and held-out images, and what a model must know of them.
+    """Training and held-out images, and the facts that a model depends on.
 
     Attributes:
         train, test: an item is an image, PIL or uint8 tensor [C, H, W], and its label.
@@ -65,8 +65,8 @@ class Images:
             of 8 pixels is far to shift, and costs 2 points of accuracy.
         name_of: how to call training image ``index`` in an error.
         identity: a hash of all of them, where it is known: a run goes on with the same alone.
-        class_names: by label; empty where nobody has named them.
-        account: one line of what was read of a folder and what was not; else empty.
+        class_names: by label; empty where they have none.
+        account: one line on the files of a folder that were read and that were not; else empty.
     """
 
     train: Source
@@ -142,10 +142,10 @@ class _Places:
 
 
 class _OfClasses:
-    """Those of some classes, counted anew.
+    """The images of some classes, numbered anew.
 
     Args:
-        source: tells ``targets``, the label of each image.
+        source: has ``targets``, the label of each image.
     """
 
     def __init__(self, source: Source, classes: Sequence[int]) -> None:
@@ -168,7 +168,7 @@ class _OfClasses:
 
 
 def of_classes(images: Images, classes: Sequence[int]) -> Images:
-    """The same, of some classes alone; MotleyError if there are no such."""
+    """Return the images of some classes alone; raise MotleyError if there are no such."""
     unknown = [label for label in classes if label >= images.classes]
     if unknown or len(classes) < 2:
         raise MotleyError(
@@ -189,7 +189,7 @@ def is_foreign(name: str) -> bool:
 
 
 def of_files(images: Images, folder: Path) -> Images:
-    """The same, but its held-out images are all those under a folder, which have no label."""
+    """Return the images with all those under a folder, unlabelled, as the held-out ones."""
     if not folder.is_dir():
         raise MotleyError(f"--images {folder} is no folder")
     endings = image_endings()
@@ -237,7 +237,7 @@ def _turn_of(image: Image.Image) -> Image.Transpose | None:
 
 
 def load_image(path: str) -> Image.Image:
-    """What torchvision's ImageFolder reads of a file, in RGB."""
+    """Return the image of a file as torchvision's ImageFolder reads it, in RGB."""
     with Path(path).open("rb") as file:
         return decoded(Image.open(file))
 

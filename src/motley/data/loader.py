@@ -116,13 +116,13 @@ class BatchesOnGpu(Batches):
 class PrefetchedBatches(Batches):
     """Micro-batches that a thread takes from loader processes and copies to the device.
 
-    It begins with the next one when :meth:`read_ahead` says that the device has work for a while:
-    what it runs in Python would delay the first kernels of a step, for which a GPU waits. The
-    thread ends with the pass, with :meth:`close`, or when nobody refers to this object any more.
+    The thread begins with the next one when :meth:`read_ahead` says that the device has work for a
+    while: its own Python would delay the first kernels of a step, for which a GPU waits. The thread
+    ends with the pass, with :meth:`close`, or when the last reference to this object is gone.
 
     Args:
         stream: for the copies to a GPU; None for a CPU.
-        workers: loader processes, for what is said when one dies.
+        workers: loader processes, for the message when one dies.
     """
 
     def __init__(
@@ -440,7 +440,7 @@ class Steps:
         self._begun: Batches | None = None
 
     def begin(self) -> None:
-        """Begin to read before somebody iterates."""
+        """Begin to read before the first iteration."""
         self._begun = self._read(0)
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:

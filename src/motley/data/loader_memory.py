@@ -91,9 +91,11 @@ class Slots:
         weakref.finalize(self, _unpin, self._pins).atexit = False
 
     def put(self, batch: Batch) -> Passed | Batch:
-        """Pass a batch on; in a loader process. What is wrong with it is said here: by the thread
-        that sends it, an error would be printed, and the batch waited for until the run is taken
-        for stuck."""
+        """Pass a batch on; in a loader process.
+
+        Faults of the batch are raised here. The thread that sends it would print the error, and the
+        rank would wait for the batch until the run counts as stuck.
+        """
         tensors = batch.tensors()
         places, size = _places(tensors)
         if self._memory is None or size > self._size:
@@ -113,8 +115,10 @@ class Slots:
         )  # fmt: skip
 
     def take(self, found: Passed | Batch) -> Batch:
-        """A copy on the device, or what was passed otherwise; in the rank. Of a GPU it runs beside
-        the host: the next batch is to be asked for once it is done."""
+        """Return a copy on the device, or an object that was passed otherwise; in the rank.
+
+        On a GPU the copy runs beside the host: ask for the next batch once it is done.
+        """
         if isinstance(found, Batch):
             batch = found.to(self._device)
             return replace(batch, data=self._complete(batch.data))
@@ -194,7 +198,7 @@ def free_memory(ranks: int) -> float:
 
 
 def bytes_of(batch: Batch) -> float:
-    """Of one sample of it."""
+    """Return the bytes of one sample."""
     return sum(each.nbytes for each in batch.tensors()) / max(1, len(batch))
 
 
@@ -290,11 +294,11 @@ class Growth:
 class LoaderGrowth:
     """Decides from finished steps when a rank adds loader processes: one, then twice as many.
 
-    It stops for good once an addition has not shortened the wait.
+    The growth stops for good once an addition has not shortened the wait.
 
     Args:
-        workers: that there are. most: that there may be.
-        idle_cores: returns how many of the rank's cores did nothing since it was called last.
+        workers: present number. most: largest number.
+        idle_cores: returns how many of the rank's cores did nothing since its last call.
     """
 
     def __init__(
@@ -334,7 +338,7 @@ class LoaderGrowth:
         return Growth(self._workers + added, part) if added > 0 else None
 
     def take(self, workers: int, waited: float) -> None:
-        """Go on with so many processes; see :class:`Growth`. As many as before: no more fit."""
+        """Go on with so many processes; see :class:`Growth`. Unchanged: no more fit."""
         if workers == self._workers:
             self._most = workers
         self._before, self._workers = waited, workers

@@ -48,7 +48,7 @@ _AGAIN = "pack it again with: bash setup/stage_cn.sh"
 
 @dataclass(frozen=True)
 class About:
-    """What is packed.
+    """The content of a packed file.
 
     Attributes:
         kept: ``pixels`` or ``jpeg``. longest: pixels of the longest side; None: as they were.
@@ -99,7 +99,8 @@ def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file is such a one, of any version, whole or not; OSError if it is unreadable."""
+    """Return True if a file is a packed one, of any version, whole or not; OSError if it is
+    unreadable."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
@@ -108,7 +109,8 @@ def open_packed(path: Path) -> Packed:
     """Open a file; its images are not read.
 
     Raises:
-        MotleyError: it is none, of another version, cut short or damaged, as far as its tail tells.
+        MotleyError: the file is no packed one, of another version, cut short or damaged, by its
+            tail.
     """
     try:
         size = path.stat().st_size
@@ -162,7 +164,7 @@ def _parse(tail: bytes) -> tuple[About, NDArray[np.int64]]:
 
 
 def _fits(about: About, rows: NDArray[np.int64], end: int) -> bool:
-    """Whether all rows are of images within the file."""
+    """Return True if all rows are of images within the file."""
     begin, size, height, width, label = rows.T
     inside = (begin >= BEGIN) & (size >= 0) & (begin <= end) & (size <= end - begin)
     known = (label >= 0) & (label < len(about.classes)) & (height >= 0) & (width >= 0)
@@ -238,7 +240,7 @@ def list_folder(root: Path) -> Folder:
 
 
 def has_changed(about: About) -> bool:
-    """Whether the images that were packed are seen here, and are others now.
+    """Return True if the packed images are here, and have changed.
 
     All images are looked at only where the time of a folder is another: an image that was
     written over in its place is not seen.
@@ -266,8 +268,9 @@ def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
 
 
 def bytes_of(folder: Folder, keep: Keep) -> int:
-    """What all images take, in bytes: exact of pixels, as far as they can be read; of JPEGs by
-    some of them."""
+    """Return the bytes of all images: exact for pixels, as far as they can be read; for JPEGs by
+    some of them.
+    """
     if keep.kind == PIXELS:
         return sum(_pixel_bytes(path, keep.longest) for path in folder.paths)
     tried = folder.paths[:: max(1, len(folder.paths) // _TRIED)]
@@ -316,7 +319,7 @@ def pack(
         The names of images that could not be read, with why.
 
     Raises:
-        MotleyError: the disk is full, or somebody else packs into the same file.
+        MotleyError: the disk is full, or another process packs into the same file.
     """
     part = path.with_name(f".{path.name}.making")
     try:
@@ -349,7 +352,7 @@ def _take(file: IO[bytes], part: Path) -> None:
 def _write(
     file: IO[bytes], folder: Folder, keep: Keep, processes: int, tell: Callable[[int], None]
 ) -> dict[int, str]:
-    """All images and what is told of them; why some are not there, by their numbers."""
+    """Write all images and their rows; return why some are not there, by their numbers."""
     rows = np.zeros((len(folder.paths), 5), np.int64)
     unreadable: dict[int, str] = {}
     digest, at = hashlib.sha256(), BEGIN

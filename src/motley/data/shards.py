@@ -72,7 +72,7 @@ class Shards:
 
 
 def _places(path: Path, label_key: str) -> NDArray[np.int64]:
-    """Of each image of a shard: where its header and its content begin, its size, its label."""
+    """Return the header's and content's offset, the size and the label of each image of a shard."""
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             samples = _samples(tar)

@@ -95,10 +95,10 @@ class Batch:
     """One micro-batch.
 
     Attributes:
-        data: what the task made of its samples, by name; of images: ``images``, uint8
-            [n, C, H, W], and ``labels``, int64 [n]. Of no samples: nothing.
+        data: the task's tensors of its samples, by name; of images: ``images``, uint8
+            [n, C, H, W], and ``labels``, int64 [n]. Without samples: empty.
         indices: of the samples in the dataset, n of them; n may be 0.
-        weights: what each counts in the mean, [n], on the CPU; None: 1 each.
+        weights: of each in the mean, [n], on the CPU; None: 1 each.
         unreadable: names of samples that could not be read.
     """
 
@@ -112,7 +112,7 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """Of all its samples together."""
+        """Weight of all its samples together."""
         return float(len(self)) if self.weights is None else float(self.weights.sum())
 
     def tensors(self) -> list[Tensor]:
@@ -132,7 +132,7 @@ class Batch:
         )  # fmt: skip
 
     def pin_memory(self) -> "Batch":
-        """The same in page-locked memory; DataLoader calls it."""
+        """Return the batch in page-locked memory; DataLoader calls it."""
         return self._changed(Tensor.pin_memory)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -154,7 +154,7 @@ class Source(Protocol):
 
 
 class Samples(Protocol):
-    """What is asked for by the loader: a part of motley.tasks.task.Task, which says more."""
+    """The part of motley.tasks.task.Task that the loader needs."""
 
     @property
     def needs_workers(self) -> bool:
@@ -168,13 +168,13 @@ class Samples(Protocol):
         """Training samples, or held-out ones."""
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """What a model gets of an item of the source."""
+        """Return the tensors of an item of the source."""
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
         """One batch of samples; there is one at least."""
 
     def weights(self, batch: Tensors) -> Tensor | None:
-        """What each sample counts in the mean, [n]; None: ``weight`` each."""
+        """Return the weight of each sample in the mean, [n]; None: ``weight`` each."""
 
     def on(self, device: torch.device) -> "Samples":
         """The samples as a rank with this device reads them."""
@@ -206,7 +206,7 @@ def read(source: Source, index: int) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """What a worker is asked for: a sample, held out or not, and the seed of its augmentation."""
+    """A request to a worker: a sample, held out or not, and the seed of its augmentation."""
 
     index: int
     seed: int

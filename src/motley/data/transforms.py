@@ -70,7 +70,7 @@ class Look:
 
     @property
     def _changes_enlarged(self) -> bool:
-        """Whether training images are changed at the model's size, and so are enlarged before."""
+        """True if training images are changed at the model's size, and so are enlarged before."""
         return bool(self.auto or self.jitter or self.erase or self.boxes)
 
     def of_training(self, images: Images) -> Transform:
@@ -106,10 +106,11 @@ class Look:
         return changed
 
     def enlarged(self, pixels: Tensor) -> Tensor:
-        """A batch as large as the model wants it, [n, C, size, size]; float, if it was smaller.
+        """Return a batch as large as the model wants it, [n, C, size, size]; float, if it was
+        smaller.
 
-        It is not rounded: devices differ in the last bit, and rounding would make a level of it.
-        Overshoot of a cubic filter is cut off, as it is of uint8.
+        Pixels are not rounded: devices differ in the last bit, and rounding would make a level of
+        it. Overshoot of a cubic filter is cut off, as for uint8.
 
         Args:
             pixels: 0 to 255, [n, C, H, W], on any device.
@@ -121,7 +122,7 @@ class Look:
         return large.clamp_(0, 255)
 
     def _fit(self, native: int, whole: bool = False) -> list[Transform]:
-        """What brings images of a known size to the model's.
+        """Return the transform from images of a known size to the model's.
 
         Small ones are left to the device: enlarged from 32 to 224 pixels a side, they would be 50
         times the bytes on their way to it.
@@ -266,8 +267,9 @@ def _posterize(image: Any, bits: int, **known: Any) -> Any:
 
 
 def seeded(transform: Transform) -> Transform:
-    """The same, drawing from Python's and NumPy's generators as torch's, which is seeded for the
-    sample, has it."""
+    """Return the transform, drawing from Python's and NumPy's generators as torch's, which is
+    seeded for the sample.
+    """
 
     def changed(image: Any) -> Any:
         with _seeded_by_torch():

@@ -1,1 +1,1 @@
-"""What is learnt: the model, and what a batch costs."""
+"""Tasks: the model to train, its samples, its losses, and the cost of a batch."""

@@ -26,7 +26,7 @@ _SURFACE_PART = 0.25
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an Aurora; the usual ones are those of its makers.
+    """The shape of an Aurora; the defaults are those of its makers.
 
     Attributes:
         width: of a patch. depths: blocks of the encoder's stages; the decoder's are the reverse.
@@ -85,7 +85,7 @@ def build(shape: Shape, step: int) -> nn.Module:
 
 
 def known_levels() -> tuple[int, ...]:
-    """Those that Aurora has means and deviations of, hPa."""
+    """Return the pressure levels of which Aurora has means and deviations, hPa."""
     names = aurora().normalisation.locations
     numbers = (name.partition("_")[2] for name in names if name.startswith("t_"))
     levels = (int(number) for number in numbers if number.isdecimal())
@@ -137,13 +137,13 @@ def as_batch(
 
 @dataclass(frozen=True)
 class ForecastErrors:
-    """The errors of forecasts, with what is the same for all samples on a device. It holds no
-    buffers of the model, which DDP would send around and checkpoints would keep.
+    """The errors of forecasts, with the values that are the same for all samples on a device. These
+    are no buffers of the model, which DDP would send around and checkpoints would keep.
 
     Attributes:
         levels: hPa. area: of a row of the grid, 1 on average, [lat, 1].
         places: latitudes and longitudes.
-        surface: mean, deviation, what it counts, [3, 4, 1, 1]; air: [3, 5, levels, 1, 1].
+        surface: mean, deviation and weight, [3, 4, 1, 1]; air: [3, 5, levels, 1, 1].
     """
 
     levels: tuple[int, ...]
@@ -157,10 +157,10 @@ class ForecastErrors:
     def on(
         cls, device: torch.device, grid: Grid, static: Mapping[str, Any], usual: Usual, patch: int
     ) -> Self:
-        """Return those of a grid.
+        """Return the errors of a grid.
 
         Args:
-            patch: points of the grid; latitudes that fill no patch are not told.
+            patch: points of the grid; latitudes that fill no patch are not forecast.
         """
 
         def there(values: Any) -> Tensor:
@@ -203,7 +203,7 @@ class ForecastErrors:
         return {**made, "hour": example["hour"].new_zeros(count)}
 
     def _between(self, net: Net, batch: Tensors) -> tuple[Tensor, Tensor]:
-        """Return what was told less what came: [n, 4, lat, lon], [n, 5, levels, lat, lon], in their
+        """Return forecast less observation: [n, 4, lat, lon], [n, 5, levels, lat, lon], in their
         units."""
         surface, air = batch["surface"], batch["air"]
         known = as_batch(

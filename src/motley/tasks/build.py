@@ -102,7 +102,7 @@ class BlockByBlock:
 
     @contextlib.contextmanager
     def folded(self, device: torch.device) -> Iterator[None]:
-        """It is folded meanwhile."""
+        """Fold the network for a while."""
         self.fold(device)
         try:
             yield
@@ -149,7 +149,7 @@ class BlockByBlock:
                 self._drawing[each] = self._threads.submit(self._recording.value, tensor)
 
     def _only_in(self, block: nn.Module) -> list[int]:
-        """What a block holds that nobody else does."""
+        """Return the tensors that a block alone holds."""
         inside = {id(module) for module in block.modules()}
         return [
             key for key in _tensors_of(block)
@@ -222,7 +222,8 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
 
 
 def _begins_with_weights(task: Task, config: Config) -> str:
-    """What gives it weights, as a user would write it; empty: random numbers."""
+    """Return the option that gives the task weights, as a user would write it; empty: random
+    numbers."""
     if config.initial_checkpoint is not None:
         return "--initial-checkpoint"
     return "--pretrained" if task.begins_with_weights else ""

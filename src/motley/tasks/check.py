@@ -1,9 +1,10 @@
 """Checks of a task before it is trained, by a few passes over two samples.
 
-Training is exact only if these hold: each sample has a loss of its own, which depends on nothing
-else; random numbers come from torch, seeded for the sample; every parameter is known to torch, and
-has a gradient; a forward pass changes no parameter or buffer that ranks hold alike. A parameter
-may have a gradient for some samples alone, as an expert that a sample does not choose has none.
+Training is exact only under these conditions. Each sample has a loss of its own, which depends on
+nothing else. Random numbers come from torch, seeded for the sample. Every parameter is known to
+torch, and has a gradient. A forward pass changes no parameter or buffer that ranks hold alike. A
+parameter may have a gradient for some samples alone, as an expert that a sample does not choose has
+none.
 """
 
 import re
@@ -28,12 +29,13 @@ _FACTOR = -0x40A7B892E31B1A47
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bits, int64 []; computed where the tensor is, alike on any device.
+    """Return a hash of a tensor's bits, int64 []; computed where the tensor is, alike on any
+    device.
 
-    The sum, modulo 2**64, of each eight bytes mixed with their place (as SplitMix64 mixes, but for
-    its last factor, which a sum may have as well): sums of whole numbers do not depend on their
-    order, as those of floating-point numbers do. What is less than eight bytes at the end is filled
-    up with zeros.
+    The hash is the sum, modulo 2**64, of each eight bytes mixed with their place, as SplitMix64
+    mixes, but for its last factor, which a sum may have as well. Sums of whole numbers do not
+    depend on their order, as those of floating-point numbers do. Zeros fill the last eight bytes
+    up.
     """
     words = _words(tensor)
     chunk = min(_CHUNKS.get(tensor.device.type, _CHUNK), words.numel()) or 1

@@ -37,8 +37,10 @@ _OF_WEIGHTS = (
 
 @timm.models.register_model
 def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
-    """A ViT the size of the digits: 8x8 pixels in patches of 4, 0.45 M parameters. Of a name that
-    timm has, with other sizes: so that it is known where this file is not."""
+    """Build a ViT the size of the digits: 8x8 pixels in patches of 4, 0.45 M parameters.
+
+    Its name is one of timm's, with other sizes, so that it is known where this file is not.
+    """
     size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
     shape = {"embed_dim": 96, "depth": 4, "num_heads": 3, "global_pool": "avg"}
     for name in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
@@ -130,7 +132,7 @@ def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
 
 
 def head_of(net: nn.Module) -> tuple[str, ...]:
-    """The path of what tells the classes apart; of both, where a model has two."""
+    """Return the path of a model's classifier; of both, where it has two."""
     found: Any = net.get_classifier() if hasattr(net, "get_classifier") else ()  # type: ignore[operator]
     heads = found if isinstance(found, tuple | list) else (found,)
     return tuple(name for name, part in net.named_modules() if any(part is head for head in heads))

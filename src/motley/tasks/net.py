@@ -146,7 +146,7 @@ def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Modu
 
 
 def is_recomputed(part: nn.Module) -> bool:
-    """Whether :func:`recompute` has had it."""
+    """Return True if :func:`recompute` has changed the module."""
     return isinstance(part.forward, partial) and part.forward.func is checkpoint
 
 

@@ -41,13 +41,13 @@ class Grid:
 
     @property
     def text(self) -> str:
-        """As in ``721x1440, 13 levels``."""
+        """Grid in words, as in ``721x1440, 13 levels``."""
         return f"{len(self.lat)}x{len(self.lon)}, {len(self.levels)} levels"
 
 
 @dataclass(frozen=True)
 class Usual:
-    """What is usual of each variable, to normalise with.
+    """The usual values of each variable, to normalise with.
 
     Attributes:
         surface: mean and deviation, [2, 4]. air: of each level, [2, 5, levels].
@@ -64,7 +64,7 @@ class States(Protocol):
     hours: Sequence[int]  # since 1970, UTC, rising
 
     def static(self) -> dict[str, Array]:
-        """What does not change, [lat, lon] by name."""
+        """Return the constant fields, [lat, lon] by name."""
 
     def read(self, hours: Sequence[int]) -> tuple[Array, Array]:
         """[times, 4, lat, lon] of :data:`SURFACE`, [times, 5, levels, lat, lon] of :data:`AIR`."""
@@ -364,7 +364,7 @@ class Files:
         return self._lat[rows].astype(np.float32), lon.astype(np.float32)
 
     def _levels(self, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Those that are wanted, or all; every variable has them, everywhere."""
+        """Return the levels that are wanted, or all; every variable has them, everywhere."""
         every = [(name, path, has) for name in AIR for path, has in self._air[name].levels.items()]
         if wanted is None:
             return tuple(sorted(set.intersection(*(set(has) for *_, has in every))))
@@ -456,7 +456,7 @@ def _hectopascals(level: Any) -> tuple[int, ...]:
 
 
 def time_of(hour: int) -> str:
-    """As in 2024-05-01T06."""
+    """Return a time in words, as in 2024-05-01T06."""
     return str(np.datetime64(hour, "h"))
 
 

@@ -24,10 +24,10 @@ class Dataset:
 
     Attributes:
         name: as ``--dataset`` takes it. says: of it, for ``-h``.
-        open: from ``--data-dir``, for a model that takes so many pixels a side. It touches no
-            network, raises MotleyError where something is missing or damaged, and imports what it
-            needs itself: ``-h`` reads this file too.
-        download: what is missing, into ``--data-dir``; None: nothing can be.
+        open: from ``--data-dir``, for a model that takes so many pixels a side. This function
+            touches no network, raises MotleyError where a file is missing or damaged, and imports
+            its packages itself: ``-h`` reads this file too.
+        download: missing files, into ``--data-dir``; None: nothing can be.
         model: that suits them, where ``--model`` names none.
         keeps: a run is worth checkpoints; not where there is nothing to learn.
         needs_workers: reading and decoding take longer than asking another process to.
@@ -96,7 +96,7 @@ def find_dataset(name: str) -> Dataset:
 
 
 def dataset_name(text: str) -> str:
-    """The same text, if there is a dataset of this name; reads ``--dataset``."""
+    """Return the text of ``--dataset`` if there is a dataset of this name."""
     find_dataset(text)
     return text
 

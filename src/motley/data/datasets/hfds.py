@@ -121,7 +121,7 @@ def _datasets(option: str) -> Any:
 
 @contextmanager
 def _offline(option: str) -> Iterator[None]:
-    """Nobody asks the hub within: one rank of a machine has done so for all."""
+    """Keep the hub unasked within: one rank of a machine has asked it for all."""
     config = _datasets(option).config
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
     try:

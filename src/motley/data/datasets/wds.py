@@ -72,7 +72,7 @@ def _open(name: str, root: Path, img_size: int) -> "Images":
 
 
 def _info(folder: Path) -> Mapping[str, Any]:
-    """What timm's ``_info.json`` tells; empty where there is none."""
+    """Return the content of timm's ``_info.json``; empty where there is none."""
     path = next((folder / name for name in _INFO if (folder / name).exists()), None)
     if path is None:
         return {}

@@ -36,7 +36,9 @@ def task_of(config: Config) -> Task:
 
 
 def identity_of(config: Config) -> dict[str, Any]:
-    """What a checkpoint and the run that goes on from it must agree on besides options."""
+    """Return the facts that a checkpoint and the run that continues from it must have in common
+    besides options.
+    """
     task = task_of(config)
     return {"task_class": type(task).__name__, **task.identity()}
 
@@ -60,7 +62,7 @@ def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
 
 
 def task_class(name: str) -> type[Task]:
-    """What ``--task`` names.
+    """Return the class that ``--task`` names.
 
     Raises:
         MotleyError: there is no such task, or a file that does not define one.

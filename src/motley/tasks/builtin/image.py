@@ -43,8 +43,8 @@ class ImageTask(Task):
     """Images and their classes.
 
     A batch is ``images``, uint8 [n, C, H, W], as large as the model wants them or smaller (see
-    Look.enlarged), and ``labels``, int64 [n]; where images are mixed, also ``partners``, the labels
-    of the others, and ``own``, the weights of ``labels``, fp32 [n].
+    Look.enlarged), and ``labels``, int64 [n]. Where images are mixed, it also has ``partners``, the
+    labels of the others, and ``own``, the weights of ``labels``, fp32 [n].
     """
 
     noun = "image"
@@ -333,7 +333,8 @@ class ImageTask(Task):
         return logits
 
     def _mean_and_std(self, device: "torch.device") -> "tuple[Tensor, Tensor]":
-        """Of a pixel, fp32 [1, C, 1, 1]; no buffers, which DDP would send around."""
+        """Mean and deviation of a pixel, fp32 [1, C, 1, 1]; no buffers, which DDP would send
+        around."""
         import torch
 
         kept: dict[torch.device, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_kept", {})

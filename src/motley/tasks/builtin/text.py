@@ -163,7 +163,7 @@ class HfOptions(Task):
 
 @dataclass(frozen=True)
 class TextTask(HfOptions):
-    """Text, each token told from those before it.
+    """Text, each token predicted from those before it.
 
     A batch is ``tokens`` and ``targets``, int64 [n, length], and ``bytes``, int64 [n]: of the
     targets in UTF-8.
@@ -228,7 +228,7 @@ class TextTask(HfOptions):
 
     @cached_property
     def _pieces(self) -> dict[bool, Windows | Paragraphs]:
-        """Of what is held out, and of the rest."""
+        """Return the pieces of the held-out text, and of the rest."""
         found: dict[bool, Windows | Paragraphs] = {}
         for held_out in (False, True):
             text = self.corpus.split(held_out)

@@ -26,14 +26,14 @@ _MADE_LEVELS = (100, 250, 500, 850)
 
 @dataclass(frozen=True)
 class WeatherTask(Task):
-    """The state of the air told from the two before it.
+    """The state of the air, predicted from the two states before it.
 
     A batch is ``surface``, fp32 [n, 3, 4, lat, lon], and ``air``, fp32 [n, 3, 5, levels, lat, lon]:
-    two states and the one to be told, in the units of ERA5; and ``hour``, int64 [n]: of the second
-    of them, since 1970.
+    two states and the next one, in the units of ERA5. ``hour``, int64 [n], is that of the second
+    state, since 1970.
 
-    Aurora tells one latitude less where their number is one more than a multiple of its patch, as
-    with the 721 of 0.25 degrees.
+    Aurora predicts one latitude less where their number is one more than a multiple of its patch,
+    as with the 721 of 0.25 degrees.
     """
 
     noun = "forecast"
