@@ -17,13 +17,13 @@ _OPTION = "option"  # of a field's metadata
 
 
 class Decides(Flag):
-    """What an option decides; whoever keeps something between runs asks for it here.
+    """The effects of an option, for code that keeps something between runs.
 
-    MODEL: what the checkpoint's numbers mean: it cannot be continued with another.
-    NUMBERS: what they become: the user hears that a continued run changes there.
+    MODEL: the meaning of the checkpoint's numbers: it cannot be continued with another.
+    NUMBERS: the values that they reach: the user is warned that a continued run changes there.
     SPEED: how fast a device computes: a remembered speed is of these.
-    PLAN: who does how much, besides: a continued run keeps its plan while these stay.
-    NOTHING: who computes, how it is kept, how it is shown.
+    PLAN: the split of the work, besides: a continued run keeps its plan while these stay.
+    NOTHING: the place of the computation, the storage and the display of results.
     """
 
     NOTHING = 0
@@ -34,27 +34,27 @@ class Decides(Flag):
 
 
 class Reader(Protocol):
-    """Reads what a user wrote; raises argparse.ArgumentTypeError or MotleyError."""
+    """A function that reads a user's text; raises argparse.ArgumentTypeError or MotleyError."""
 
     def __call__(self, text: str, /) -> Any:
-        """The value of an option."""
+        """Return the value of an option."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option, besides its name and default, which are its field's.
+    """The properties of an option, besides its name and default, which are its field's.
 
     Attributes:
-        says: what it does, for ``--help-all``.
+        says: its effect, for ``--help-all``.
         name: as users and records call it, where its field is called otherwise.
-        decides: what depends on it.
+        decides: the values that depend on it.
         read: its text.
-        metavar: what stands for its value in help. choices: all values; empty: any.
+        metavar: a word for its value in help. choices: all values; empty: any.
         flag: if not ``--`` and its name. short: another, of one letter. former: an older one.
         bare: its value where it is given without one; None: it needs one.
-        several: it takes one word or more; its value is a tuple of what was read of each.
-        unset: how None is written. cell: how a matrix of runs says it, for whose cells it is.
-        usual: what ``-h`` says of it, in a line, if most users need it.
+        several: True if it takes one word or more; its value is a tuple of each word's value.
+        unset: the text for None. cell: how a matrix of runs says it, for whose cells it is.
+        usual: the line of ``-h`` for it, if most users need it.
         per_launch: belongs to one launch, as paths of records and the shares of ranks do. A
             continued run takes every other option from its checkpoint, unless the user types it.
     """
@@ -76,7 +76,8 @@ class Option:
     per_launch: bool = False
 
     def text_of(self, value: Any) -> Any:
-        """A value as records and checkpoints keep it: JSON, and texts that :attr:`read` reads."""
+        """Return a value as records and checkpoints keep it: JSON, and texts that :attr:`read`
+        reads."""
         if value is None:
             return self.unset
         if isinstance(value, tuple):
@@ -91,18 +92,18 @@ class Option:
 
 
 def option(says: str, decides: Decides, default: Any = None, **known: Any) -> Any:
-    """A field of a group of options, which is a frozen dataclass; see Option for ``known``."""
+    """Return a field of a frozen dataclass, a group of options; see Option for ``known``."""
     return field(default=default, metadata={_OPTION: Option(says, decides, **known)})
 
 
 def options_of(group: type) -> dict[str, Option]:
-    """The options of a group by the names of their fields; each has a name.
+    """Return the options of a group by the names of their fields; each has a name.
 
-    Of a field that is declared without :func:`option`, as in a user's own task, the type says
-    what it takes; and whoever keeps something between runs takes it to decide everything.
+    A field may be declared without :func:`option`, as in a user's own task. Then its type decides
+    the values that it takes, and it is taken to decide everything that is kept between runs.
 
     Raises:
-        MotleyError: of a type that no option can have, or without a default.
+        MotleyError: a field has a type that no option can have, or no default.
     """
     found: dict[str, Option] = {}
     for each in fields(group):
@@ -141,7 +142,7 @@ def flag_of(declared: Option) -> str:
 
 
 def format_value(text: Any) -> str:
-    """Return what :meth:`Option.text_of` wrote, as a user types it."""
+    """Return text written by :meth:`Option.text_of` as a user types it."""
     return NONE if text is None else " ".join(text) if isinstance(text, list) else str(text)
 
 
@@ -181,17 +182,17 @@ def _number(text: str, kind: type, low: float, high: float, says: str) -> float:
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more."""
+    """Read a whole number of 1 or more."""
     return int(_number(text, int, 1, 2**62, "a whole number of 1 or more"))
 
 
 def batch_size(text: str) -> int:
-    """A whole number of 1 or more, or a batch that grows; see motley.plan.length."""
+    """Read a whole number of 1 or more, or a batch that grows; see motley.plan.length."""
     return RampedBatch(text) if ":" in text else positive(text)
 
 
 def steps_or_time(text: str) -> int | Duration:
-    """A whole number of 1 or more, or a time, as 10m."""
+    """Read a whole number of 1 or more, or a time, as 10m."""
     if (seconds := seconds_of(text)) is not None:
         return Duration(text, seconds)
     says = "a number of steps of 1 or more, or a time, as 90s, 10m or 1h30m"
@@ -199,42 +200,42 @@ def steps_or_time(text: str) -> int | Duration:
 
 
 def natural(text: str) -> int:
-    """A whole number of 0 or more."""
+    """Read a whole number of 0 or more."""
     return int(_number(text, int, 0, 2**62, "a whole number of 0 or more"))
 
 
 def not_negative(text: str) -> float:
-    """A number of 0 or more."""
+    """Read a number of 0 or more."""
     return _number(text, float, 0.0, 1e300, "a number of 0 or more")
 
 
 def above_zero(text: str) -> float:
-    """A number above 0."""
+    """Read a number above 0."""
     return _number(text, float, 1e-300, 1e300, "a number above 0")
 
 
 def fraction(text: str) -> float:
-    """A number from 0 to 1."""
+    """Read a number from 0 to 1."""
     return _number(text, float, 0.0, 1.0, "a number from 0 to 1")
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Words between commas."""
+    """Read words between commas."""
     return tuple(text.split(","))
 
 
 def naturals(text: str) -> tuple[int, ...]:
-    """Whole numbers of 0 or more, between commas."""
+    """Read whole numbers of 0 or more, between commas."""
     return tuple(natural(word) for word in text.split(","))
 
 
 def positives(text: str) -> tuple[int, ...]:
-    """Whole numbers of 1 or more between commas."""
+    """Read whole numbers of 1 or more, between commas."""
     return tuple(positive(word) for word in text.split(","))
 
 
 def step_span(text: str) -> StepSpan:
-    """Two numbers of steps, as 20:40; the second is not among them."""
+    """Read two numbers of steps, as 20:40; the second is not among them."""
     first, colon, end = text.partition(":")
     if not colon:
         raise argparse.ArgumentTypeError(f"{text!r} is not two steps with a colon, as 20:40")
@@ -245,5 +246,5 @@ def step_span(text: str) -> StepSpan:
 
 
 def profiled(text: str) -> str | tuple[int, ...]:
-    """``slowest``, ``all``, or ranks between commas."""
+    """Read ``slowest``, ``all``, or ranks between commas."""
     return text if text in (SLOWEST, ALL) else naturals(text)

@@ -114,7 +114,7 @@ class OptimizationOptions:
     seed: int = option("default 0", NUMBERS, 0, read=natural, metavar="N", cell="nothing")
 
 
-# What the rate is multiplied by: this power of the part of the largest batch.
+# Factor of the rate: this power of the part of the largest batch.
 RAMP_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 ATTENTION = ("auto", "fused", "efficient", "plain")
 Group = TypeVar("Group")
@@ -296,7 +296,7 @@ GROUPS = (ModelOptions, DataOptions, BatchOptions, OptimizationOptions, RecordOp
 
 @dataclass(frozen=True)
 class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, ModelOptions):
-    """What a run was asked to do. Where a field is None the option's help says what stands in.
+    """The options of a run. Where a field is None, the option's help says what replaces it.
 
     Attributes:
         own: groups of options of the chosen script's strategies, and the task.
@@ -311,25 +311,25 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
 
     @property
     def schedule_ends_with_run(self) -> bool:
-        """True if the rate falls until ``--max-steps``: nobody has asked for a number of epochs."""
+        """True if the rate falls until ``--max-steps``, since no number of epochs was given."""
         return self.max_steps is not None and "epochs" not in self.typed_names | self.recipe_names
 
     def of(self, group: type[Group]) -> Group:
-        """A strategy's own options; their defaults where the script does not have them."""
+        """Return a strategy's own options; their defaults where the script does not have them."""
         return next((each for each in self.own if isinstance(each, group)), group())
 
     def options(self) -> Iterator[tuple[str, Option, Any]]:
-        """Name, declaration and value of each, in the order of ``-h``."""
+        """Yield the name, declaration and value of each, in the order of ``-h``."""
         for group in (*GROUPS, *map(type, self.own)):
             source = self if group in GROUPS else self.of(group)
             for attribute, declared in options_of(group).items():
                 yield declared.name, declared, getattr(source, attribute)
 
     def as_json(self, decides: Decides | None = None) -> dict[str, Any]:
-        """What records and checkpoints keep.
+        """Return the options as records and checkpoints keep them.
 
         Args:
-            decides: of those options alone that decide some of this; None: of all.
+            decides: select the options that decide some of this; None: select all.
         """
         return {
             name: declared.text_of(value)

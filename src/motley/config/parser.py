@@ -31,10 +31,10 @@ _COLUMN = 27  # at which the words begin
 
 
 class OneVoice(argparse.ArgumentParser):
-    """Argparse for scripts that run on many ranks: help and errors are printed once.
+    """An argparse parser for scripts that run on many ranks: help and errors are printed once.
 
     Attributes:
-        all_of_it: the option that tells of all options.
+        all_of_it: the option whose help lists all options.
     """
 
     all_of_it = "-h"
@@ -62,7 +62,7 @@ class OneVoice(argparse.ArgumentParser):
         stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:
-        """Behind the name of an unknown option."""
+        """Return the hint behind the name of an unknown option."""
         return did_you_mean(word, self._option_string_actions)
 
 
@@ -99,7 +99,7 @@ class OptionParser(OneVoice):
     Args:
         description: the script's docstring, which holds the examples.
         own: groups of options besides those of all scripts.
-        registered: what is known of an option elsewhere than where it is declared, by its name.
+        registered: properties of an option from outside its declaration, by its name.
     """
 
     all_of_it = "--help-all"
@@ -159,7 +159,8 @@ class OptionParser(OneVoice):
         self.own = (*self.own, group)
 
     def print_usual_help(self) -> None:
-        """Print what most users need, on the first rank alone; it fits a screen."""
+        """Print the options that most users need, on the first rank alone. The text fits a
+        screen."""
         if launched_rank() != 0:
             return
         told = [each for each in self._actions if each.help != argparse.SUPPRESS]
@@ -264,7 +265,7 @@ class OptionParser(OneVoice):
             raise MotleyError(f"{flag} {text}: choose {', '.join(map(str, action.choices))}")
 
     def config_of(self, words: argparse.Namespace) -> Config:
-        """What was parsed, by groups."""
+        """Return the parsed options, by groups."""
         # argparse gives several words as a list.
         given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -280,14 +281,14 @@ class OptionParser(OneVoice):
 
 
 def _flag(declared: Option, usual: Any) -> str:
-    """What turns off what is on by default begins with ``--no-``."""
+    """Return the flag. An option that is on by default gets ``--no-``, which turns it off."""
     if usual is True and not declared.flag:
         declared = dataclasses.replace(declared, name=f"no_{declared.name}")
     return flag_of(declared)
 
 
 def _rest(declared: Option, usual: Any) -> dict[str, Any]:
-    """What argparse wants to know of an option besides its names and its default."""
+    """Return argparse's arguments for an option besides its names and its default."""
     if isinstance(usual, bool):
         return {"action": "store_false" if usual else "store_true"}
     rest: dict[str, Any] = {"type": declared.read}
@@ -305,7 +306,7 @@ def _rest(declared: Option, usual: Any) -> dict[str, Any]:
 
 
 def _or_none(declared: Option) -> Callable[[str], Any]:
-    """The reader of an option whose default is None, which a continued run may set back.
+    """Return the reader of an option whose default is None, which a continued run may set back.
 
     argparse names a reader in its errors.
     """
@@ -344,12 +345,12 @@ def split_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """Options of a file.
+    """The options of a file.
 
     Attributes:
-        values: as they are written there, by the names of options.
+        values: values as written there, by the names of options.
         lines: the line of each, from 1; of a run's own file none is known.
-        is_run: it is a run.json.
+        is_run: True if it is a run.json.
     """
 
     path: Path

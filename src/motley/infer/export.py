@@ -28,10 +28,10 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     """Write a model into a new folder.
 
     Returns:
-        What was written, for people.
+        Lines of text that describe the written files.
 
     Raises:
-        MotleyError: something is there, or what ONNX needs is not installed.
+        MotleyError: the folder is not empty, or a package that ONNX needs is not installed.
     """
     if onnx:
         check_extras(_NEEDED, "--onnx")
@@ -42,7 +42,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     given = inputs_of(trained.task, net)
     trained.task.save(net, folder)
     for path in folder.iterdir():
-        follow_umask(path)  # safetensors writes files that nobody else may read
+        follow_umask(path)  # safetensors writes files that only their owner may read
     said = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"
             for path in sorted(folder.iterdir())]  # fmt: skip
     if onnx:
@@ -63,8 +63,10 @@ def follow_umask(path: Path) -> None:
 
 
 def inputs_of(task: Task, net: nn.Module) -> tuple[Any, ...]:
-    """What a task gives its network for some samples: it is asked for its scores, and what it
-    gives is kept."""
+    """Return the inputs that a task gives its network for some samples.
+
+    The task is asked for its scores, and its inputs are recorded.
+    """
     kept: list[tuple[Any, ...]] = []
 
     def recorder(*given: Any, **named: Any) -> Any:
@@ -82,7 +84,7 @@ def inputs_of(task: Task, net: nn.Module) -> tuple[Any, ...]:
 
 
 def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
-    """The model for any number of samples, compared with torch by onnxruntime."""
+    """Write the model for any number of samples, compared with torch by onnxruntime."""
     import onnxruntime  # type: ignore[import-untyped]
 
     samples = torch.export.Dim("samples")
@@ -112,7 +114,7 @@ def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter tells its developers a lot."""
+    """Silence the warnings and logs that torch's exporter prints for its developers."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

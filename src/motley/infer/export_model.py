@@ -7,7 +7,7 @@ Takes the newest whole checkpoint of a run, or the one named. An image classifie
 timm.create_model("local-dir:exported", pretrained=True), or by transformers'
 AutoModelForImageClassification.from_pretrained("exported"); another task's model.safetensors has
 its parameters by name. The ONNX model takes any number of samples, and is compared with torch's in
-onnxruntime. What images are to be normalised with is in config.json. Needs no GPU.
+onnxruntime. The normalisation of images is in config.json. Needs no GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from motley.text import escape_unprintable
 
 
 def main() -> int:
-    """Export what the command line names."""
+    """Export the model that the command line names."""
     escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")

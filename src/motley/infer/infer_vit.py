@@ -6,10 +6,10 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkp
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \
   --images my/photos
 
-There is no process group: each rank takes the next shard of images that nobody has, so a fast one
-takes more, and the death of one leaves the rest working; they take over what it had. What is done
-stays done: run the same line again, on any ranks, and it computes what is missing. All shards in
-order are then in OUT/predictions.csv. OUT has to be on a disk that all hosts share.
+There is no process group: each rank takes the next free shard of images, so a fast one takes more,
+and the death of one leaves the rest working; they take over its shards. Finished shards stay: run
+the same line again, on any ranks, and it computes the missing ones. All shards in order are then in
+OUT/predictions.csv. OUT has to be on a disk that all hosts share.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Leases:
     """The leases of one process in a folder; use it as a context, in which they are renewed.
 
     Args:
-        folder: that all share; it exists.
+        folder: an existing folder that all ranks share.
         gone_s: after so many seconds without a touch an owner is gone.
     """
 
@@ -66,7 +66,7 @@ class Leases:
             self._drop(path)
 
     def take(self, name: str) -> bool:
-        """Take a lease, if nobody has it or its owner is gone."""
+        """Take a lease if it is free or its owner is gone. Return True if it is taken."""
         path = self._folder / f"{name}.lease"
         with self._locked(path) as file:
             if file is not None:
@@ -86,7 +86,7 @@ class Leases:
         return True
 
     def is_free(self, name: str) -> bool:
-        """Nobody has it, or its owner is gone."""
+        """Return True if the lease is free or its owner is gone."""
         try:
             with (self._folder / f"{name}.lease").open() as file:
                 return self._is_gone(file)
@@ -105,13 +105,13 @@ class Leases:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[TextIO | None]:
-        """The lease's file, while nobody else judges or changes it; None if there is none.
+        """Yield the lease's file, locked against other ranks, or None if there is none.
 
-        To see that an owner is gone and to take its lease must be one act: of two who saw the
-        same, the second would take away the first's new one. So the same file changes hands,
-        under the kernel's lock, which goes with whoever dies holding it (NFS has such locks too,
-        and a run's folder needs them as well). Only who holds the lock of the very file that is
-        under the name unlinks it, so it is still that one when it is written to.
+        To see that an owner is gone and to take its lease must be one act: of two ranks that saw it
+        at once, the second would take away the first's new one. One file therefore changes
+        hands, under the kernel's lock, which ends with the process that holds it (NFS has such
+        locks too, and a run's folder needs them as well). Only the holder of the lock of the very
+        file that is under the name unlinks it. The file is still that one when it is written to.
         """
         try:
             file = path.open("r+")
@@ -143,7 +143,7 @@ class Leases:
         return file.read().strip() == self._owner
 
     def _is_gone(self, file: TextIO) -> bool:
-        """By the clock of the disk: machines' clocks differ."""
+        """Return True if the owner is gone, by the disk's clock: machines' clocks differ."""
         host, _, pid = file.read().strip().rpartition(".")
         if host == self._host and not Path("/proc", pid).exists():
             return True
@@ -161,7 +161,7 @@ class Leases:
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
-    """An open file is still the one of that name."""
+    """Return True if an open file is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -175,7 +175,7 @@ class Shards:
     """A folder of shards.
 
     Args:
-        items: how many there are in all. size: of a shard; the last may be smaller.
+        items: number of all items. size: items of a shard; the last may be smaller.
         columns: names of the fields of a row.
     """
 
@@ -210,19 +210,19 @@ class Shards:
             )
 
     def name(self, number: int) -> str:
-        """Of a shard, and of its lease."""
+        """Return the name of a shard, and of its lease."""
         return f"shard.{number:05d}"
 
     def items_of(self, number: int) -> range:
-        """The items of a shard."""
+        """Return the items of a shard."""
         return range(self._size * number, min(self._size * (number + 1), self._items))
 
     def path(self, number: int) -> Path:
-        """Of a shard."""
+        """Return the path of a shard."""
         return self.folder / f"{self.name(number)}.csv"
 
     def missing(self) -> list[int]:
-        """Shards that are not there yet."""
+        """Return the shards that are not there yet."""
         found = set(self.folder.glob("shard.*.csv"))
         return [n for n in range(self.count) if self.path(n) not in found]
 
@@ -270,8 +270,7 @@ _START_S = 30.0  # in which the ranks of a launch have begun, or never will
 
 
 def main() -> int:
-    """The launcher's child watches over a process of its own, which works: were the launcher to
-    see that one die, it would end all."""
+    """Work in a child process: if the launcher saw its own child die, it would end all ranks."""
     die_with_parent()
     options = arguments()
     if os.environ.get(_WORKER):
@@ -307,12 +306,12 @@ def ranks() -> range:
 
 
 def say(text: str, rank: int) -> None:
-    """To the user, at once."""
+    """Print a text for the user at once."""
     print(f"motley: rank {rank} on {os.uname().nodename}: {text}", file=sys.stderr, flush=True)
 
 
 def work(options: argparse.Namespace) -> int:
-    """Shards, until none is missing."""
+    """Compute shards until none is missing."""
     rank = launched_rank()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -386,7 +385,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
 
 
 def choose_device(leases: Leases, torch: Any) -> Any:
-    """A GPU that no other rank has, or the CPU of a host without; None if all are taken."""
+    """Return a GPU that no other rank has, or the CPU of a host without; None if all are taken."""
     count = torch.cuda.device_count()
     if not count:
         return torch.device("cpu")
@@ -399,7 +398,7 @@ def choose_device(leases: Leases, torch: Any) -> Any:
 
 
 def tell(path: Path, noun: str) -> None:
-    """Where the predictions are, and how many are right, where that is known."""
+    """Print where the predictions are, and how many are right, where that is known."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     known = [row for row in rows if row.get("label")]
@@ -411,7 +410,7 @@ def tell(path: Path, noun: str) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = OneVoice(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -31,7 +31,7 @@ class Trained:
         folder: of the checkpoint. weights: parameters and buffers, ``<name>``, on the CPU.
         sample_list: of its data; see Task. Empty where the checkpoint does not say.
         average: of the parameters, each by its first name; empty where it is not asked for.
-        problems: what was wrong with newer ones.
+        problems: faults of newer checkpoints.
     """
 
     folder: Path
@@ -81,7 +81,7 @@ def open_trained(
 
 
 def precision_of(asked: str, device: torch.device) -> str:
-    """What ``--precision`` means on this device."""
+    """Return the precision that ``--precision`` selects on this device."""
     if asked != "auto":
         return asked
     return confirmed(*promised_precision(device), device)[0]
@@ -92,7 +92,7 @@ class Predictor:
     """The model on one device.
 
     Attributes:
-        columns: of a row.
+        columns: names of the columns of a row.
         samples: so many were computed; seconds: it took so long.
     """
 
@@ -115,7 +115,7 @@ class Predictor:
         self._pool = ThreadPoolExecutor(self.threads, "read")
 
     def rows(self, items: Sequence[int]) -> Iterator[tuple[object, ...]]:
-        """One row of :attr:`columns` a sample, in the order of ``items``."""
+        """Yield one row of :attr:`columns` a sample, in the order of ``items``."""
         start, task = time.perf_counter(), self.trained.task
         data = task.collate(list(self._pool.map(self._read, items)))
         batch = Batch(data, tuple(items)).to(self.device)
@@ -128,7 +128,7 @@ class Predictor:
 
     @property
     def mem_peak_mib(self) -> float:
-        """Of the GPU, or of this process where there is none."""
+        """Peak memory of the GPU in MiB, or memory of this process where there is none."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return float(psutil.Process().memory_info().rss) / 2**20

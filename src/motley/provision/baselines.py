@@ -8,8 +8,8 @@
 Each cell is an mpirun of its own, on the first so many hosts of hosts.txt, and ends by itself, by
 its failure or by its time limit: none can hurt the next. Repeats are interleaved (A B C, C B A).
 An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
-wrong one shows. What has ended stays, and the same command goes on after a break. What follows
-``--`` is given to every run. motley/sweep/matrix.py shows the form of a matrix file, and presets/
+wrong one shows. Runs that have ended stay, and the same command goes on after a break. Words after
+``--`` are given to every run. motley/sweep/matrix.py shows the form of a matrix file, and presets/
 beside it has the presets. On a cluster, setup/slurm_job.sh --array gives each cell a job.
 """
 
@@ -47,16 +47,16 @@ from motley.train.command_line import read_config, training_parser
 _START_S = 15.0  # that a run takes at least before its first step, for an estimate
 _TASK_S = 60.0  # of a task besides its runs
 _EVAL_IMAGES = 512  # of a run: what counts is its training, and a limit is for that
-_GRACE_S = 10.0  # for a job that was told to stop
+_GRACE_S = 10.0  # for a job to stop after its signal
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What starts ranks.
+    """The command that starts ranks.
 
     Attributes:
         words: the command with its own options.
-        slurm: it is srun, on nodes of the allocation that this process is in.
+        slurm: True if the command is srun, on nodes of the allocation that this process is in.
     """
 
     words: tuple[str, ...]
@@ -64,13 +64,13 @@ class Launcher:
 
     @classmethod
     def of(cls, command: str | None, slurm: bool) -> "Launcher":
-        """As the user wrote it; None: the usual one."""
+        """Return the launcher that the user wrote. For None, return the usual one."""
         usual = srun_words() if slurm else ["mpirun"]
         words = usual if command is None else shlex.split(command)
         return cls(tuple(words) or ("",), slurm)
 
     def check(self) -> None:
-        """MotleyError if it cannot start anything here."""
+        """Raise MotleyError if the command cannot start anything here."""
         if shutil.which(self.words[0]) is None:
             raise MotleyError(
                 f"there is no {self.words[0]!r} on PATH; put "
@@ -84,7 +84,7 @@ class Launcher:
             )
 
     def line(self, hosts: Sequence[Host], hostfile: Path) -> list[str]:
-        """The words before the ranks' own.
+        """Return the words before the ranks' own.
 
         Args:
             hostfile: is written, where it is of use.
@@ -99,7 +99,7 @@ class Launcher:
 
 
 def main() -> int:
-    """Measure as the command line asks; 2 for what the user can put right."""
+    """Measure as the command line asks; 2 for an error that the user can put right."""
     escape_unprintable()
     try:
         return measure(arguments())
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run what has not ended yet, show the table; 0 if every cell is done, 1 if some failed."""
+    """Run the unfinished cells, show the table; 0 if every cell is done, 1 if some failed."""
     matrix = read_matrix(
         matrix_file(options.matrix), options.nodes or read_hosts(options.hostfile),
         Known(known_cells(), known_options()),
@@ -166,8 +166,10 @@ def tell(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
 def tasks_of(
     matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]
 ) -> dict[str, Any]:
-    """What setup/slurm_job.sh asks Slurm for: a task for each cell that is left, by its number, and
-    seconds that one may take; ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
+    """Return the parts of the request that setup/slurm_job.sh makes to Slurm.
+
+    These are the number of each cell that is left, one task each, and the longest time of a task
+    in seconds: ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
     """
     left = Counter(cell for cell, _ in todo)
     most = max((runs * (cell.limit_s or matrix.limit_s) for cell, runs in left.items()), default=0)
@@ -182,7 +184,7 @@ def run_task(
     number: int,
     todo: Sequence[tuple[Cell, int]],
 ) -> int:
-    """Measure one cell, and write the table of what has ended by then; 0 if the cell is done."""
+    """Measure one cell, and write the table of finished runs; 0 if the cell is done."""
     folder.join(matrix)
     if number >= len(matrix.all_cells):
         raise MotleyError(f"--task {number}: the matrix has {len(matrix.all_cells)} cells")
@@ -193,10 +195,10 @@ def run_task(
 
 
 def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cell, int]]:
-    """What is still to be run: cells and numbers of repeats, every other round backwards.
+    """Return the runs that are left: cells and numbers of repeats, every other round backwards.
 
     Args:
-        retry: what failed, too.
+        retry: run failed cells again.
     """
     turns = [(cell, 0) for cell in matrix.references]
     for repeat in range(matrix.repeats):
@@ -207,7 +209,7 @@ def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cel
 
 
 def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]) -> None:
-    """The cells, and how long they should take."""
+    """Print the cells, and how long they should take."""
     left = {cell: sum(turn[0] == cell for turn in todo) for cell in matrix.all_cells}
     print(table(
         ("cell", "hosts", "batch", "runs left", "what runs"),
@@ -227,7 +229,7 @@ def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell,
 def run_all(
     matrix: Matrix, folder: BaselineFolder, launcher: Launcher, todo: Sequence[tuple[Cell, int]]
 ) -> None:
-    """Run what is left, a line each."""
+    """Run the cells that are left, with a line for each."""
     started = time.monotonic()
     for number, (cell, repeat) in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
@@ -244,7 +246,7 @@ def run_all(
 def run_one(
     matrix: Matrix, cell: Cell, repeat: int, folder: BaselineFolder, launcher: Launcher
 ) -> tuple[int | None, float]:
-    """One run, ended with all its processes if it takes too long.
+    """Run one cell once, and end it with all its processes if it takes too long.
 
     Returns:
         Its exit status, None if it was ended; and its seconds.
@@ -295,7 +297,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def check_options(cell: Cell, shared: Sequence[str]) -> None:
-    """What no run of the cell could take is said before the first one starts.
+    """Raise MotleyError for options that no run of the cell accepts, before the first run starts.
 
     Args:
         shared: options of all cells.
@@ -321,7 +323,7 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
 
 
 def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """What a matrix calls each strategy; the script that trains so, and its options."""
+    """Return the script and the options of each strategy, by its name in a matrix."""
     return {
         name: (strategy.script, words)
         for strategy in known_strategies().values()
@@ -330,7 +332,7 @@ def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def known_options() -> dict[str, str]:
-    """Options of any training script that are a cell's to set, and how a matrix says them."""
+    """Return training scripts' options that only a cell sets, and a matrix's words for them."""
     own = {group for strategy in known_strategies().values() for group in strategy.options}
     return {
         flag: declared.cell
@@ -341,7 +343,7 @@ def known_options() -> dict[str, str]:
 
 
 def matrix_file(name: str) -> Path:
-    """A preset's file, or one of the user's."""
+    """Return the path of a preset, or of the user's own matrix file."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -354,7 +356,7 @@ def matrix_file(name: str) -> Path:
 
 
 def read_nodes(text: str) -> tuple[Host, ...]:
-    """Of ``2x4``, two nodes of four ranks; which nodes these are, differs from job to job."""
+    """Return two nodes of four ranks for ``2x4``. The nodes' real names differ from job to job."""
     nodes, _, ranks = text.partition("x")
     if not all(word.isdecimal() and 0 < int(word[:5]) == int(word) for word in (nodes, ranks)):
         raise argparse.ArgumentTypeError(f"{text!r}: give nodes and ranks of each, as in 2x4")
@@ -362,7 +364,7 @@ def read_nodes(text: str) -> tuple[Host, ...]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; ``rest``: what follows ``--``."""
+    """Return the parsed command line; ``rest``: the words after ``--``."""
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(

@@ -4,9 +4,9 @@
   bash setup/change_cn_shell.sh --shell /bin/tcsh  # or to another one, or back
   bash setup/change_cn_shell.sh --dry-run          # says what it would do
 
-You need not: Motley and mpirun work under tcsh too. It shows what each host
-has, asks, asks for your password once (chsh wants it), then logs in to each
-host again, and changes the shell back where that fails. Where a directory
+You need not: Motley and mpirun work under tcsh too. The script shows what each
+host has, asks, asks for your password once (chsh wants it), then logs in to
+each host again, and changes the shell back where that fails. Where a directory
 (LDAP, NIS) keeps your account, nothing is changed. Needs ssh without a
 password (bash setup/passwordless_ssh.sh). Nothing but the account's login shell
 is changed, through the host's own chsh.
@@ -82,7 +82,7 @@ class Account:
 
 
 def decide(account: Account, wanted: str, host: str) -> str:
-    """DONE, CHANGE or DIRECTORY; HostTrouble where it cannot be that shell."""
+    """Return DONE, CHANGE or DIRECTORY. Raise HostTrouble where it cannot be that shell."""
     if "same" in account.facts:
         return DONE
     if "local" not in account.facts:
@@ -135,7 +135,7 @@ class Visit:
         """Change the shell, log in again, and change it back if that fails.
 
         Raises:
-            HostTrouble: of kind ``password refused``, or whatever else it was.
+            HostTrouble: of kind ``password refused``, or of another kind.
         """
         self._chsh(self.wanted, password)
         try:
@@ -193,7 +193,7 @@ def change_all(visits: Sequence[Visit]) -> dict[str, str | HostTrouble]:
 
 
 def parse(words: Sequence[str]) -> Namespace:
-    """The options, checked before anything begins."""
+    """Return the options, checked before anything begins."""
     parser = Parser("change_cn_shell", __doc__)
     parser.add_argument("--shell", default="/bin/bash")
     options = parser.parse_args(words)
@@ -203,7 +203,7 @@ def parse(words: Sequence[str]) -> Namespace:
 
 
 def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
-    """What each host has now, and what will be done."""
+    """Print the present login shell of each host, and the planned change."""
     what = {CHANGE: f"change to {wanted}", DIRECTORY: "nothing", DONE: DONE}
     rows = [
         (host, "", "", visit.kind) if isinstance(visit, HostTrouble) else
@@ -222,7 +222,7 @@ def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Show what each host has, ask, change."""
+    """Show the shell of each host, ask, and change it."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     visits = ask_all(hosts, lambda host: Visit(host, options.shell), LIMIT_S)

@@ -1,6 +1,6 @@
-"""Find your own training processes that nobody waits for any more, on all hosts
-of hosts.txt at once, and end them after your yes. Whose other processes hold
-GPU memory is shown beside.
+"""Find your own leftover training processes on all hosts of hosts.txt at once, and
+end them after your yes. Other processes that hold GPU memory are shown beside,
+with their users.
 
   bash setup/clean_cn.sh
   bash setup/clean_cn.sh --dry-run      # only look
@@ -8,11 +8,12 @@ GPU memory is shown beside.
   bash setup/clean_cn.sh --running      # and what still runs, or may
 
 A process is ours if it is yours and runs a script of this repository as
-entry_cn.sh does (or is that one's data worker, MPI daemon or mpirun). It is
+entry_cn.sh does (or is that one's data worker, MPI daemon or mpirun). Its state:
   leftover   its mpirun is gone
   running    its mpirun lives
-  unknown    its mpirun was on a host that was not asked, or somebody's hand
-             started it
+  unknown    its mpirun was on a host that was not asked, or it was started
+             by hand
+
 Each is ended by its pid and the time it started: SIGTERM, after 3 s SIGKILL.
 Processes of others, and yours that are not of this repository, are never
 touched.
@@ -62,7 +63,7 @@ def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
 
 
 def rows_of(surveys: Mapping[str, Survey]) -> list[Row]:
-    """All processes with their states, leftovers first."""
+    """Return all processes with their states, leftovers first."""
     mpiruns = [(each.node, each.mpiruns) for each in surveys.values()]
     found = [
         Row(host, process, state(process, mpiruns))
@@ -120,7 +121,7 @@ def _mib(mib: float | None) -> str:
 
 
 def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
-    """End processes on all their hosts at once, and say what came of it."""
+    """End processes on all their hosts at once, and print the outcome."""
     targets: dict[str, list[str]] = {}
     for row in rows:
         pairs = [(row.process.pid, row.process.ticks), *row.process.workers]

@@ -59,7 +59,7 @@ class Here:
     Attributes:
         machine: its architecture.
         python: version of its environment's Python.
-        packages: name to version of what is in its environment.
+        packages: name to version of the packages in its environment.
         needed: normal names of those that training needs.
         venv, root: paths of environment and repository.
     """
@@ -73,12 +73,12 @@ class Here:
 
 
 def normal(name: str) -> str:
-    """A package's name as pip compares it."""
+    """Return a package's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def differences(report: HostReport, here: Here) -> list[str]:
-    """Packages that differ from this machine's, "torch 2.6.0 (here 2.7.0)", worst first."""
+    """Return packages that differ from this machine's, "torch 2.6.0 (here 2.7.0)", worst first."""
     ours = {normal(name): version for name, version in here.packages.items()}
     theirs = {normal(name): version for name, version in report.packages.items()}
     names = here.needed | {name for name in ours | theirs if name.startswith("nvidia-")}
@@ -91,7 +91,7 @@ def differences(report: HostReport, here: Here) -> list[str]:
 
 
 def judge(report: HostReport, slots: int, here: Here) -> Iterator[Finding]:
-    """Everything about one host that is not well."""
+    """Yield all findings on one host."""
     yield from judge_machine(report, here)
     yield from judge_environment(report, here)
     yield from judge_clock(report)
@@ -101,7 +101,7 @@ def judge(report: HostReport, slots: int, here: Here) -> Iterator[Finding]:
 
 
 def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
-    """Architecture, and whether the repository is there."""
+    """Yield findings on the architecture, and on a missing repository."""
     if report.machine not in (None, here.machine):
         yield Finding(
             "architecture",
@@ -123,7 +123,7 @@ def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
 
 
 def judge_environment(report: HostReport, here: Here) -> Iterator[Finding]:
-    """All ranks need the same torch, NCCL and so on at the same path."""
+    """Yield findings on the environment: all ranks need the same versions at the same path."""
     if report.broken is not None:
         yield Finding(
             "environment broken",
@@ -147,7 +147,7 @@ def judge_environment(report: HostReport, here: Here) -> Iterator[Finding]:
 
 
 def judge_clock(report: HostReport) -> Iterator[Finding]:
-    """Whether its clock is surely wrong."""
+    """Yield a finding if the host's clock is wrong by more than the error of the measurement."""
     if report.clock_offset_s is None or report.clock_doubt_s is None:
         return
     if abs(report.clock_offset_s) > CLOCK_S + report.clock_doubt_s:
@@ -162,7 +162,7 @@ def judge_clock(report: HostReport) -> Iterator[Finding]:
 
 
 def judge_room(report: HostReport) -> Iterator[Finding]:
-    """Disk, home and /dev/shm."""
+    """Yield findings on the room on disk, at home and in /dev/shm."""
     place, free = report.place, report.disk_free_mib
     if _full(report.place_write) or (free is not None and free < DISK_MIB):
         left = "" if free is None else f", {free:,.0f} MiB are free"
@@ -220,7 +220,7 @@ def _full(writing: str | None) -> bool:
 
 
 def judge_login(report: HostReport) -> Iterator[Finding]:
-    """Whether the login shell prints text to whoever runs a command."""
+    """Yield a finding if the login shell prints text to programs that run a command."""
     if report.chatter.strip():
         shell = Path(report.shell or "bash").name
         files, guard = _GREETERS.get(shell, _GREETERS["bash"])
@@ -234,7 +234,7 @@ def judge_login(report: HostReport) -> Iterator[Finding]:
 
 
 def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
-    """GPUs that cannot be used, and slots without one."""
+    """Yield findings on unusable GPUs, and on slots without a GPU."""
     if report.gpu_error:
         yield Finding(
             "driver fails",
@@ -265,7 +265,7 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
 def judge_networks(
     reports: Iterable[HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None]:
-    """Where each of several hosts sits on the subnet that they share; or that there is none."""
+    """Return the place of each of several hosts on their shared subnet, or a finding."""
     found = list(reports)
     names = {number: report.host for number, report in enumerate(found)}
     machines = {number: report.interfaces for number, report in enumerate(found)}
@@ -280,7 +280,7 @@ def judge_networks(
 
 
 def grouped(findings: Mapping[str, Iterable[Finding]]) -> dict[Finding, list[str]]:
-    """The hosts of each finding, so that one thing that is wrong everywhere is said once."""
+    """Return the hosts of each finding, so that a fault of many hosts is printed once."""
     groups: dict[Finding, list[str]] = {}
     for host, each in findings.items():
         for finding in each:
@@ -299,7 +299,7 @@ def show(
     here: Here,
     width: int,
 ) -> str:
-    """Tables below each other, each of as many hosts as ``width`` characters hold."""
+    """Return tables below each other, each of as many hosts as ``width`` characters hold."""
     columns: dict[str, dict[str, list[str]]] = {}
     for host, result in results.items():
         if isinstance(result, HostTrouble):
@@ -310,7 +310,7 @@ def show(
             told["verdict"] = ", ".join(kinds) or "well"
         columns[host] = {label: _wrap(cell) for label, cell in told.items()}
     labels = list(dict.fromkeys(label for cells in columns.values() for label in cells))
-    # What is known of no host needs no row: the capability where nobody has a GPU.
+    # A property that no host has needs no row, such as the capability where no host has a GPU.
     labels = [label for label in labels if any(cells.get(label) for cells in columns.values())]
     labels.sort(key=lambda label: label == "verdict")  # the last, whichever host was first
     room = width - max(map(len, labels))
@@ -343,7 +343,7 @@ def _block(
 
 
 def describe(report: HostReport, network: Network | None, here: Here) -> dict[str, str]:
-    """One host's cells, by label; an empty one is unknown."""
+    """Return one host's cells, by label; an empty one is unknown."""
     first, newest = next(iter(report.pythons), None), report.newest_python
     python = first or newest
     unfit = "" if first else " (too old)" if newest and newest.version < (3, 11) else " (no venv)"
@@ -413,7 +413,7 @@ def _environment(report: HostReport, here: Here) -> str:
 
 
 def _each(report: HostReport, say: Callable[[DeviceFacts], str]) -> str:
-    """One value for all GPUs where it is the same, else one for each."""
+    """Return one value for all GPUs if they are alike, else one for each."""
     values = [say(gpu) for gpu in report.devices]
     if len(set(values)) == 1:
         return f"{len(values)} x {values[0]}" if len(values) > 1 else values[0]
@@ -421,7 +421,7 @@ def _each(report: HostReport, say: Callable[[DeviceFacts], str]) -> str:
 
 
 def _are_apart(report: HostReport) -> bool:
-    """Its GPUs are known to be next to several memory nodes."""
+    """Return True if the host's GPUs are known to be next to several memory nodes."""
     return len({gpu.memory_node for gpu in report.devices}) > 1
 
 

@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def greet(world: World) -> None:
-    """Print one line, whole; then rank 0 prints what the links carry."""
+    """Print one line, whole. Then rank 0 prints the links' bandwidth."""
     total = sum(world.allgather(world.rank + 1))
     if total != world.size * (world.size + 1) // 2:
         raise MotleyError(f"{world}: the sum of ranks is {total}")

@@ -44,33 +44,34 @@ class Python:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host is. Whatever it did not tell is None or empty.
+    """The state of a host. A value that the host did not report is None or empty.
 
     Attributes:
         host: its name in hosts.txt. node: its own name for itself.
-        here: it is this machine.
-        shell: the user's login shell, its path. chatter: what that prints at login.
-        local_account: the user is in its /etc/passwd, not in a directory (LDAP, NIS).
+        here: True if it is this machine.
+        shell: path of the user's login shell. chatter: text that the shell prints at login.
+        local_account: True if the user is in its /etc/passwd, not in a directory (LDAP, NIS).
         clock_offset_s: how far its clock is ahead of this machine's, seconds, and
-            clock_doubt_s: by how much that may be wrong: half the time it took to ask.
+            clock_doubt_s: the error of that, at most: half the time of the question.
         machine: its architecture, for example "x86_64". libc: for example "glibc 2.36".
-        cores: that its processes may use.
+        cores: the cores that its processes may use.
         memory_*_mib, shm_*_mib, disk_*_mib: MiB; shm is /dev/shm, disk is where the
             repository is or would be. disk_free_inodes: files that can still be made there.
-        place: the folder that was asked about: the repository, or its nearest parent.
+        place: the examined folder: the repository, or its nearest parent.
         place_write, home_write, temporary_write: "yes", or why no file can be written there, in
             the system's words: "No space left on device", "Permission denied", "Read-only file
             system".
-        repository: there is one at the path that it has here; without one here: this folder.
-        same_folder: that is the very folder that this machine has; None where nobody knows.
+        repository: True if a repository is at the path that it has here, or at this folder's path
+            if there is none here.
+        same_folder: True if that is the very folder that this machine has. None if unknown.
         pythons: those >= 3.11, best first. newest_python: of any version.
-        environment: version of the Python of the environment, which is at the path that it
-            has here; None without one. broken: why what is there cannot be used.
-        packages: name to version of all that is installed in it.
-        driver, devices: of NVIDIA. gpu_error: what nvidia-smi complains about.
+        environment: Python version of the environment, which is at the same path as here. None
+            without one. broken: why the environment there cannot be used.
+        packages: name to version of all packages installed in it.
+        driver, devices: of NVIDIA. gpu_error: the complaint of nvidia-smi.
         interfaces: IPv4 addresses. speeds: Mbit/s by interface, where known.
-        infiniband: there is an adapter.
-        next_ssh: it logs in to the host that it was asked to, unasked.
+        infiniband: True if there is an adapter.
+        next_ssh: True if it logs in to the host named in the question without a password.
     """
 
     host: str
@@ -135,9 +136,9 @@ class Asked:
 
 
 def parse(text: str, chatter: str, asked: Asked) -> HostReport:
-    """Make a report of what cn_probe.sh printed.
+    """Make a report from the output of cn_probe.sh.
 
-    Raises ValueError, KeyError or TypeError for what it cannot have printed.
+    Raises ValueError, KeyError or TypeError for text that cn_probe.sh cannot have printed.
     """
     found: dict[str, list[str]] = {}
     for line in text.split("\n"):
@@ -194,7 +195,7 @@ def parse(text: str, chatter: str, asked: Asked) -> HostReport:
 
 
 def _number(text: str | None) -> float | None:
-    """A number; None for what is none, as "[N/A]"."""
+    """Return a number, or None for text that is none, as "[N/A]"."""
     try:
         return float(text or "")
     except ValueError:
@@ -227,7 +228,7 @@ def _interfaces(found: Mapping[str, list[str]]) -> tuple[Interface, ...]:
 
 
 def _same(only: Mapping[str, str], asked: Asked) -> bool | None:
-    """Whether a host's repository is this machine's folder."""
+    """Return True if a host's repository is this machine's folder, and None if unknown."""
     if "tree" not in only or asked.token:
         return "token" in only
     theirs, ours = only["tree"].split(), asked.tree.split()
@@ -240,7 +241,7 @@ def _same(only: Mapping[str, str], asked: Asked) -> bool | None:
 def _smi(
     found: Mapping[str, list[str]], uid: str | None
 ) -> tuple[str | None, tuple[DeviceFacts, ...]]:
-    """Driver and GPUs from nvidia-smi's table."""
+    """Return the driver and the GPUs from nvidia-smi's table."""
     driver, devices = None, []
     held = [line.split(" ", 3) for line in found.get("held", [])]
     for match in map(_SMI.fullmatch, found.get("gpu", [])):
@@ -269,7 +270,7 @@ _SCRIPT = Path(__file__).with_name("cn_probe.sh")
 
 @contextlib.contextmanager
 def token_file() -> Iterator[str]:
-    """An empty file in the folder of the runs while we ask: who sees it has the same one.
+    """Make an empty file in the folder of the runs: a host that sees it has the same folder.
 
     Yields its name; "" where this user may not write.
     """
@@ -286,7 +287,7 @@ def token_file() -> Iterator[str]:
 
 
 def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float = 8) -> HostReport:
-    """Ask a host what it is.
+    """Return the report of a host.
 
     Args:
         token: from :func:`token_file`.
@@ -319,14 +320,14 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
 
 
 def _last(done: Finished) -> str:
-    """What a script that failed said last."""
+    """Return the last line of a failed script's output."""
     lines = (done.chatter + done.output + done.errors).strip().splitlines()
     return printable(lines[-1]) if lines else "it says nothing"
 
 
 @functools.cache
 def _own_tree() -> str:
-    """As cn_probe.sh tells it: device, inode, hash of the scripts in setup/, if any."""
+    """Return the tree line of cn_probe.sh: device, inode, hash of the scripts in setup/, if any."""
     setup, status = PLACE / "setup", PLACE.stat()
     content = hashlib.sha256()
     for path in [*sorted(setup.glob("*.sh")), *sorted(setup.glob("*.py"))]:

@@ -10,18 +10,18 @@ host of hosts.txt.
 This machine's environment (setup/make_env.sh) is the model. torch's build is
 chosen by the oldest GPU and the lowest driver of all hosts
 (src/motley/provision/install_cn.py), and replaced here if it does not run on them. Hosts
-that share this folder need nothing more; the others get the files that git
-tracks, a standalone Python where theirs is not the same 3.X (from the
-network, or the archive given), and the versions of .venv/requirements.lock: 6
-GB and some minutes, all at once. At the end each host imports the packages
-and runs a kernel. Cut short, the same command goes on where it was. Changed
-are the repository's folder, the environment and pip's cache, nothing else.
+that share this folder need nothing more. The others get the files that git
+tracks, and a standalone Python where theirs is not the same 3.X (from the
+network, or the archive given). They also get the versions of
+.venv/requirements.lock: 6 GB and some minutes, all at once. At the end each
+host imports the packages and runs a kernel. Cut short, the same command goes on
+where it was. Changed are the repository's folder, the environment and pip's cache, nothing else.
 
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
   --python-archive FILE   an install_only archive of python-build-standalone
                     for hosts that need a Python and have no network
-  --offline FOLDER  install from its wheels alone; by pip if uv is not among them
+  --offline FOLDER  install from its wheels alone. Done by pip if uv is not among them
   --dry-run         print every change, do none
 
 Exit status: 0 all hosts are ready, 1 some host is not, 2 nothing was begun.
@@ -82,8 +82,8 @@ class Build:
 # - capabilities: "PyTorch CUDA Support Matrix" in pytorch's RELEASE.md, releases 2.11 to 2.14
 #   (pytorch#164471, #175253, #182849, #197555), and torch.cuda.get_arch_list(). Kernels of one
 #   major version run on all later minor ones: sm_60's on 6.1, sm_86's on 8.9, sm_120's on 12.1.
-# - ends: cu118 with 2.7 (pytorch#147383), cu128 with 2.11 (#178665), cu126 with 2.14 (#190385):
-#   whoever has a Maxwell, Pascal or Volta somewhere holds all hosts at 2.14.
+# - ends: cu118 with 2.7 (pytorch#147383), cu128 with 2.11 (#178665), cu126 with 2.14 (#190385).
+#   A Maxwell, Pascal or Volta somewhere holds all hosts at 2.14.
 # - drivers: CUDA's minor version compatibility, 11.x: 450, 12.x: 525, 13.x: 580
 #   (https://docs.nvidia.com/deploy/cuda-compatibility/).
 BUILDS = (
@@ -112,7 +112,7 @@ class HostGpu:
 
 
 def fits(build: Build, gpu: HostGpu) -> bool:
-    """Whether a build runs on a GPU; one of unknown capability is believed to be newer."""
+    """Return True if a build runs on a GPU. A GPU of unknown capability is taken to be newer."""
     capability = gpu.capability or capability_of(gpu.name)
     known = capability is None or build.oldest <= capability <= build.newest
     return known and int(gpu.driver.partition(".")[0]) >= build.driver
@@ -125,7 +125,7 @@ def capability_of(name: str) -> tuple[int, int] | None:
 
 
 def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
-    """The build for a lab, and why.
+    """Return the build for a lab, and the reason.
 
     Args:
         installed: torch's version here, such as "2.9.1+cu126"; its build stays if it fits.
@@ -150,12 +150,12 @@ def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
 
 
 def build_of(version: str) -> str:
-    """The build that a version of torch is: "2.9.1+cu126" is cu126, "2.15.0" is PyPI's."""
+    """Return a torch version's build: "2.9.1+cu126" is cu126, "2.15.0" is PyPI's."""
     return version.partition("+")[2] or PYPI
 
 
 def describe_gpu(gpu: HostGpu) -> str:
-    """``ecetesla0: Tesla P4 (6.1), driver 535.183.01``"""
+    """Return a line such as ``ecetesla0: Tesla P4 (6.1), driver 535.183.01``."""
     capability = gpu.capability or capability_of(gpu.name)
     label = "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
     return f"{gpu.host}: {gpu.name} ({label}), driver {gpu.driver}"
@@ -171,7 +171,7 @@ _printing = threading.Lock()
 
 
 def main(words: Sequence[str]) -> int:
-    """Install what is missing everywhere, and see that it works."""
+    """Install the missing parts on all hosts, and check that they work."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     with token_file() as token:
@@ -200,7 +200,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The options, checked before anything begins."""
+    """Return the options, checked before anything begins."""
     instead = f"make {VENV} on each host, and there: {VENV}/bin/pip install {PINNED}"
     parser = Parser("install_cn", __doc__, instead=instead)
     parser.add_argument("--python-archive", type=Path)
@@ -271,7 +271,7 @@ def _ends_well(command: Sequence[str]) -> bool:
 
 
 def describe(report: HostReport) -> tuple[str, str, str]:
-    """A row: what the host starts from."""
+    """Return a row on the host's state before the installation."""
     if report.same_folder:
         where = "this machine" if report.here else "shares this folder"
         return report.host, report.environment or "-", where
@@ -284,7 +284,7 @@ def describe(report: HostReport) -> tuple[str, str, str]:
 
 
 def _python_of(report: HostReport) -> str | None:
-    """The host's own Python of the same 3.X as the environment here."""
+    """Return the host's own Python of the same 3.X as the environment here."""
     same = [each.path for each in report.pythons if each.version[:2] == sys.version_info[:2]]
     return same[0] if same else None
 
@@ -311,7 +311,7 @@ def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespa
 
 
 def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
-    """The command that makes the environment on a host."""
+    """Return the command that makes the environment on a host."""
     python = _python_of(report)
     words = ["env", f"MOTLEY_VENV={VENV}", f"PYTHON={python or PYTHON}", "bash",
              f"{PLACE}/setup/make_env.sh", "--lock", f"{STAGE}/{LOCK.name}"]  # fmt: skip

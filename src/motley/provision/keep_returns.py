@@ -1,6 +1,8 @@
-"""The hosts on which keep_training.sh may start a run: those that answer and are not away, those
-that leave politely, and those that come back. While a job runs without some hosts it asks them
-again, and has the job end where the records of its speed say that a return pays.
+"""The hosts on which keep_training.sh may start a run: the ones that answer and are not away.
+
+The module also handles hosts that leave under ``--polite`` and hosts that come back. While a job
+runs without some hosts, the module asks these again. The module ends the job for a return when the
+records of the job's speed say that the return pays.
 """
 
 import sys
@@ -75,22 +77,22 @@ class ReadmissionEstimate:
         )
 
 
-QUIET_S = 300.0  # that nobody else was at a polite host before it comes back
+QUIET_S = 300.0  # without other users at a polite host before it comes back
 _AGAIN_S = 60.0  # before a polite host that was lost is asked to be so again
 _NO_END_S = 1e9
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the hosts have answered.
+    """The hosts' answers.
 
     Attributes:
-        alive: those that can take part, in the hostfile's order.
-        lost: what was found of those that do not answer. away: until when others are away, in
+        alive: hosts that can take part, in the hostfile's order.
+        lost: why each other host does not answer. away: until when others are away, in
             words. ends: when the marks of these end, seconds since the epoch, where they do.
-        nodes: what a host calls itself, which is what a run's records call it.
-        sees: it sees the run's folder as this machine does.
-        speeds: by its own name, what it remembers; see motley.membership.away.
+        nodes: a host's own name for itself, which a run's records use.
+        sees: True if the host sees the run's folder as this machine does.
+        speeds: remembered speeds, by the host's own name; see motley.membership.away.
     """
 
     alive: tuple[Host, ...]
@@ -103,7 +105,7 @@ class Asked:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Who takes no part."""
+        """Names of the hosts that take no part."""
         return frozenset(self.lost) | frozenset(self.away)
 
 
@@ -157,7 +159,7 @@ def _be_polite(host: str) -> None:
 
 
 def say(text: str) -> None:
-    """To the user, at once."""
+    """Print a text for the user at once."""
     print(f"keep_training: {typed_command(text)}", file=sys.stderr, flush=True)
 
 
@@ -165,22 +167,22 @@ _FEW = 4  # steps, of which no usual time is known
 
 
 def progress(folder: Path) -> int:
-    """The step of a run's newest checkpoint; -1: there is none."""
+    """Return the step of a run's newest checkpoint; -1: there is none."""
     names = (path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*"))
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 class Figures:
-    """Of one run, over all its starts.
+    """The speed records of one run, over all its starts.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = RunFolder(folder)
-        # Of each host, by its own name: samples a second of all its ranks, 0 where the plan has
-        # left it out; and how many ranks these are.
+        # Samples a second of all ranks of a host, by its own name, 0 where the plan has left it
+        # out. Beside it, the number of these ranks.
         self._rates: dict[str, float] = {}
         self._ranks = Counter[str]()
         self._steps: dict[frozenset[tuple[str, int]], float] = {}  # seconds of one, by who trains
@@ -189,11 +191,11 @@ class Figures:
         self._end_s = 0.0  # from when the end was asked for
 
     def launched(self) -> None:
-        """A start begins now."""
+        """Record that a start begins now."""
         self._launched, self._first, self._knows = time.time(), False, False
 
     def ended(self, asked: float) -> None:
-        """A job has ended now, which was asked to at a time."""
+        """Record that a job ends now, whose end was requested at a time."""
         self._end_s = time.time() - asked
 
     def resume_point(self) -> str:
@@ -218,8 +220,7 @@ class Figures:
             self._starts.append(min(since) - self._launched)
 
     def read(self) -> bool:
-        """Learn from the records of the job that runs, or ran last; False if they say too little
-        yet."""
+        """Read the records of the running or last job. Return False if they say too little yet."""
         content, step_s = self._folder.read_run(), self._step_s()
         hosts = [str(rank.get("host")) for rank in content.get("ranks") or []]
         counts: list[int] = (content.get("plan") or {}).get("counts") or []
@@ -236,7 +237,8 @@ class Figures:
         return True
 
     def lost(self) -> set[str]:
-        """Hosts, by their own names, without a rank of which the job of now has gone on."""
+        """Return the hosts, by their own names, without a rank of which the present job has gone
+        on."""
         events = self._folder.read_events()
         return {
             str(event["host"]) for event in events
@@ -244,11 +246,11 @@ class Figures:
         }  # fmt: skip
 
     def training(self) -> set[str]:
-        """Hosts, by their own names, of which a rank trains."""
+        """Return the hosts, by their own names, of which a rank trains."""
         return {str(rank.get("host")) for rank in self._folder.read_run().get("ranks") or []}
 
     def speed_without(self, nodes: Collection[str]) -> float | None:
-        """What the other hosts did of each step, by the last plan; None where it is not known."""
+        """Return the other hosts' part of each step, by the last plan. None if unknown."""
         content: dict[str, Any] = self._folder.read_run()
         counts: list[int] = (content.get("plan") or {}).get("counts") or []
         hosts = [rank.get("host") for rank in content.get("ranks") or []]
@@ -260,14 +262,14 @@ class Figures:
     def take_back(
         self, back: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> ReadmissionEstimate | None:
-        """What it would save to take hosts back now, or lost ranks of theirs; None where that is
-        not known yet.
+        """Return the estimated saving of taking back hosts, or lost ranks of theirs, now.
 
-        How fast a host is, is known of when it took part; else of what it remembers; else it is
-        thought to be as fast as the others are on average.
+        Return None while the saving is unknown. A host's speed is the one measured when it took
+        part. Without one, its remembered speed counts, and without that the average of the other
+        hosts.
 
         Args:
-            back: by a host's own name, the speeds that it remembers.
+            back: remembered speeds, by the host's own name.
         """
         self.read()
         content, step_s = self._folder.read_run(), self._step_s()
@@ -289,7 +291,7 @@ class Figures:
         return ReadmissionEstimate(left, step_s, with_s, start_s + self._end_s)
 
     def _step_s(self) -> float | None:
-        """Usual seconds of a step of this start; None if it has taken too few."""
+        """Return the usual seconds of a step of this start; None if it has taken too few."""
         steps = [step for step in self._folder.last_steps() if step["time"] > self._launched]
         times = [step["time"] for step in steps]
         between = [after - before for before, after in pairwise(times)]
@@ -297,7 +299,7 @@ class Figures:
 
 
 def _remembered(speeds: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> float | None:
-    """Samples a second of all devices of a host, with a run's options; None: it does not know."""
+    """Return samples/s of all devices of a host, with a run's options; None: unknown."""
     fit = [s for s in speeds if all(config.get(k) == v for k, v in s["options"].items())]
     newest = {speed["uuid"]: float(speed["rate"]) for speed in reversed(fit)}
     return sum(newest.values()) or None
@@ -308,15 +310,16 @@ _NOT_YET_S = 5.0  # where no usual time of a step is known
 
 
 def until_asked_s(asked: Asked) -> float:
-    """Seconds until hosts are asked again: sooner where one has said when it comes back."""
+    """Return the seconds until hosts are asked again: fewer where one has named its return."""
     return max(1.0, min([ASK_AGAIN_S, *(end - time.time() + 0.5 for end in asked.ends)]))
 
 
 class Returns:
-    """Of one job.
+    """The watch for returning hosts of one job.
 
     Args:
-        folder: of its run. asked: before it was started. ask: asks all hosts once more.
+        folder: the run's folder. asked: answers from before the start. ask: asks all hosts once
+            more.
     """
 
     def __init__(
@@ -331,7 +334,7 @@ class Returns:
         self._told = frozenset[str]()
 
     def look(self) -> None:
-        """Ask if it is time, and act on what was answered; waits for nobody."""
+        """Ask the missing hosts when it is time, and act on their answers, without waiting."""
         if self._paused:
             return
         if self._thread is None and time.monotonic() >= self._due:
@@ -348,7 +351,7 @@ class Returns:
                 self._hear(self._answers.pop())
 
     def ended(self) -> None:
-        """The job has."""
+        """Record that the job has ended."""
         if self._paused:
             self._figures.ended(self._paused)
 
@@ -377,7 +380,7 @@ class Returns:
             say(f"{names} taken back after this step: {gain.sentence()}")
 
     def _pause(self, hosts: Collection[str]) -> bool:
-        """Have the job save and end at a step boundary; whether some rank was there to hear it.
+        """Have the job save and end at a step boundary. Return True if some rank got the request.
 
         The signal goes to ranks themselves: mpirun would send it to all that these have started,
         such as compilers, which it ends.

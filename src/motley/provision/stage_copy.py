@@ -33,20 +33,20 @@ class Run:
 
 
 def blocks_of(size: int) -> int:
-    """How many a file of so many bytes has; the last may be shorter."""
+    """Return the number of blocks of a file of so many bytes; the last may be shorter."""
     return -(-size // BLOCK)
 
 
 def bytes_in(run: Run, size: int) -> int:
-    """Of these blocks of a file of ``size`` bytes."""
+    """Return the bytes in these blocks of a file of ``size`` bytes."""
     return min(size, (run.last + 1) * BLOCK) - run.first * BLOCK
 
 
 def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Iterator[Run]:
-    """Blocks that are not there as they are wanted, in runs of at most so many.
+    """Yield missing or different blocks, in runs of at most so many.
 
     Args:
-        wanted: the hash of each. there: of those that are, by number.
+        wanted: the hash of each block. there: hashes of the present blocks, by number.
     """
     first = None
     for number in range(len(wanted) + 1):
@@ -59,7 +59,7 @@ def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Itera
 
 
 def size_of(text: str) -> int:
-    """Bytes, as 20G or 500M, by 1,000 each; MotleyError for anything else."""
+    """Return bytes for 20G or 500M, by 1,000 each. Raise MotleyError for anything else."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT])B?", text.strip().upper())
     size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
     if not size:
@@ -68,7 +68,7 @@ def size_of(text: str) -> int:
 
 
 def said(size: float) -> str:
-    """Bytes for people: 20 GB, 1.57 MB."""
+    """Return bytes in words: 20 GB, 1.57 MB."""
     unit = next((unit for unit in "TGMK" if size >= _UNITS[unit]), "")
     if not unit:
         return f"{size:.0f} B"
@@ -81,7 +81,7 @@ _EVERY_S = 0.1
 
 
 class Bar:
-    """One line that is written again and again: what is done of ``total`` bytes, in several parts.
+    """A terminal line that shows the finished part of ``total`` bytes, in several parts.
 
     Use it as a context manager: at the end the line is wiped.
     """
@@ -103,7 +103,7 @@ class Bar:
             self._on = False
 
     def at(self, size: int, part: str = "") -> None:
-        """So many bytes are done of a part; from any thread."""
+        """Record the bytes done of a part, from any thread."""
         with self._lock:
             self._done[part] = size
             now = time.monotonic()
@@ -145,10 +145,11 @@ print(done / (time.perf_counter() - start))
 
 @dataclass(frozen=True)
 class Target:
-    """What a host has where a file is to go.
+    """The state of a host's disk where a file is to go.
 
     Attributes:
-        free: bytes. whole, part: of the file, and of a copy that was cut; None: there is none.
+        free: bytes. whole, part: bytes of the file, and of a copy that was cut; None: there is
+            none.
     """
 
     free: int
@@ -156,7 +157,7 @@ class Target:
     part: int | None = None
 
     def lacks(self, size: int) -> int:
-        """Bytes of room that are missing, for a file of this size."""
+        """Return the bytes of room that are missing, for a file of this size."""
         if self.whole == size:  # most likely the same one
             return 0
         return max(0, size - (self.part or 0) - self.free)
@@ -173,7 +174,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Copied:
-    """What came of it: bytes that were sent, and the seconds that it took.
+    """The result of a copy: bytes that were sent, and the seconds that it took.
 
     Attributes:
         rate: samples/s that its disk gives to one reader; None: it has no environment to ask.
@@ -185,7 +186,7 @@ class Copied:
 
 
 def look(host: str, path: Path) -> Target:
-    """See what is there; HostTrouble where nothing may be written."""
+    """Return the state there. Raise HostTrouble where nothing may be written."""
     with connect(host) as remote:
         done = _run(remote, "look", path, 0, limit=_LOOK_S)
     found = dict(line.partition("=")[::2] for line in done.output.splitlines())
@@ -204,7 +205,7 @@ def look(host: str, path: Path) -> Target:
 
 
 def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
-    """What is said of a host without room."""
+    """Return the trouble of a host without room."""
     return HostTrouble(
         "full",
         f"{host} has {said(target.free)} free where {path} is to go, and {said(size)} are needed",
@@ -241,14 +242,14 @@ def read_source(path: Path, images: tuple[int, int, str], tell: Callable[[int], 
 
 
 def copy(host: str, source: Source, sample: int, tell: Callable[[str, int], None]) -> Copied:
-    """Bring a file to a host, to the same path, and see how fast its disk reads.
+    """Copy a file to a host, to the same path, and measure how fast its disk reads.
 
     Args:
         sample: bytes of one.
-        tell: is called with the host and its bytes that are right there so far.
+        tell: called with the host and its bytes that are right there up to then.
 
     Raises:
-        HostTrouble: it could not be copied. What arrived stays for the next time.
+        HostTrouble: it could not be copied. The bytes that arrived stay for the next time.
     """
     with connect(host) as remote:
         done = _Copying(remote, source, lambda size: tell(host, size))
@@ -260,7 +261,7 @@ def copy(host: str, source: Source, sample: int, tell: Callable[[str, int], None
 
 
 class _Copying:
-    """One host, and which blocks are right there."""
+    """A copy to one host, and the blocks that are right there."""
 
     def __init__(self, remote: Remote, source: Source, tell: Callable[[int], None]) -> None:
         self._remote, self._source, self._tell = remote, source, tell
@@ -269,7 +270,7 @@ class _Copying:
         self._is_part = False  # they are of a copy that was cut
 
     def bring(self) -> int:
-        """Send what is missing; how many bytes that was."""
+        """Send the missing blocks. Return the number of bytes sent."""
         size, hashes, sent = self._source.size, self._source.hashes, 0
         self._look("hash")
         if not self._is_part and len(self._right) < len(hashes):  # another file of this size
@@ -286,7 +287,7 @@ class _Copying:
         self._do(what, limit=_LOOK_S + 2 * self._source.size / 1e7)
 
     def _send(self, run: Run) -> None:
-        """Write some blocks there, and compare what the disk then has."""
+        """Write some blocks there, and compare them with the disk afterwards."""
         size = bytes_in(run, self._source.size)
         with self._source.path.open("rb") as file:
             file.seek(run.first * BLOCK)
@@ -329,7 +330,7 @@ class _Piece:
         self._file, self._left = file, size
 
     def read(self, most: int) -> bytes:
-        """The next ones; empty at the end."""
+        """Return the next bytes; empty at the end."""
         data = self._file.read(min(most, self._left))
         self._left -= len(data)
         return data

@@ -6,7 +6,7 @@ its own.
   bash setup/sync_cn.sh --hostfile my_hosts.txt
 
 Sent to the same path is what git tracks and differs there; a host that shares
-this folder (NFS) needs nothing. What only the host has stays. An edit made on
+this folder (NFS) needs nothing. Files that only the host has stay. An edit made on
 a host is overwritten.
 
 Options:
@@ -60,8 +60,10 @@ _UNPACK = 'mkdir -p -- "$1" && cd -- "$1" && tar -xf -'
 
 
 def tracked_files() -> list[str]:
-    """The repository's files, relative to it: hosts.txt and what git tracks, else all but what is
-    made."""
+    """Return the repository's files, relative to it: hosts.txt and all that git tracks.
+
+    Without git, return all but generated files.
+    """
     git = ["git", "-c", f"safe.directory={PLACE}", "-C", str(PLACE), "ls-files", "-z"]
     listed = None
     with contextlib.suppress(OSError):  # a machine without git
@@ -78,15 +80,15 @@ def tracked_files() -> list[str]:
 
 
 def differing(remote: Remote, source: Path, names: Iterable[str], target: Path) -> list[str]:
-    """Which of the files below ``source`` the host lacks, or has otherwise, below ``target``."""
+    """Return the files of ``source`` that are missing or different in the host's ``target``."""
     listed = "".join(f"{_hash(source / name)} {name}\n" for name in names)
     return remote.run(_COMPARE, target, payload=listed.encode(), limit=600).output.splitlines()
 
 
 def send(remote: Remote, source: Path, names: Iterable[str], target: Path) -> list[str]:
-    """Bring files below ``source`` here to ``target`` there; returns the names of what was sent.
+    """Bring files below ``source`` here to ``target`` there; returns the names of the sent files.
 
-    Cut short, the next call sends what is still missing.
+    After a cut, the next call sends the missing files.
     """
     missing = differing(remote, source, names, target)
     if not missing:
@@ -112,7 +114,7 @@ _hashing = threading.Lock()
 
 
 def _hash(path: Path) -> str:
-    """SHA256 of a file, read once however many hosts it goes to: wheels are gigabytes."""
+    """Return the SHA256 of a file, read once for all hosts: wheels are gigabytes."""
     with _hashing:
         return _hash_once(path)
 
@@ -127,7 +129,7 @@ LIMIT_S = 600
 
 
 def main(words: Sequence[str]) -> int:
-    """Send what differs; 1 if some host could not be brought up to date."""
+    """Send the files that differ; 1 if some host could not be brought up to date."""
     instead = "bring files of your own to the same path on all hosts with scp"
     options = Parser("sync_cn", __doc__, instead=instead).read(words)
     names = tracked_files()

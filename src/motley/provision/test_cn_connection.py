@@ -67,8 +67,8 @@ LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off
 
 
 def this_machine() -> Here:
-    """What the hosts are compared with."""
-    # setuptools puts packages of its own on the path, which nobody installed.
+    """Return this machine's properties, with which the hosts are compared."""
+    # setuptools puts packages of its own on the path, which no user installed.
     path = [folder for folder in sys.path if not folder.endswith("_vendor")]
     installed = {normal(each.metadata["Name"]): each for each in distributions(path=path)}
     return Here(
@@ -82,7 +82,7 @@ def this_machine() -> Here:
 
 
 def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
-    """Normal names of the packages that Motley asks for, and of what these need."""
+    """Return the normal names of the packages that Motley needs, and of their own needs."""
     asked = (ROOT / "requirements.txt").read_text().splitlines() if ROOT else None
     left = _names(asked or requires("motley-train") or ())
     seen: set[str] = set()
@@ -101,7 +101,7 @@ def _names(requirements: Iterable[str]) -> list[str]:
 
 
 def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
-    """What in this machine's ~/.ssh ssh refuses to use, though paramiko would not."""
+    """Yield findings on files in this machine's ~/.ssh that ssh refuses and paramiko takes."""
     folder = home_folder() / ".ssh"
     keys: set[Path] = set()
     with contextlib.suppress(OSError):

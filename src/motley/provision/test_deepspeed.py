@@ -101,7 +101,7 @@ def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, flo
 
 
 def now(device: "torch.device") -> float:
-    """The time when ``device`` has done all that it was given."""
+    """Return the time when ``device`` has finished its queued work."""
     import torch
 
     if device.type == "cuda":
@@ -110,7 +110,7 @@ def now(device: "torch.device") -> float:
 
 
 def comm_table(group: "ProcessGroup", values: list[float]) -> list[list[float]]:
-    """Every rank's values, by rank, through DeepSpeed's communication."""
+    """Return every rank's values, by rank, through DeepSpeed's communication."""
     import torch
 
     from motley.engines.import_deepspeed import comm

@@ -10,9 +10,9 @@ environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
 and into .deepspeed_env. Your own ~/.openmpi, ~/.prte and ~/.pmix go before
 these, and are changed only where the environment belongs to another user: the
 lines then go there, between two marks. Then each host opens a connection to
-each other, and a rank for each slot says hello: in C (where there is a
-compiler here), and in Python through entry_cn.sh, which also measures what
-the links carry and names one that is slow, busy or broken.
+each other, and a rank for each slot says hello in C (where there is a
+compiler here), and in Python through entry_cn.sh. The latter also measures
+the links' bandwidth and names a link that is slow, busy or broken.
 
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
@@ -117,7 +117,7 @@ def main(words: Sequence[str]) -> int:
     print_troubles({f"{a} -> {b}": why for (a, b), why in silent.items()})
     failed = [answer for answer in answers.values() if answer.ranks.total() < answer.asked]
     if len(hosts) > 1 and not answers["Python"].links and not failed:
-        failed = [answers["Python"]]  # they met, and then could not tell what their links carry
+        failed = [answers["Python"]]  # they met, and then could not measure their links
     if failed:
         print_troubles(own)
         print(f"\nmpirun {failed[0].end}; its last words:\n{failed[0].words}")
@@ -130,7 +130,7 @@ def main(words: Sequence[str]) -> int:
 def tell_hosts(
     reports: Mapping[str, HostReport], shared: Shared, dry_run: bool
 ) -> tuple[dict[str, HostTrouble], dict[str, HostTrouble]]:
-    """Settle the parameters on all hosts; where they are the user's own, and where it failed."""
+    """Write the parameters on all hosts. Return the user's own settings, and the failures."""
 
     def one(host: str) -> str:
         lines = parameters(reports[host], reports, shared)
@@ -151,7 +151,7 @@ def tell_hosts(
 
 
 def show_parameters(reports: Mapping[str, HostReport], shared: Shared) -> None:
-    """Print what would be written, once for all hosts where it is the same."""
+    """Print the planned text, once for all hosts that get equal text."""
     hosts: dict[tuple[str, ...], list[str]] = {}
     for host, report in reports.items():
         hosts.setdefault(tuple(chain(*parameters(report, reports, shared))), []).append(host)
@@ -167,7 +167,7 @@ def show_parameters(reports: Mapping[str, HostReport], shared: Shared) -> None:
 def try_pairs(
     reports: Mapping[str, HostReport], shared: Shared
 ) -> dict[tuple[str, str], HostTrouble]:
-    """Open a connection from each host to each other; returns who cannot reach whom, and why."""
+    """Open a connection from each host to each other. Return the pairs that fail, and why."""
     if len(reports) == 1:
         return {}
     with listen_on({host: [shared.at[host].address] for host in reports}) as (remotes, doors):
@@ -206,7 +206,7 @@ def try_pairs(
 
 
 def make_hello(reports: Mapping[str, HostReport]) -> bool:
-    """Compile hello_mpi.c and bring it to all hosts; False where there is no compiler."""
+    """Compile hello_mpi.c and copy it to all hosts. Return False where there is no compiler."""
     if shutil.which("cc") is None:
         print("no C compiler on this machine: hello_mpi.c is not tried")
         return False
@@ -230,8 +230,8 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """How an mpirun went: ranks that said hello by host, of how many; how it ended; and what was
-    said of links."""
+    """The outcome of an mpirun: greetings by host, of how many ranks, its end, and its lines on
+    links."""
 
     ranks: Counter[str | None]
     asked: int
@@ -241,7 +241,7 @@ class Answer:
 
 
 def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
-    """Start a rank for every slot, and count who answers: mpirun's own status tells nothing."""
+    """Start a rank for every slot, and count the answers. The status of mpirun says nothing."""
     asked = sum(host.slots for host in hosts)
     where = [] if not ROOT or VENV == ROOT / ".venv" else ["-x", "MOTLEY_VENV"]
     command = ["mpirun", "-np", str(asked), "--hostfile", str(options.hostfile.resolve())]

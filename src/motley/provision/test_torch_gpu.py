@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank found.
+    """The findings of one rank.
 
     Attributes:
         built_for: CUDA architectures in this torch build.
@@ -80,7 +80,7 @@ def examine(world: World) -> Report:
 
 
 def read(world: World, device: "torch.device") -> Report:
-    """This rank's device and its speeds."""
+    """Return this rank's device and its speeds."""
     import torch
 
     from motley.measure.device import kernel_speed
@@ -99,7 +99,7 @@ def read(world: World, device: "torch.device") -> Report:
 
 
 def mismatches(reports: list[Report]) -> list[str]:
-    """Versions in which hosts differ; all must have the same torch, CUDA build and NCCL."""
+    """Return versions in which hosts differ; all must have the same torch, CUDA build and NCCL."""
     problems = []
     for what in ("torch", "cuda", "nccl"):
         found = {getattr(report, what): report.host for report in reports if getattr(report, what)}
@@ -110,7 +110,7 @@ def mismatches(reports: list[Report]) -> list[str]:
 
 
 def failures(reports: list[Report]) -> list[str]:
-    """Ranks that cannot compute in fp32."""
+    """Return the ranks that cannot compute in fp32."""
     return [
         f"rank {report.rank} on {report.host} ({report.device}) cannot run a kernel: "
         f"{report.speeds[0].error}; its torch is built for {', '.join(report.built_for)}"

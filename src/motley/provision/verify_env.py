@@ -14,7 +14,7 @@ PACKAGES = ("torch", "torchvision", "deepspeed", "mpi4py.MPI", "GPUtil", "timm",
 
 
 def main() -> int:
-    """Print what was found; 1 with a line on what is wrong."""
+    """Print the findings; 1 with a line on the fault."""
     for name in PACKAGES:
         try:
             importlib.import_module(name)

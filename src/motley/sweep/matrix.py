@@ -46,10 +46,10 @@ class Cell:
 
     Attributes:
         name: a folder's name. hosts: the first so many.
-        checkpointing: as ``--grad-checkpointing`` takes it; empty: none.
-        batch: global. fraction: of the training set.
-        script, options: of the training, the options without those of the other fields.
-        limit_s: of its runs, where that is not the matrix's.
+        checkpointing: value of ``--grad-checkpointing``; empty: none.
+        batch: the global batch size. fraction: part of the training set.
+        script, options: training script, and its options without those of the other fields.
+        limit_s: time limit of its runs in seconds, where that is not the matrix's.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def words(self) -> list[str]:
-        """The training script and all that it is told."""
+        """The training script and all its options."""
         checkpointing = ["--grad-checkpointing", self.checkpointing] if self.checkpointing else []
         return [
             self.script, "--precision", self.precision, "--batch-size", str(self.batch),
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def samples(self) -> tuple[int, float]:
-        """What decides on which images its steps are."""
+        """Batch size and data fraction, which decide the images of each step."""
         return self.batch, self.fraction
 
 
@@ -101,7 +101,8 @@ class Matrix:
         return (*self.references, *self.cells)
 
     def as_json(self) -> dict[str, Any]:
-        """All that makes a result; how often and how long is not part of it."""
+        """Return all settings that decide a result; the number and length of runs are not among
+        them."""
         return {
             "steps": self.steps, "options": list(self.options),
             "hosts": [[host.name, host.slots] for host in self.hosts],
@@ -113,13 +114,13 @@ class Matrix:
 
 
 def first_hosts(cell: Cell, hosts: Sequence[Host]) -> tuple[Sequence[Host], int]:
-    """Those that the cell is of, and their ranks."""
+    """Return the hosts of the cell, and the number of their ranks."""
     chosen = hosts[: cell.hosts]
     return chosen, sum(host.slots for host in chosen)
 
 
 def shorter(matrix: Matrix, only: str) -> Matrix:
-    """The cells with these words in their names; MotleyError if there is none."""
+    """Return the cells with these words in their names. Raise MotleyError if there is none."""
     cells = tuple(cell for cell in matrix.cells if only in cell.name)
     if not cells:
         names = [cell.name for cell in matrix.cells]
@@ -146,11 +147,11 @@ _LEAST = {"repeats": 1, "steps": 6, "limit_s": 1}
 
 @dataclass(frozen=True)
 class Known:
-    """What a matrix may be made of, as registered elsewhere.
+    """The registered names that a matrix may use.
 
     Attributes:
-        strategies: what they are called; the script, and how it is told of it.
-        owned: options of a training script that are a cell's to set, and how a matrix says them.
+        strategies: by name, the script and the options that choose the strategy there.
+        owned: options of a training script that only a cell sets, and the matrix's words for them.
     """
 
     strategies: Mapping[str, tuple[str, tuple[str, ...]]]
@@ -251,7 +252,7 @@ def _values(value: Any) -> list[Any]:
 
 
 def _name(told: Mapping[str, Any]) -> str:
-    """Of what differs between the cells, a word each."""
+    """Return a name made of a word for each property in which the cells differ."""
     words = []
     for axis, value in told.items():
         if axis == "checkpointing":
@@ -268,7 +269,7 @@ def _plain(value: object) -> str:
 
 
 def _words(path: Path, options: Any) -> list[str]:
-    """Options as one text, as in a shell, or as a list."""
+    """Return options given as one text, as in a shell, or as a list."""
     try:
         return shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
     except (TypeError, ValueError) as error:
@@ -305,7 +306,7 @@ def _cell(path: Path, name: str, named: Mapping[str, Any], known: Known) -> Cell
 
 
 def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
-    """MotleyError if it is impossible with these hosts."""
+    """Raise MotleyError if the cell is impossible with these hosts."""
     where = f"{path}: cell {cell.name}"
     if not 1 <= cell.hosts <= len(hosts):
         raise MotleyError(

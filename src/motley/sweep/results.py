@@ -37,7 +37,7 @@ _LONGEST = 400
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The outcome of a run.
 
     Attributes:
         kind: ``done``, or a :class:`motley.faults.FaultKind`.
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def when(self) -> str:
-        """``epoch 0, step 4, backward``, as far as known, of ``step`` 3."""
+        """Time of the failure as ``epoch 0, step 4, backward``, where known, for ``step`` 3."""
         parts = [
             None if self.epoch is None else f"epoch {self.epoch}",
             None if self.step is None else step_in_words(self.step), self.phase,
@@ -73,11 +73,11 @@ def judge(
     steps: Mapping[int, Sequence[Mapping[str, Any]]],
     seconds: float = 0.0,
 ) -> Outcome:
-    """Tell how a run ended.
+    """Return the outcome of a run.
 
     Args:
         status: of mpirun; None: it was ended, for it took too long. Its 0 proves nothing: a lost
-            host's daemon ends with it, so a run is done when it says so itself.
+            host's daemon ends with it, and a run is done only when its records say so.
         output: all that it printed.
         run, steps: its records; empty where it left none.
     """
@@ -93,8 +93,8 @@ def judge(
         kind = _kind(failure, status, output, error)
     step, phase = failure.get("step"), failure.get("phase")
     if step is None and (taken := _last_step(steps)) is not None:
-        step, phase = taken + 1, None  # what was last heard of a rank can be half a second old
-    known = status is not None  # who was told to stop is not who is to blame
+        step, phase = taken + 1, None  # a rank's last report can be half a second old
+    known = status is not None  # a rank that was stopped is not to blame
     return Outcome(
         kind, error[:_LONGEST] or f"ended with status {status} and said nothing",
         failure.get("host") if known else None, failure.get("rank") if known else None,
@@ -107,7 +107,7 @@ def _last_step(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> int | None:
 
 
 def _kind(failure: Mapping[str, Any], status: int, output: str, error: str) -> FaultKind:
-    """As the run has it; of one that ended before it had records, by its exit status."""
+    """Return the kind that the run recorded. Without records, use its exit status."""
     if not failure:
         by_status = {kind.code: kind for kind in (FaultKind.REFUSED, FaultKind.OUT_OF_MEMORY)}
         return by_status.get(status) or kind_of_text(error)
@@ -118,7 +118,7 @@ def _kind(failure: Mapping[str, Any], status: int, output: str, error: str) -> F
 
 
 def _last_words(output: str) -> str:
-    """What Motley said of the failure; else the last line that is not the launcher's."""
+    """Return Motley's message on the failure, or else the last line that is not the launcher's."""
     lines = [line.strip() for line in output.splitlines()]
     ours = [line.removeprefix("motley: ") for line in lines if line.startswith("motley: ")]
     rest = [line for line in lines if not _NOISE.search(line)]
@@ -126,14 +126,14 @@ def _last_words(output: str) -> str:
 
 
 class BaselineFolder:
-    """Where the results of one matrix are."""
+    """The folder of the results of one matrix."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.cells = self.path / "cells"
 
     def claim(self, matrix: Matrix) -> TextIO:
-        """Take the folder for this matrix, until what is returned is closed or this process ends;
+        """Take the folder for this matrix, until the returned file is closed or this process ends;
         MotleyError if it is another matrix's, or in use."""
         file, ours = self.path / "matrix.json", matrix.as_json()
         if file.exists():
@@ -154,7 +154,7 @@ class BaselineFolder:
         return lock
 
     def join(self, matrix: Matrix) -> None:
-        """MotleyError unless somebody has claimed the folder for this matrix."""
+        """Raise MotleyError unless the folder has been claimed for this matrix."""
         ours = matrix.as_json()
         if not (self.path / "matrix.json").exists():
             raise MotleyError(
@@ -166,7 +166,7 @@ class BaselineFolder:
             raise MotleyError(f"{self.path} holds a matrix without {', '.join(lacking[:4])}")
 
     def _check(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        """The cells that are kept here, by name; MotleyError if they are of another matrix."""
+        """Return the kept cells, by name. Raise MotleyError if they are of another matrix."""
         theirs = read_json(self.path / "matrix.json")
         kept = {cell["name"]: cell for cell in theirs.get("cells", [])}
         clashes = [key for key in ("steps", "options", "hosts") if theirs.get(key) != ours[key]] + [
@@ -187,11 +187,11 @@ class BaselineFolder:
         )  # fmt: skip
 
     def writing_table(self) -> contextlib.AbstractContextManager[None]:
-        """While open nobody else reads all outcomes to write the table of them."""
+        """Return a lock under which no other process reads all outcomes to write their table."""
         return one_at_a_time(self.path / ".table.lock")
 
     def matrix_cells(self) -> list[Cell]:
-        """All cells whose results are kept here, references too."""
+        """Return all cells whose results are kept here, references too."""
         file = self.path / "matrix.json"
         try:
             cells = read_json(file)["cells"]
@@ -202,39 +202,39 @@ class BaselineFolder:
             raise MotleyError(f"{file} is not of baseline_measure.py: {error}") from None
 
     def attempt(self, cell: Cell, repeat: int) -> RunFolder:
-        """The run folder of one repeat."""
+        """Return the run folder of one repeat."""
         return RunFolder(self.cells / f"{cell.name}.{repeat}")
 
     def output(self, cell: Cell, repeat: int) -> Path:
-        """What it printed."""
+        """Return the path of the output that a run printed."""
         return self.cells / f"{cell.name}.{repeat}.log"
 
     def _outcome(self, cell: Cell, repeat: int) -> Path:
         return self.cells / f"{cell.name}.{repeat}.json"
 
     def end(self, cell: Cell, repeat: int, status: int | None, seconds: float) -> Outcome:
-        """Judge a repeat that has ended, and keep that: it is not run again."""
+        """Judge a repeat that has ended, and keep the outcome: it is not run again."""
         folder = self.attempt(cell, repeat)
         output = self.output(cell, repeat).read_text(errors="replace")
         outcome = judge(status, output, folder.read_run(), folder.read_steps(), seconds)
-        shutil.rmtree(folder.checkpoints, ignore_errors=True)  # nobody continues such a run
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)  # such a run is not continued
         write_json(self._outcome(cell, repeat), asdict(outcome))
         return outcome
 
     def outcome(self, cell: Cell, repeat: int) -> Outcome | None:
-        """How a repeat ended; None if it has not."""
+        """Return the outcome of a repeat; None if it has not ended."""
         file = self._outcome(cell, repeat)
         return Outcome(**read_json(file)) if file.exists() else None
 
     def repeats(self, cell: Cell) -> list[tuple[RunFolder, Outcome]]:
-        """Those that have ended, in order."""
+        """Return the repeats that have ended, in order."""
         found: list[tuple[RunFolder, Outcome]] = []
         while outcome := self.outcome(cell, len(found)):
             found.append((self.attempt(cell, len(found)), outcome))
         return found
 
     def configuration(self) -> str:
-        """What was run, on what, with which versions: as the runs that are done say, in words."""
+        """Describe the runs, their hosts and versions, from the records of finished runs."""
         content = read_json(self.path / "matrix.json")
         done = [
             about for cell in self.matrix_cells() for run, outcome in self.repeats(cell)

@@ -21,20 +21,22 @@ _PARTS = ("data", "compute", "wait", "comm", "opt", "host")
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a cell; a line of results.csv. None: unknown.
+    """The measurements of a cell, as a line of results.csv. None: unknown.
 
     Attributes:
-        model: what is trained, in a few words. unit: that a rate counts; weight: of a sample, in
-            these. hosts: names of those that trained. machines: launched.
+        model: the trained model, in a few words. unit: the unit that a rate counts; weight: of a
+            sample, in these. hosts: names of those that trained. machines: launched.
         batch: global; micro_batch: of each rank.
-        samples_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
-            a part of it; of two repeats or more. mean_samples_per_s: median of the repeats' means
-            by the clock, see :func:`mean_rate`, without the steps in which a run warms up.
-        fraction_of_limit: of the sum of what its machines do alone, each in its best precision, as
-            the best cell of the same machines and batch measured it, of a model that is not
-            compiled. efficiency: of that sum in this cell's own precision.
+        samples_per_s: median of the repeats' medians.
+        spread: from the lowest to the highest, as a part of it; of two repeats or more.
+        mean_samples_per_s: median of the repeats' means by the clock, see :func:`mean_rate`,
+            without the steps in which a run warms up.
+        fraction_of_limit: part of the limit, the summed rates that its machines reach alone. Each
+            counts in its best precision, as the best cell of the same machines and batch measured
+            it, with a model that is not compiled.
+        efficiency: part of that sum in this cell's own precision.
         epoch_s: an epoch's training at this rate.
-        memory_mib: most that a rank held, by host. leak_mib: what it grew by in a step, if it did.
+        memory_mib: most that a rank held, by host. leak_mib: growth in a step, if there was any.
         joules: of the GPUs, for a sample.
         loss: of the last step. loss_difference: from the fp32 reference's, as a part of that.
         data_s, compute_s, wait_s, comm_s, opt_s, host_s: of a step, mean over ranks.
@@ -78,19 +80,19 @@ class Row:
 
     @property
     def limit(self) -> float | None:
-        """Samples/s of the limit that ``fraction_of_limit`` is of; None: unknown."""
+        """Limit in samples/s, to which ``fraction_of_limit`` refers; None: unknown."""
         if not self.samples_per_s or not self.fraction_of_limit:
             return None
         return self.samples_per_s / self.fraction_of_limit
 
     @property
     def rate(self) -> str:
-        """In the task's unit, as in ``1,204 images/s``; empty where unknown."""
+        """Rate in the task's unit, as in ``1,204 images/s``; empty where unknown."""
         return self._words(self.samples_per_s)
 
     @property
     def mean_rate(self) -> str:
-        """As :attr:`rate`, of the mean by the clock."""
+        """Mean rate by the clock, in words like :attr:`rate`."""
         return self._words(self.mean_samples_per_s)
 
     def _words(self, samples_per_s: float | None) -> str:
@@ -100,12 +102,12 @@ class Row:
 
     @property
     def is_compiled(self) -> bool:
-        """It may pass the limit, which is of the model before --compile."""
+        """True if the model is compiled. Its rate may pass the limit, measured before --compile."""
         return "--compile" in self.options.split()
 
 
 def read_rows(folder: BaselineFolder) -> list[Row]:
-    """The rows of all cells of which something has run, references first."""
+    """Return the rows of all cells of which something has run, references first."""
     cells = folder.matrix_cells()
     found = {cell: folder.repeats(cell) for cell in cells}
     references = {
@@ -159,7 +161,7 @@ def _row(
     limit = cell.batch / forecast["limit_s"] if forecast.get("limit_s") else None
     samples = (about.get("result") or {}).get("epoch_samples")
     loss = _loss(taken[0])
-    whole = len(every[0]) == len(about.get("ranks") or ())  # else on disks that nobody shares
+    whole = len(every[0]) == len(about.get("ranks") or ())  # else on disks that are not shared
     facts |= {f"{part}_s": _part(every[0], part) if whole else None for part in _PARTS}
     return Row(
         **facts, samples_per_s=middle,
@@ -173,7 +175,7 @@ def _row(
     )  # fmt: skip
 
 
-# What a run must share with the fp32 one for its losses to be the same, besides the same task.
+# Options that a run must share with the fp32 one, besides the task, for its losses to be the same.
 _SAME = (
     "model", "img_size", "dataset", "data_fraction", "augment", "epochs", "batch_size", "opt", "lr",
     "weight_decay", "warmup_epochs", "min_lr", "smoothing", "clip_grad", "drop", "drop_path",
@@ -185,8 +187,10 @@ _Reference = tuple[JsonDict, float | None]  # run.json, and the last loss
 
 
 def _difference(about: JsonDict, loss: float | None, reference: _Reference | None) -> float | None:
-    """Of the last loss from the reference's, as a part of that; None where they are not of the
-    same training. Local steps tell a mean of losses before."""
+    """Return the relative difference of the last loss from the reference's.
+
+    Return None if the two are not of the same training. Local steps report a mean of losses before.
+    """
     if reference is None or loss is None:
         return None
     own, (other, expected) = about["config"], reference
@@ -204,7 +208,7 @@ def _difference(about: JsonDict, loss: float | None, reference: _Reference | Non
 
 
 def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
-    """Without those in which a run warms up, and without the ragged last of an epoch."""
+    """Return the steps without warm-up and without the ragged last of an epoch."""
     found = {}
     for rank, lines in steps.items():
         later = warm(lines)
@@ -214,7 +218,7 @@ def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
 
 
 def _rate(steps: Steps) -> float | None:
-    """Samples a second of all ranks; of local steps, few of which wait, by the mean."""
+    """Return samples/s of all ranks. For local steps, few of which wait, use the mean."""
     lines = lead(steps)
     if not lines:
         return None
@@ -225,7 +229,7 @@ def _rate(steps: Steps) -> float | None:
 
 
 def _part(steps: Steps, part: str) -> float | None:
-    """Mean of a part of a step over steps and ranks; of one that a rank does not know, None."""
+    """Return the mean of a part of a step over steps and ranks; None if a rank lacks it."""
     values = [line[f"t_{part}"] for lines in steps.values() for line in lines]
     return statistics.fmean(values) if values and None not in values else None
 
@@ -236,7 +240,7 @@ def _loss(steps: Steps) -> float | None:
 
 
 def _memory(about: JsonDict, steps: Steps) -> str:
-    """``a 812, b 640``: the most that a rank held, by host."""
+    """Return the most memory that a rank held, by host, as ``a 812, b 640``."""
     hosts = {worker["rank"]: worker["host"] for worker in about.get("ranks") or ()}
     most: dict[str, float] = {}
     for rank, lines in steps.items():
@@ -262,7 +266,7 @@ _FORMS = {
 
 
 def shown(row: Row) -> list[str]:
-    """What a person reads of a row, in the order of :data:`HEAD`."""
+    """Return a row's texts for a reader, in the order of :data:`HEAD`."""
     values = [getattr(row, name) for _, name in _SHOWN]
     return [
         "" if value is None else _FORMS.get(name, "{}").format(value)
@@ -274,7 +278,7 @@ HEAD = [title for title, _ in _SHOWN]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table, and below it what failed and how, and what leaks."""
+    """Return the table, and below it the failures and the leaks."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in shown(row)) + " |"
               for row in rows]  # fmt: skip
