@@ -1,1 +1,1 @@
-"""Who the hosts are: hostfile, what each has, how they are reached, and what is left on them."""
+"""The hosts of a run: the hostfile, their hardware, connections to them, and leftover processes."""

@@ -23,10 +23,10 @@ from motley.errors import MotleyError
 
 
 def home_folder() -> Path:
-    """Return the home folder: HOME, or what the list of users has.
+    """Return the home folder: HOME, or the entry in the list of users.
 
     Raises:
-        MotleyError: neither tells one.
+        MotleyError: neither gives one.
     """
     try:
         return Path.home()
@@ -52,12 +52,12 @@ def user_name() -> str:
 
 
 class RefusedError(OSError):
-    """Somebody else could have written it."""
+    """A file or folder that another user could have written."""
 
 
 @contextlib.contextmanager
 def own_folder(path: Path) -> Iterator[int]:
-    """Its descriptor, for the functions here; RefusedError if it is not this user's alone."""
+    """Yield a descriptor of the folder; RefusedError if it is not this user's alone."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _check(folder)
@@ -94,12 +94,12 @@ def _check(opened: int) -> None:
 SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.measure.speed_cache
 
 _OTHERS = ("/tmp", "/var/tmp")  # where TMPDIR cannot hold what is compiled
-_NAMES = 8  # of folders that are tried, where somebody else has the usual one
+_NAMES = 8  # of folders that are tried, where another user has the usual one
 _LEAST_BYTES, _LEAST_FILES = 4 * 2**20, 16  # that MPI needs for a start
 
 
 def cache_folder() -> Path:
-    """Return a folder of this machine that nobody else can write to, the same at each start.
+    """Return a folder of this machine that no other user can write to, the same at each start.
 
     Raises:
         MotleyError: there is no temporary folder that can be written to.

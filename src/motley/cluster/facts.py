@@ -50,7 +50,7 @@ class NodeFacts:
 
 
 def read_node() -> NodeFacts:
-    """Ask this machine for everything; half a second where there is a GPU."""
+    """Read all facts of this machine; takes half a second where there is a GPU."""
     return NodeFacts(
         host=socket.gethostname(),
         cpu=cpu_name(),
@@ -63,12 +63,12 @@ def read_node() -> NodeFacts:
 
 
 def node_to_json(node: NodeFacts) -> str:
-    """One line, for :func:`node_from_json` on another machine."""
+    """Return one line, for :func:`node_from_json` on another machine."""
     return json.dumps(asdict(node))
 
 
 def node_from_json(text: str) -> NodeFacts:
-    """Raises ValueError, KeyError or TypeError for what no :func:`node_to_json` wrote."""
+    """Parse a line of :func:`node_to_json`; ValueError, KeyError or TypeError for other text."""
     fields = json.loads(text)
     devices = []
     for device in fields.pop("devices"):
@@ -84,7 +84,7 @@ def node_from_json(text: str) -> NodeFacts:
 
 
 def cpu_name() -> str:
-    """Model name of the CPU, as Linux prints it."""
+    """Return the model name of the CPU, as Linux prints it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -93,7 +93,7 @@ def cpu_name() -> str:
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """IPv4 addresses of the interfaces that are up."""
+    """Return the IPv4 addresses of the interfaces that are up."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return tuple(
         Interface(name, entry.address, ipaddress.IPv4Network(f"0.0.0.0/{entry.netmask}").prefixlen)

@@ -1,14 +1,14 @@
-"""The GPUs of this machine and the processes on them, asked without torch: NVIDIA's through NVML,
-AMD's through amdsmi, the Python that comes with ROCm.
+"""The GPUs of this machine and the processes on them, read without torch. NVML serves NVIDIA's
+GPUs, amdsmi (the Python package that comes with ROCm) serves AMD's.
 
-What its functions return is theirs of 7.0 (amdsmi_interface.py): dictionaries, memory in MiB, power
-in watts, degrees Celsius, and "N/A" where a card has no answer. Not every card has every sensor,
-and an older amdsmi lacks functions: what is not told is None.
+Return values of amdsmi are those of version 7.0 (amdsmi_interface.py): dictionaries, memory in MiB,
+power in watts, degrees Celsius, and "N/A" where a card has no answer. Not every card has every
+sensor, and an older amdsmi lacks functions: a missing value is None.
 
 GPUtil names the GPUs, as the lab's logs always did, and stands in where NVML does not answer.
-NVML tells their load, memory, power and processes in a fraction of a millisecond, where there is a
-driver; where there is none of NVIDIA's, amdsmi is asked for AMD's. A question that nobody answers
-gives None, never 0.
+NVML reports load, memory, power and processes in a fraction of a millisecond, where there is a
+driver. Without a driver of NVIDIA's, amdsmi is asked for AMD's GPUs. A value that no source reports
+is None, never 0.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ class DeviceFacts:
     Attributes:
         index: number on its machine, in PCI order as nvidia-smi counts.
         capability: CUDA compute capability, for example (8, 6).
-        memory_total_mib, memory_used_mib: of everybody.
-        others_mib: held by other users' processes; None where the driver does not tell.
+        memory_total_mib, memory_used_mib: summed over all users.
+        others_mib: held by other users' processes; None where the driver does not report it.
         others: their names, for example ("alice",).
         memory_node: the number of the memory node next to it; None: unknown.
         load: 0 to 1. temperature_c: degrees Celsius. power_w: watts.
@@ -69,7 +69,7 @@ class GpuProcess:
     Attributes:
         gpu, uuid: of the GPU, as in :class:`DeviceFacts`.
         user: its owner; "?" where that is hidden.
-        mib: memory that it holds there; None where the driver does not tell.
+        mib: memory that it holds there; None where the driver does not report it.
     """
 
     gpu: int
@@ -82,7 +82,7 @@ class GpuProcess:
 def others_among(
     processes: Iterable[tuple[int, float | None]] | None,
 ) -> tuple[float | None, tuple[str, ...]]:
-    """Memory (MiB) and names of the users, other than this one, with processes on a GPU.
+    """Return the memory (MiB) and names of other users with processes on a GPU.
 
     Args:
         processes: number and memory, MiB, of each.
@@ -99,12 +99,12 @@ def others_among(
 
 
 def user_of(pid: int) -> str:
-    """The name of a process's owner; "?" where that is hidden."""
+    """Return the name of a process's owner; "?" where that is hidden."""
     return _user_name(_owner(pid))
 
 
 def _owner(pid: int) -> int | None:
-    """User id of a process; None where this machine hides it (another container's, say)."""
+    """Return the user id of a process; None where it is hidden, as in another container."""
     try:
         return Path(f"/proc/{pid}").stat().st_uid
     except OSError:
@@ -120,13 +120,13 @@ def _user_name(uid: int | None) -> str:
         return str(uid)
 
 
-_DRIVER = Path("/dev/kfd")  # of AMD's driver for computing; without it there is nobody to ask
+_DRIVER = Path("/dev/kfd")  # of AMD's driver for computing; without it amdsmi has no GPU
 _HOTTEST_FIRST = ("JUNCTION", "HOTSPOT", "EDGE")  # Instinct cards have no sensor at the edge
 _POWER_NOW_FIRST = ("socket_power", "current_socket_power", "average_socket_power")
 
 
 class AmdSmi:
-    """amdsmi, from :meth:`open` to :meth:`close`; a context closes it."""
+    """A connection to amdsmi, from :meth:`open` to :meth:`close`; a context closes it."""
 
     def __init__(self, driver: Path = _DRIVER) -> None:
         self._driver = driver
@@ -140,7 +140,7 @@ class AmdSmi:
         self.close()
 
     def open(self) -> bool:
-        """Whether it answers. Where it is missing, it is looked for once."""
+        """Return True if amdsmi answers. A missing package is looked for only once."""
         if self._smi is None and not self._missing and self._driver.exists():
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # it prints what it misses
@@ -154,18 +154,18 @@ class AmdSmi:
         return self._smi is not None
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Shut amdsmi down."""
         if self._smi is not None:
             self._ask("amdsmi_shut_down")
             self._smi = None
 
     def devices(self) -> tuple[DeviceFacts, ...]:
-        """All GPUs that answer."""
+        """Return all GPUs that answer."""
         found = [self._device(*each) for each in enumerate(self._handles())]
         return tuple(device for device in found if device is not None)
 
     def processes(self) -> tuple[GpuProcess, ...]:
-        """Who holds memory of which."""
+        """Return the processes that hold memory of each GPU."""
         return tuple(
             GpuProcess(index, str(self._ask("amdsmi_get_gpu_device_uuid", handle)), pid,
                        user_of(pid), mib)
@@ -174,7 +174,7 @@ class AmdSmi:
         )  # fmt: skip
 
     def uuid_at(self, place: str) -> str | None:
-        """Of the GPU at a place on the PCI bus; None if there is none."""
+        """Return the UUID of the GPU at a place on the PCI bus; None if there is none."""
         for handle in self._handles():
             if str(self._ask("amdsmi_get_gpu_device_bdf", handle)).lower() == place:
                 uuid: str | None = self._ask("amdsmi_get_gpu_device_uuid", handle)
@@ -223,7 +223,7 @@ class AmdSmi:
         return None
 
     def _held(self, handle: Any) -> list[tuple[int, float | None]] | None:
-        """Number and memory, MiB, of each process; None where that is not told."""
+        """Return the pid and memory in MiB of each process; None where that is not reported."""
         listed = self._ask("amdsmi_get_gpu_process_list", handle)
         if listed is None or not all(isinstance(each, dict) for each in listed):
             return None  # before ROCm 6.1 it gave handles
@@ -231,7 +231,7 @@ class AmdSmi:
         return [(pid, None if size is None else size / MIB) for pid, size in held]
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """An answer, or None where this card, driver or amdsmi has none."""
+        """Return an answer, or None where this card, driver or amdsmi has none."""
         question = getattr(self._smi, name, None)
         with contextlib.suppress(self._smi.AmdSmiException):  # type: ignore[union-attr]
             return question and question(*arguments)
@@ -244,7 +244,7 @@ def _first(power: Any) -> float | None:
 
 
 def _number(answer: Any, name: str) -> float | None:
-    """One of an answer's numbers; None if there is none."""
+    """Return one of an answer's numbers; None if there is none."""
     value = answer.get(name) if isinstance(answer, dict) else None
     return float(value) if isinstance(value, int | float) else None
 
@@ -323,27 +323,27 @@ GPUtil.GPUtil.Popen = LimitedSmi
 
 
 def read_driver() -> str | None:
-    """Version of the NVIDIA driver, None without one."""
+    """Return the version of the NVIDIA driver, None without one."""
     with _nvml() as nvml_works:
         return str(pynvml.nvmlSystemGetDriverVersion()) if nvml_works else None
 
 
 def read_devices() -> tuple[DeviceFacts, ...]:
-    """The GPUs of this machine, with their load at this moment; () if there is none.
+    """Return the GPUs of this machine, with their load at this moment; () if there is none.
 
-    Costs 40 to 225 ms where there is a driver: GPUtil starts nvidia-smi. Who asks again and again
-    keeps a :class:`GpuSampler`.
+    Costs 40 to 225 ms where there is a driver: GPUtil starts nvidia-smi. For repeated reads, keep a
+    :class:`GpuSampler`.
     """
     with GpuSampler() as sampler:
         return sampler.sample()
 
 
 class GpuSampler:
-    """Asks for this machine's GPUs again and again; NVML stays open in between.
+    """A repeated reading of this machine's GPUs; NVML stays open in between.
 
     Args:
-        gputil_every_s: seconds between two questions to GPUtil, where NVML answers or where there
-            is no GPU. Where GPUtil alone knows of GPUs, it is asked for each sample.
+        gputil_every_s: seconds between two calls of GPUtil, where NVML answers or where there is no
+            GPU. GPUs that only GPUtil finds are read through it for each sample.
     """
 
     def __init__(self, gputil_every_s: float = GPUTIL_EVERY_S) -> None:
@@ -359,7 +359,7 @@ class GpuSampler:
         self._amd.close()
 
     def sample(self) -> tuple[DeviceFacts, ...]:
-        """All GPUs at this moment; () if there is none, or none answers."""
+        """Return all GPUs at this moment; () if there is none, or none answers."""
         if time.monotonic() >= self._asked + self._every_s:
             self._ask_gputil()
         for _ in range(2):  # a driver that was restarted has to be opened anew
@@ -394,7 +394,7 @@ class GpuSampler:
 
 
 def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
-    """Who holds memory of this machine's GPUs; None where there is no driver to ask."""
+    """Return the processes that hold memory of this machine's GPUs; None without a driver."""
     found = []
     with _nvml() as nvml_works:
         if not nvml_works:
@@ -412,15 +412,14 @@ def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
 
 
 def amd_uuid_at(place: str) -> str | None:
-    """The UUID of the AMD GPU at a place on the PCI bus, such as ``0000:c1:00.0``; None if there is
-    none."""
+    """Return the UUID of the AMD GPU at a PCI address such as ``0000:c1:00.0``, or None."""
     with AmdSmi() as amd:
         return amd.uuid_at(place) if amd.open() else None
 
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[bool]:
-    """NVML open for the duration; False where there is no driver to ask."""
+    """Open NVML for the duration; yield False where there is no driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -433,7 +432,7 @@ def _nvml() -> Iterator[bool]:
 
 
 def _ask(question: Any, *arguments: Any) -> Any:
-    """NVML's answer, or None where this card or driver has none."""
+    """Return NVML's answer, or None where this card or driver has none."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:
@@ -441,7 +440,7 @@ def _ask(question: Any, *arguments: Any) -> Any:
 
 
 def _nvml_devices(of_gputil: Mapping[str, Any]) -> tuple[DeviceFacts, ...] | None:
-    """All GPUs that answer; None if the driver does not, or none of them does."""
+    """Return all GPUs that answer; None if the driver does not, or none of them does."""
     count = _ask(pynvml.nvmlDeviceGetCount)
     if count is None:
         return None
@@ -499,10 +498,10 @@ def _gputil_device(gpu: Any) -> DeviceFacts:
 
 
 def _text(word: str | bytes) -> str:
-    """Older releases of NVML's Python answer in bytes."""
+    """Decode the bytes that older releases of NVML's Python return."""
     return word.decode() if isinstance(word, bytes) else word
 
 
 def _known(value: float) -> float | None:
-    """GPUtil says NaN for what nvidia-smi does not support."""
+    """Return None for NaN, GPUtil's value of a field that nvidia-smi does not support."""
     return None if value != value else float(value)

@@ -172,7 +172,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodes(names: str) -> list[str]:
-    """The nodes of a list as Slurm writes it, in its order: ``n[1-3,07],gpu-a[1-2]-b[1-2]``.
+    """Return the nodes of a list as Slurm writes it, in its order: ``n[1-3,07],gpu-a[1-2]-b[1-2]``.
 
     Raises:
         MotleyError: it is no such list, or a name in it is no host name.
@@ -205,13 +205,13 @@ def _numbers(ranges: str, names: str) -> Iterator[str]:
 
 
 def allocated_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Of the allocation as it was granted; empty where this process is in none."""
+    """Return the nodes of the Slurm allocation as granted; empty outside of one."""
     names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     return expand_nodes(names) if environ.get("SLURM_JOB_ID") else []
 
 
 def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
-    """What to say where ranks run on fewer machines than Slurm has given; else empty."""
+    """Return a hint where ranks run on fewer machines than Slurm has given; else empty."""
     try:
         nodes = allocated_nodes(environ)
     except MotleyError:
@@ -226,13 +226,16 @@ def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def srun_words(mpi: str = "none") -> list[str]:
-    """The words that start a rank on each place of an allocation; with "none" they meet by
-    themselves. They end by themselves too, with a status that says how."""
+    """Return the words that start a rank on each place of an allocation.
+
+    With "none" the ranks meet by themselves. They also end by themselves, with a status that says
+    how.
+    """
     return ["srun", f"--mpi={mpi}", "--kill-on-bad-exit=0"]
 
 
 def on_node(node: str) -> list[str]:
-    """The words before a command that is to run on a node of the allocation, beside its job."""
+    """Return the words that run a command on a node of the allocation, beside its job."""
     return [
         "srun", "--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1",
         "--ntasks-per-node=1", f"--nodelist={node}",
@@ -268,7 +271,7 @@ class Partition:
 
 
 def partitions() -> list[Partition]:
-    """Of the cluster that this machine belongs to.
+    """Return the partitions of this machine's cluster.
 
     Raises:
         MotleyError: there is none, or it does not answer.
@@ -289,7 +292,7 @@ def partitions() -> list[Partition]:
 
 
 def read_partitions(lines: Iterable[str]) -> list[Partition]:
-    """What sinfo says in ``_FORMAT``: a line for each kind of node of a partition."""
+    """Read sinfo's output in ``_FORMAT``: a line for each kind of node of a partition."""
     found: dict[str, Partition] = {}
     for line in lines:
         name, starred, state, most, usual, nodes, cores, gpus = line.split("|")
@@ -310,10 +313,10 @@ def _together(one: Partition, other: Partition) -> Partition:
 
 
 def seconds_of_slurm(text: str) -> float | None:
-    """Of 30 (minutes), 30:00, 4:00:00, 1-12 or 1-12:00:00; None where there is no end.
+    """Convert 30 (minutes), 30:00, 4:00:00, 1-12 or 1-12:00:00 to seconds; None for no limit.
 
     Raises:
-        MotleyError: it is no time.
+        MotleyError: the text is not a time of Slurm's.
     """
     if text.lower() in ("infinite", "unlimited", "n/a", "none"):
         return None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 class Launcher(Enum):
-    """By what this process knows the others."""
+    """The program that started this process together with the other ranks."""
 
     MPI = "mpirun, or srun with PMIx"
     SLURM = "srun without PMIx"
@@ -43,7 +43,7 @@ WITHOUT_MPI = "MOTLEY_WITHOUT_MPI"
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started.
+    """The start of this process as its launcher describes it.
 
     Attributes:
         rank, size: 0-based number of this process, of how many, as the launcher says.
@@ -58,7 +58,7 @@ class Launch:
 
 
 def launch_of(environ: Mapping[str, str] = os.environ) -> Launch:
-    """Needs no MPI, so that a script can print its help or a usage error once."""
+    """Read the launcher's variables. Without MPI, so that a script can print its help once."""
     torchrun = _number(environ, (_TORCHRUN,)) is not None
     size = _number(environ, SIZES)
     several = _SLURM in environ and (size or 1) > 1
@@ -102,18 +102,18 @@ _BUS_ID = re.compile(r"(?:[0-9a-f]{4})?([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-
 
 @dataclass(frozen=True)
 class MemoryNode:
-    """Memory, and the cores that are next to it."""
+    """A memory node, and the cores that are next to it."""
 
     number: int
     cores: frozenset[int]
 
     def words(self) -> str:
-        """As in ``cores 0-15,64-79 of memory node 1``."""
+        """Return, for example, ``cores 0-15,64-79 of memory node 1``."""
         return f"cores {core_list(self.cores)} of memory node {self.number}"
 
 
 def memory_nodes(root: Path = _ROOT) -> tuple[MemoryNode, ...]:
-    """All that have cores, in order; () where Linux does not tell."""
+    """Return all memory nodes that have cores, in order; () where Linux does not list them."""
     found = []
     for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -124,7 +124,7 @@ def memory_nodes(root: Path = _ROOT) -> tuple[MemoryNode, ...]:
 
 
 def node_of_device(bus_id: str, root: Path = _ROOT) -> int | None:
-    """The number of the memory node that a device on the PCI bus is next to; None: unknown.
+    """Return the number of the memory node next to a device on the PCI bus; None: unknown.
 
     Args:
         bus_id: as NVML writes it, for example ``00000000:3B:00.0``.
@@ -136,7 +136,7 @@ def node_of_device(bus_id: str, root: Path = _ROOT) -> int | None:
         number = int((root / "sys/bus/pci/devices" / match[1] / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    return number if number >= 0 else None  # -1 where the firmware does not tell
+    return number if number >= 0 else None  # -1: unknown to the firmware
 
 
 def choose_node(
@@ -147,15 +147,16 @@ def choose_node(
     local_size: int,
     allowed: Collection[int],
 ) -> MemoryNode | None:
-    """Where a rank is to stay; None: anywhere, as it is.
+    """Return the memory node to bind a rank to; None leaves its cores as they are.
 
-    With a GPU, next to that. Without one, ranks are spread over the nodes if each gets as many;
-    one rank alone needs the cores of all.
+    A rank with a GPU gets the node next to that GPU. Ranks without one are spread over the nodes if
+    each node gets as many; one rank alone needs the cores of all.
 
     Args:
         near: the number of the node next to its GPU; None: unknown.
         local_rank, local_size: among the ranks of this machine.
-        allowed: cores that this process may use. If these are not all, somebody has chosen them.
+        allowed: cores that this process may use. If these are not all, the user or the launcher
+            has chosen them.
     """
     everything = frozenset[int]().union(*(node.cores for node in nodes))
     if len(nodes) < 2 or frozenset(allowed) != everything:
@@ -178,12 +179,13 @@ def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
     """Give this process all cores of its launcher where Open MPI's default chose others.
 
     Open MPI binds each of up to two ranks to one core and each of more ranks to one memory node,
-    unless its configuration or the user says otherwise. It counts from the machine's first core,
-    even where the launcher may not use that one: ``taskset -c 16-31 mpirun`` starts a rank on core
-    0. On one core a rank shares its time with its own loader processes: an H100 then made 0.65 to
-    0.73 of the images/s that it makes unbound. A binding that somebody asked for stays, as far as
-    this host can see the request: by a variable, or by an option of the launcher here. A
-    container's or a job's cores are the launcher's too.
+    unless its configuration or the user says otherwise. Open MPI counts from the machine's first
+    core, even where the launcher may not use that one: ``taskset -c 16-31 mpirun`` starts a rank on
+    core 0. On one core a rank shares its time with its own loader processes: an H100 then made 0.65
+    to 0.73 of the images/s that it makes unbound.
+
+    A binding that the user asked for stays, as far as this host can see the request: by a variable,
+    or by an option of the launcher here. A container's or a job's cores are the launcher's too.
 
     Returns:
         True if the process may use other cores now.
@@ -260,7 +262,7 @@ def _asks_for_binding(words: Sequence[str]) -> bool:
 
 
 def read_core_list(text: str) -> frozenset[int]:
-    """Of ``0-15,64``, as Linux writes it; ValueError for what is none."""
+    """Parse a core list as Linux writes it, such as ``0-15,64``; ValueError if it is not one."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -269,7 +271,7 @@ def read_core_list(text: str) -> frozenset[int]:
 
 
 def core_list(cores: Collection[int]) -> str:
-    """What :func:`read_core_list` reads."""
+    """Return the cores as text that :func:`read_core_list` parses."""
     parts: list[tuple[int, int]] = []
     for core in sorted(cores):
         if parts and parts[-1][1] == core - 1:

@@ -54,7 +54,7 @@ class UnknownHostKey(HostTrouble):
 
 @dataclass(frozen=True)
 class Login:
-    """How ssh would log in to a host, as ``ssh -G`` prints it.
+    """The settings for an ssh login to a host, as ``ssh -G`` prints them.
 
     Attributes:
         known_as: the host's name in known_hosts.
@@ -131,7 +131,7 @@ def _ask_ssh(host: str) -> dict[str, list[str]]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name of hosts.txt is this machine."""
+    """Return True if a name of hosts.txt is this machine."""
     if host in ("localhost", socket.gethostname()):
         return True
     try:
@@ -170,7 +170,7 @@ def open_socket(host: str, login: Login) -> socket.socket:
 
 
 def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
-    """Its key, of fingerprint ``shown``, is not the one that known_hosts holds."""
+    """Return the trouble that its key, of fingerprint ``shown``, is not that of known_hosts."""
     again = f"ssh-keygen -R {shlex.quote(login.known_as)}, then bash setup/passwordless_ssh.sh"
     return HostTrouble(
         "host key changed",
@@ -183,10 +183,10 @@ def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
 def refused(
     host: str, login: Login, by_password: bool, takes: Sequence[str] | None = None
 ) -> HostTrouble:
-    """It lets us in neither by key nor by password.
+    """Return the trouble of a host that accepts neither our key nor our password.
 
     Args:
-        takes: the ways in which it lets people in, where it told.
+        takes: the login methods that the host offers, where it lists them.
     """
     if not by_password:
         return HostTrouble(
@@ -211,15 +211,15 @@ def refused(
 _CHUNK = 2**15
 _LINGER_S = 2.0  # after an exit status: for what is still to come
 
-# What a login shell of any kind (tcsh, fish) is asked to run: read a script of so many bytes
-# from stdin, and run that. So nothing is quoted for the login shell, and nothing but this
-# line is ever in an argv.
+# Every kind of login shell (tcsh, fish) can run this: it reads a script of so many bytes from
+# stdin, and runs that. Nothing is then quoted for the login shell, and nothing but this line is
+# ever in an argv.
 _LOADER = 'exec sh -c \'read -r n; s=$(dd bs=1 count="$n" 2>/dev/null); eval "$s"\' motley'
 
 # Variables of another Python, which a .bashrc may set; the scripts start that of the environment.
 _OTHER_PYTHON = "PYTHONHOME PYTHONPATH PYTHONOPTIMIZE PYTHONSAFEPATH"
 
-# Ends all that a script started when it ends, or when whoever asked is gone.
+# Ends all that a script started when the script ends, or when the caller is gone.
 _TIED = """exec 3<&0 </dev/null
 { trap '' HUP; cat <&3 >/dev/null; kill -TERM 0; } >/dev/null 2>&1 &
 exec 3<&-
@@ -256,14 +256,14 @@ class Readable(Protocol):
 
 
 class Talk:
-    """A script on its way, and its output as it comes.
+    """A script to be sent, and its output as it arrives.
 
-    What precedes the mark in the output is the login shell's, the rest the script's.
+    Output before the mark is the login shell's, the rest the script's.
 
     Attributes:
-        tied: stdin stays open, and all that the script starts ends with it or with that.
-        sent: what goes to stdin.
-        errors: what came from stderr.
+        tied: stdin stays open. All that the script starts ends with the script or with stdin.
+        sent: the bytes for stdin.
+        errors: the bytes from stderr.
     """
 
     def __init__(
@@ -288,10 +288,10 @@ class Talk:
         self._mark = mark.encode() + b"\n"
         self._tell = tell
         self._data = bytearray()
-        self._told: int | None = None  # offset of the first byte of a line not told yet
+        self._told: int | None = None  # offset of the first byte of a line not passed on yet
 
     def take(self, data: bytes) -> None:
-        """More of stdout."""
+        """Append received bytes of stdout and pass on each complete line."""
         self._data += data
         if self._tell is None:
             return
@@ -305,7 +305,7 @@ class Talk:
             self._told = end + 1
 
     def finish(self, code: int) -> Finished:
-        """All that was said."""
+        """Return the exit code and all output."""
         before, mark, after = bytes(self._data).partition(self._mark)
         output, errors, chatter = (
             each.decode(errors="replace") for each in (after, self.errors, before)
@@ -314,10 +314,13 @@ class Talk:
 
 
 def run_here(talk: Talk, limit: float, through: Sequence[str] = ()) -> int:
-    """Run it on this machine; its exit status. Raises TooLong after ``limit`` seconds.
+    """Run the script on this machine and return its exit status.
 
     Args:
         through: the words of a program that runs it elsewhere.
+
+    Raises:
+        TooLong: after ``limit`` seconds.
     """
     job = subprocess.Popen(
         [*through, "sh", "-c", _LOADER], start_new_session=True,
@@ -363,7 +366,7 @@ def run_here(talk: Talk, limit: float, through: Sequence[str] = ()) -> int:
 
 
 def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) -> int:
-    """Run it at the other end of an open session of ssh; its exit status.
+    """Run the script at the other end of an open session of ssh and return its exit status.
 
     Args:
         channel: like paramiko's.
@@ -377,8 +380,8 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
     channel.exec_command(_LOADER)
     left = memoryview(next(talk.sent))
     while True:
-        # sshd may tell the status before the last of what was said: that has an end of its own,
-        # but not where something stays behind that could still speak.
+        # sshd may send the exit status before the last output. The output has an end of its own,
+        # but not where a process stays behind that could still write.
         idle, told = True, channel.exit_status_ready()
         if told:
             lingers = min(lingers, time.monotonic() + _LINGER_S)

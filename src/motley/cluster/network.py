@@ -34,7 +34,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Network:
-    """Where one machine sits on the shared subnet: interface and address."""
+    """The interface and address of one machine on the shared subnet."""
 
     interface: str
     address: str
@@ -134,9 +134,13 @@ def named_interfaces(
     names: Mapping[int, str],
     environs: Mapping[int, Mapping[str, str]],
 ) -> dict[int, list[str]]:
-    """The interfaces that the user names for gloo or NCCL on each machine; MotleyError where one
-    has none of its own. NCCL takes the beginning of a name too, and ``^`` before what it must
-    not take."""
+    """Return the interfaces that the user names for gloo or NCCL on each machine.
+
+    NCCL takes the beginning of a name too, and ``^`` before a name that it must not take.
+
+    Raises:
+        MotleyError: one machine has none of its own.
+    """
     wanted: dict[int, list[str]] = {}
     for machine, interfaces in machines.items():
         has, wanted[machine] = [interface.name for interface in interfaces], []

@@ -43,12 +43,12 @@ class Found:
         what: for a person, "rank 3: torch_dist/train_vit.py --run a".
         kind: ``rank``, ``daemon`` or ``mpirun``.
         workers: pid and ticks of each data worker of a rank.
-        gpu_mib: GPU memory that it and its workers hold; None where nobody tells.
+        gpu_mib: GPU memory that it and its workers hold; None where no driver reports it.
         head: host and pid of its mpirun, where it says so.
         launched: some launcher started it.
         held: a launcher is among its living ancestors.
         orphan: its parent is gone.
-        job: of a rank, what its launcher calls all ranks together; size: their number.
+        job: of a rank, the launcher's name for all ranks together; size: their number.
     """
 
     pid: int
@@ -84,7 +84,7 @@ class Survey:
 
 
 def state(process: Found, mpiruns: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """``running``, ``leftover`` (whoever started it is gone) or ``unknown``.
+    """Return ``running``, ``leftover`` (the process that started it is gone) or ``unknown``.
 
     Args:
         mpiruns: name of each machine that could be asked, and pids of this user's mpirun there.
@@ -166,7 +166,7 @@ def _line(each: Mapping[str, Any]) -> list[str] | None:
 
 
 def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
-    """Its parent, the parent's parent and so on, as far as they are this user's."""
+    """Yield its parent, the parent's parent and so on, as far as they are this user's."""
     while (pid := own[pid]["ppid"]) in own:
         yield pid
 
@@ -174,7 +174,7 @@ def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
 def _ours(
     pid: int, each: Mapping[str, Any], ranks: set[int], own: Mapping[int, Mapping[str, Any]]
 ) -> bool:
-    """A launcher of this environment, or one that started one of our ranks."""
+    """Return True for a launcher of this environment, or one that started one of our ranks."""
     return Path(each["exe"] or "/").is_relative_to(sys.prefix) or any(
         pid in _ancestors(rank, own) for rank in ranks
     )
@@ -190,7 +190,7 @@ def _describe(
     environ = each["environ"] or {}
     pids = [each["pid"], *(worker["pid"] for worker in workers)]
     held = [None] if gpu is None else [process.mib for process in gpu if process.pid in pids]
-    # A daemon is told its job in words, a rank in a variable.
+    # A daemon has its job in its command line, a rank in a variable.
     job = _JOB.search(
         environ.get("PMIX_NAMESPACE", "") if kind == "rank" else " ".join(each["cmdline"])
     )

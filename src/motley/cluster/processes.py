@@ -67,11 +67,11 @@ def ignores_hangup() -> bool:
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-PATIENCE_S = 3.0  # between SIGTERM, on which a rank tells the others, and SIGKILL
+PATIENCE_S = 3.0  # between SIGTERM, on which a rank notifies the others, and SIGKILL
 
 
 def ticks(pid: int) -> int:
-    """When a process started, in clock ticks since the machine did; OSError if it is gone."""
+    """Return when a process started, in clock ticks since boot; OSError if it is gone."""
     # The name, in parentheses, may hold anything; what follows is plain (proc(5), stat).
     after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     if after[0] in "ZX":
@@ -100,13 +100,13 @@ def end(targets: Sequence[tuple[int, int]]) -> dict[int, str]:
 
 
 def send(pid: int, start: int, number: int) -> bool:
-    """Send a signal to a process of this user's that has a handler for it; whether it was sent.
+    """Send a signal to a process of this user that has a handler for it; return True if sent.
 
     Args:
         start: its ticks.
     """
     with contextlib.suppress(OSError):
-        held = os.pidfd_open(pid)  # from here on the pid is nobody else's
+        held = os.pidfd_open(pid)  # from here on the signal can reach no other process
         try:
             words = Path(f"/proc/{pid}/status").read_text().split()
             caught = int(words[words.index("SigCgt:") + 1], 16) >> (number - 1) & 1
@@ -119,7 +119,7 @@ def send(pid: int, start: int, number: int) -> bool:
 
 
 def is_alive(pid: int, start: int) -> bool:
-    """Whether a process is still the one that we mean."""
+    """Return True if the pid is still the process that started at ``start``, and this user's."""
     try:
         return ticks(pid) == start and Path(f"/proc/{pid}").stat().st_uid == os.getuid()
     except OSError:

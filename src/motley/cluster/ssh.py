@@ -37,7 +37,7 @@ from motley.cluster.login import (
 )
 from motley.errors import HostTrouble
 
-# It prints each authentication failure, which are reported here as what they mean.
+# paramiko logs each authentication failure. This module reports them with their cause.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 
@@ -195,7 +195,7 @@ def connect(
 
 
 def _client(login: Login, known: HostKey | None) -> paramiko.SSHClient:
-    """One that talks to nobody but the hosts of known_hosts, and ``known``."""
+    """Return a client that connects only to the hosts of known_hosts, and to ``known``."""
     client = paramiko.SSHClient()
     for path in login.known_files:
         with contextlib.suppress(OSError):
@@ -209,7 +209,7 @@ def _client(login: Login, known: HostKey | None) -> paramiko.SSHClient:
 
 
 def known_keys(host: str, path: Path) -> tuple[HostKey, ...]:
-    """A host's keys in a known_hosts file; OSError if that cannot be read."""
+    """Return a host's keys in a known_hosts file; OSError if that cannot be read."""
     file, name = paramiko.HostKeys(), read_login(host).known_as
     for listed, key in _read_known(path):
         file.add(listed, key.get_name(), key)
@@ -218,7 +218,7 @@ def known_keys(host: str, path: Path) -> tuple[HostKey, ...]:
 
 
 def _read_known(path: Path) -> Iterator[tuple[str, paramiko.PKey]]:
-    """Names and keys of a known_hosts file; paramiko's own reader fails at the first bad line."""
+    """Yield names and keys of a known_hosts file; paramiko's reader fails at the first bad line."""
     for line in path.read_text(errors="replace").splitlines():
         if not line.strip() or line.lstrip().startswith(("#", "@")):
             continue
@@ -232,7 +232,7 @@ def _read_known(path: Path) -> Iterator[tuple[str, paramiko.PKey]]:
 
 
 def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:
-    """The key that a host shows, without logging in; raises HostTrouble.
+    """Return the key that a host shows, without logging in; raises HostTrouble.
 
     Args:
         kinds: which of its keys are asked for first, for example ``ssh-rsa``.
@@ -287,7 +287,7 @@ def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
 
 
 class _Refuse(paramiko.MissingHostKeyPolicy):
-    """Tells what an unknown host showed."""
+    """A policy that raises the key of an unknown host as :class:`UnknownHostKey`."""
 
     def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
         raise UnknownHostKey(hostname, _as_key(key))
@@ -309,7 +309,7 @@ def run_on_all(
         limit: seconds after which a host that has not finished is in trouble.
 
     Returns:
-        What each returned, or the HostTrouble that it raised, in the hosts' order. Any other
+        Each host's result, or the HostTrouble that it raised, in the hosts' order. Any other
         exception of any host is raised here.
     """
     results: dict[str, T | HostTrouble] = {}
@@ -342,7 +342,7 @@ def run_on_all(
 
 
 def split(results: Mapping[str, T | HostTrouble]) -> tuple[dict[str, T], dict[str, HostTrouble]]:
-    """What :func:`run_on_all` returned, and the troubles, each by host."""
+    """Split the result of :func:`run_on_all` into values and troubles, each by host."""
     well = {host: each for host, each in results.items() if not isinstance(each, HostTrouble)}
     troubles = {host: each for host, each in results.items() if isinstance(each, HostTrouble)}
     return well, troubles

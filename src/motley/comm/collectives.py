@@ -1,10 +1,11 @@
 """Collectives of numbers and values over the process group, and the way out of them where a rank
 is gone.
 
-Gloo frees nobody from a peer that is silent; but it does where this process's own connections end,
-save where two end within a moment: there it forgot one wait in some sixty, which would have lasted
-for its half an hour. So a gradient on a CPU is waited for by way of :func:`leavable`. NCCL has an
-abort of its own, after which what was queued on the device computes with anything.
+Gloo does not end a wait for a peer that is silent. A wait does end where this process's own
+connections end, save where two end within a moment. There Gloo left one wait in some sixty
+pending, which would have lasted for its half an hour. A gradient on a CPU is therefore waited for
+by way of :func:`leavable`. NCCL has an abort of its own, after which work that was queued on the
+device computes with undefined values.
 """
 
 import contextlib
@@ -61,7 +62,7 @@ def _open(gate: Future[None]) -> None:
 
 
 def connections() -> frozenset[int]:
-    """The TCP connections of this process, by their inodes."""
+    """Return the TCP connections of this process, by their inodes."""
     return frozenset(map(_inode, _connections()))
 
 
@@ -96,7 +97,7 @@ def _inode(each: socket.socket) -> int:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """A descriptor of its own for each, open until the next."""
+    """Yield a duplicate descriptor of each TCP connection, open until the next."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as each:
             inet = each.family in (socket.AF_INET, socket.AF_INET6)
@@ -136,7 +137,7 @@ def leave_group(group: Any = None) -> None:
 
 
 def release_groups() -> None:
-    """Let go of groups that were left a second ago, and of their threads and files."""
+    """Release groups that were left a second ago, with their threads and files."""
     if has_forgotten():
         return
     while _LEFT and time.monotonic() - _LEFT[0][0] > 1.0:
@@ -144,7 +145,7 @@ def release_groups() -> None:
 
 
 def all_gather(values: Sequence[Tensor | float]) -> Tensor:
-    """Every rank's numbers, fp64 [ranks, numbers]. All ranks must call it.
+    """Gather every rank's numbers, fp64 [ranks, numbers]. All ranks must call it.
 
     Over NCCL the result is on the GPU, and nothing waits for it here.
     """
@@ -161,7 +162,7 @@ def all_gather(values: Sequence[Tensor | float]) -> Tensor:
 
 
 def gather_parts(part: Tensor) -> Tensor:
-    """Every rank's part, one behind the other, [ranks * numbers]. All ranks must call it.
+    """Gather every rank's part, concatenated, [ranks * numbers]. All ranks must call it.
 
     Args:
         part: [numbers], as many on each rank.
@@ -187,7 +188,7 @@ class Copy:
 
 
 def begin_copy(table: Tensor) -> Copy:
-    """Copy a table to the CPU, beside what the host does meanwhile."""
+    """Begin to copy a table to the CPU, in parallel with the host's work."""
     copy = table.to("cpu", non_blocking=True)
     if not table.is_cuda:
         return Copy(copy)
@@ -206,13 +207,13 @@ def mark_now(device: torch.device) -> Callable[[], object]:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Every rank's value, of any type, by rank. All ranks must call it."""
+    """Gather every rank's value, of any type, by rank. All ranks must call it."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def all_gather_floats(values: Sequence[Tensor | float]) -> list[list[float]]:
-    """Every rank's numbers, by rank. All ranks must call it."""
+    """Gather every rank's numbers, by rank. All ranks must call it."""
     rows: list[list[float]] = all_gather(values).tolist()
     return rows

@@ -38,7 +38,7 @@ class _Listening:
         self.sent: dict[int, Tensor] = {}
 
     def size(self) -> int:
-        """Ranks."""
+        """Return the number of ranks."""
         return dist.get_world_size(self._group)
 
     def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
@@ -91,7 +91,7 @@ class _Lane:
         self.keep()
 
     def keep(self) -> None:
-        """Remember what :meth:`put_back` is to find."""
+        """Save the state for :meth:`put_back`."""
         # The hook puts a new error in the old one's place, but writes into the Q's.
         self._kept = (dict(self.power.error_dict), _copies(self.power.q_memory_dict))
 
@@ -103,14 +103,16 @@ class _Lane:
             del power.p_memory_dict[place]
 
     def rescale(self, factor: float) -> None:
-        """Follow the loss scale, in whose unit the errors are."""
+        """Multiply the errors by ``factor``: their unit is the loss scale."""
         if factor != 1.0:
             for error in self.power.error_dict.values():
                 error.mul_(factor)
 
     def begin(self, bucket: Bucket) -> None:
-        """Make a bucket's first Q, if it has none, alike on all ranks. The hook would draw it from
-        torch's own generator, which other threads may be using."""
+        """Make a bucket's first Q, if it has none, alike on all ranks.
+
+        The hook would draw it from torch's own generator, which other threads may be using.
+        """
         power, place = self.power, bucket.place
         if place in power.p_memory_dict:
             return
@@ -145,7 +147,7 @@ class _Lane:
             error[start : start + high * wide].view(high, wide).addmm_(thin_p, thin_q.T)
 
     def close(self) -> None:
-        """Let go of its thread and groups."""
+        """Release its thread and groups."""
         if self.thread is not None:
             self.thread.shutdown()
         for group in (self.beside, self.group):
@@ -154,11 +156,11 @@ class _Lane:
 
 
 class PowerSgdReducer(Reducer):
-    """Sends two thin matrices in place of each gradient matrix, and adds their error to the next
-    step's gradient.
+    """A reducer that sends two thin matrices in place of each gradient matrix, and adds their error
+    to the next step's gradient.
 
-    torch's hook takes the mean over ranks. It is given W times a rank's part of the sum, so
-    that its mean is the sum, whatever the shares. Its error memory is in the same unit, and
+    torch's hook takes the mean over ranks. Each rank passes in W times its part of the sum: the
+    mean is then the sum, whatever the shares. The hook's error memory is in the same unit, and
     scaled as the loss is: the rest that a rank's own matrices leave out, rounded as they are sent.
 
     A bucket's second matrix cannot be sent before the sum of the first has come. On a CPU buckets
@@ -259,8 +261,10 @@ def _used_here(tensor: Tensor) -> None:
 
 
 def _matrices(bucket: Bucket, most: int) -> list[tuple[int, int, int, int]]:
-    """Where each begins in its bucket, its height, its width, and its rank there, ``most`` at most;
-    in the order of the hook's memories, where those of a shape lie next to each other."""
+    """Return each matrix's start in its bucket, height, width and rank, at most ``most``.
+
+    The order is that of the hook's memories, where matrices of one shape lie next to each other.
+    """
     start, found = bucket.flat.storage_offset(), []
     for grad in bucket.grads:
         high, wide = len(grad), grad.numel() // len(grad)

@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel at once; has what torch's hooks ask of a dist.GradBucket.
+    """A bucket of gradients sent together; offers torch's hooks the API of a dist.GradBucket.
 
     Attributes:
         place: of its steps' buckets, 0-based. flat: all its gradients [numbers], of the
@@ -55,7 +55,7 @@ class Bucket:
 
 
 class Sums:
-    """All-reduces under way.
+    """The all-reduces under way.
 
     NCCL's process group holds a GPU's sent data until the work itself is waited for, or more is
     sent some time later: gigabytes, beside the next forward pass. Works are kept for that reason,
@@ -85,7 +85,7 @@ class Sums:
         return work.get_future().then(put)
 
     def release(self) -> None:
-        """Let go of what has been added up."""
+        """Wait for all works and release their data."""
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -112,7 +112,7 @@ class Reducer:
         return self._sums.begin(bucket.flat, self.dtype, self._group)
 
     def begin_at_once(self) -> None:
-        """Without steps that are exact at first, as torch's PowerSGD takes them."""
+        """Skip the steps that are exact at first, as torch's PowerSGD takes them."""
 
     def after_step(self, taken: bool, factor: float) -> None:
         """Take the outcome of a step; all ranks get the same.
@@ -150,8 +150,11 @@ class Unsent(Reducer):
 
 
 class RoundingReducer(Reducer):
-    """Sends 16-bit numbers. The gradient is divided by N and scaled already, so that nothing
-    is divided after it is rounded; a sum that overflows is seen in the norm."""
+    """A reducer that sends 16-bit numbers.
+
+    The gradient is divided by N and scaled already: nothing is divided after it is rounded. A sum
+    that overflows is seen in the norm.
+    """
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
@@ -186,7 +189,7 @@ def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
 def empty_bucket(
     place: int, parameters: Sequence[Tensor], final: bool, dtype: torch.dtype | None = None
 ) -> Bucket:
-    """Room for their gradients, each laid out as its parameter is; complex ones as real numbers.
+    """Return room for the gradients, each laid out as its parameter; complex ones as real numbers.
 
     Args:
         parameters: all of one dtype. dtype: of the room; None: theirs.
@@ -202,7 +205,7 @@ def empty_bucket(
 
 
 def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
-    """Buckets of at most so many numbers (or one tensor), filled with noise: to time a reducer."""
+    """Return buckets of at most so many numbers (or one tensor), of noise: to time a reducer."""
     groups = grouped(parameters, numbers)
     buckets = [
         empty_bucket(place, group, place == len(groups) - 1) for place, group in enumerate(groups)
@@ -244,14 +247,16 @@ def in_thread(
 # Numbers that the slow rank sends at once: a bucket's 128th, for what the first and the last piece
 # take is not hidden by others; but each costs the other ranks an all-reduce.
 _PIECE, _PIECES = 4 * 1024, 128
-# Pieces whose sums the slow rank has not heard: one goes up, one is summed, one comes down, and one
-# is at hand. With all at once TCP overran the queue before the slow link, and sent a third of it
-# again.
+# Pieces whose sums the slow rank has not received: one goes up, one is summed, one comes down, and
+# one is at hand. With all at once TCP overran the queue before the slow link, and sent a third of
+# it again.
 _FLYING = 4
 
 
 class SlowRankReducer(Reducer):
-    """Spares one slow link: the rank behind it sends its bucket once and receives the sum once.
+    """A reducer that spares one slow link, which carries the bucket once and the sum once.
+
+    The rank behind that link sends its bucket once and receives the sum once.
 
     In a ring of n ranks each link carries 2 (n - 1) / n of the bucket each way; here the slow
     one's carries it once. The bucket goes in pieces, so that its sum comes back while it is still
@@ -290,7 +295,7 @@ class SlowRankReducer(Reducer):
         )
 
     def _through_cpu(self, flat: Tensor, dtype: torch.dtype, ready: torch.cuda.Event) -> Tensor:
-        """Sum what is on a GPU, beside what that still computes."""
+        """Sum a tensor of a GPU through the CPU, in parallel with the GPU's computation."""
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
@@ -300,7 +305,7 @@ class SlowRankReducer(Reducer):
         return flat
 
     def _begin(self, part: Tensor, into: Tensor) -> Callable[[], Tensor]:
-        """Post what can be at once; returns what does the rest.
+        """Post the operations that can start at once; return a function that does the rest.
 
         Args:
             part: of this rank. into: where the sum is to be; may be ``part``.

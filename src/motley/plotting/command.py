@@ -1,4 +1,4 @@
-"""What all plot scripts share: the command line, one line a failure, where PNGs go."""
+"""The parts that all plot scripts share: command line, one line per failure, the PNGs' place."""
 
 import argparse
 import os
@@ -53,13 +53,13 @@ def run_script(
     except MotleyError as error:
         warn(error)
         return 2
-    except BrokenPipeError:  # into head, say: nobody reads on
+    except BrokenPipeError:  # for example, head has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def add_collect(parser: argparse.ArgumentParser) -> None:
-    """Whether other hosts' records are wanted too."""
+    """Add the option that also reads other hosts' records."""
     parser.add_argument(
         "--collect", action="store_true",
         help="also read, by ssh, the records of hosts that have logs/ on a disk of their own",
@@ -119,5 +119,5 @@ def say(message: str) -> None:
 
 
 def nothing(what: str, paths: list[Path]) -> MotleyError:
-    """The error for records that are not there."""
+    """Return the error for records that are not there."""
     return MotleyError(f"no {what} under {', '.join(map(str, paths))}: {TRAIN}")

@@ -47,8 +47,10 @@ class OldRun:
 
 
 def old_runs(paths: list[Path]) -> list[OldRun]:
-    """Every ``metrics.csv`` below a folder named like ``5_GPUs``; one that cannot be read, or has
-    no whole epoch, is named and left out."""
+    """Read every ``metrics.csv`` below a folder named like ``5_GPUs``.
+
+    A file that cannot be read, or has no whole epoch, is named and left out.
+    """
     found = []
     for log in sorted(file for path in paths for file in path.rglob("metrics.csv")):
         gpus = next((int(m[1]) for part in log.parts[::-1] if (m := _GPUS.fullmatch(part))), None)
@@ -67,7 +69,7 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
 
 
 def epoch_seconds(samples: list[GpuSample]) -> float | None:
-    """How long an epoch took, by the median; a row of the old logs is written where one ends."""
+    """Return the median time of an epoch; the old logs write a row at each epoch's end."""
     ends: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.epoch is not None:
@@ -77,7 +79,7 @@ def epoch_seconds(samples: list[GpuSample]) -> float | None:
 
 
 RATE, LIMIT = PARTS["t_compute"].colour, "#333333"
-# What a step loses against the limit, as in the pictures of single runs.
+# The losses of a step against the limit, as in the pictures of single runs.
 LOST = {
     **{f"{part}_s": PARTS[f"t_{part}"] for part in ("wait", "comm", "data")},
     "rest": Part("slower or idle compute, and optimizer", "#BBCC99", "xxx"),
@@ -86,7 +88,7 @@ LOST = {
 
 
 def lost(row: Row) -> dict[str, float]:
-    """Samples/s that are missing to the limit, by where the time went; they sum to all of it."""
+    """Return the samples/s missing to the limit, by cause; they sum to the whole difference."""
     limit = row.limit
     if not row.samples_per_s or limit is None or limit <= row.samples_per_s:
         return {}
@@ -101,7 +103,7 @@ def lost(row: Row) -> dict[str, float]:
 
 
 def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
-    """A bar a cell up to its median, what it lost on top, marks at the mean and at the limit."""
+    """Draw a bar a cell up to its median, its losses on top, marks at the mean and the limit."""
     shown: dict[str, str] = {}
     ends = [row.weight * (row.limit or row.samples_per_s or 0.0) for row in rows]
     most = max(ends, default=0.0) or 1.0
@@ -139,7 +141,7 @@ def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
 
 
 def draw_marks(ax: "Axes", row: Row, place: int, shown: dict[str, str]) -> float:
-    """Marks at a bar's mean and limit; returns where the last of them is.
+    """Draw marks at a bar's mean and limit; return the position of the last of them.
 
     Args:
         shown: labels that the legend has by now.
@@ -158,14 +160,16 @@ def draw_marks(ax: "Axes", row: Row, place: int, shown: dict[str, str]) -> float
 
 
 def title_of(row: Row) -> str:
-    """The cell's name, and what it is of where the name does not say."""
+    """Return the cell's name, precision, hosts and batch."""
     hosts = "1 host" if row.machines == 1 else f"{row.machines} hosts"
     return f"{row.name}\n{row.precision}, {hosts}, batch {row.batch}"
 
 
 def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows that differ in the number of hosts alone, two of them or more; by what they have in
-    common. In weak scaling the batch grows with the hosts."""
+    """Return rows that differ in the number of hosts alone, two or more, by their common settings.
+
+    In weak scaling the batch grows with the hosts.
+    """
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row.samples_per_s:
@@ -180,7 +184,7 @@ def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
-    """Images/s against hosts, and what unequal hosts can do at best: not so many times one."""
+    """Draw images/s against hosts, and the most that unequal hosts can do: no multiple of one."""
     limits = {
         name: {row.machines: row.limit for row in rows if row.limit is not None}
         for name, rows in series.items()
@@ -215,7 +219,7 @@ def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
 
 
 def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
-    """Of the first run of each cell that is done, where it tells any."""
+    """Return the losses of the first finished run of each cell, where its records have any."""
     found = {}
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
@@ -226,7 +230,7 @@ def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
 
 
 def draw_folder(folder: BaselineFolder) -> "Figure":
-    """The picture of one matrix."""
+    """Draw the picture of one matrix."""
     rows = read_rows(folder)
     if not rows:
         raise MotleyError(f"{folder.path} holds no run that has ended; left out")
@@ -248,7 +252,7 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
 
 
 def draw_old(runs: Sequence[OldRun]) -> "Figure":
-    """Strong scaling of the lab's old logs: an epoch's time by the GPUs that took part."""
+    """Draw strong scaling of the lab's old logs: an epoch's time by the number of GPUs."""
     figure = style.new_figure(8, 4.4)
     ax = figure.subplots()
     groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))

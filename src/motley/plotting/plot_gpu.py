@@ -62,13 +62,13 @@ class Series:
         return len(self.samples) // 60 | 1 if len(self.samples) > MANY else 1
 
     def values(self, field: str, factor: float = 1.0) -> style.Array:
-        """A field of all samples times ``factor``; NaN where unknown."""
+        """Return a field of all samples times ``factor``; NaN where unknown."""
         numbers = [getattr(sample, field) for sample in self.samples]
         return np.array([np.nan if n is None else n * factor for n in numbers], dtype=float)
 
 
 def read_folder(logs: list[Path]) -> list[GpuSample]:
-    """The samples of all logs of a folder, in order of time; a bad log is named and left out."""
+    """Return the samples of all logs of a folder, by time; a bad log is named and left out."""
     samples = []
     for log in logs:
         try:
@@ -84,8 +84,11 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
 
 
 def to_series(samples: list[GpuSample], colours: dict[str, str]) -> list[Series]:
-    """Return one series a GPU, or a host without one, on one clock. It starts with the first sample
-    and stands still while no machine wrote a sample: a resumed run has paused then."""
+    """Return one series a GPU, or a host without one, on one clock.
+
+    The clock starts with the first sample and stands still while no machine wrote a sample: a
+    resumed run has paused then.
+    """
     groups: dict[tuple[str, str], list[GpuSample]] = defaultdict(list)
     for sample in samples:
         groups[sample.host, sample.gpu or ""].append(sample)
@@ -133,7 +136,7 @@ def least_pause(usual: float) -> float:
 
 
 def epoch_starts(series: list[Series]) -> list[float]:
-    """Seconds at which each epoch was first seen; the lab's old rows (no step) *end* an epoch."""
+    """Return the first second of each epoch; the lab's old rows (no step) *end* an epoch."""
     starts: dict[int, float] = {}
     for one in series:
         for second, sample in zip(one.seconds, one.samples, strict=True):
@@ -159,7 +162,7 @@ class Panel:
     noisy: bool = False
 
     def shows(self, one: Series) -> bool:
-        """Whether this series has data for this panel."""
+        """Return True if this series has data for this panel."""
         kind = "GPU" if one.gpu else "CPU"
         return kind in self.kinds and bool(np.isfinite(one.values(self.field)).any())
 
@@ -175,7 +178,7 @@ PANELS = (
 
 
 def draw_series(ax: "Axes", panel: Panel, one: Series, unit: float) -> None:
-    """Draw one line. It ends where the device's log pauses, and begins again after that."""
+    """Draw one line, with gaps where the device's log pauses."""
     steps = np.diff([sample.time for sample in one.samples])
     pause = least_pause(usual_interval(one.samples))
     # A window wide, so that no mean reaches across.
@@ -248,7 +251,7 @@ def draw_panel(ax: "Axes", panel: Panel, series: list[Series], starts: list[floa
 
 
 def panels_of(name: str, series: list[Series]) -> list[Panel]:
-    """Return the panels of some logs; a quantity that nobody knows has none."""
+    """Return the panels of some logs; a quantity without any value has none."""
     panels = [panel for panel in PANELS if any(panel.shows(one) for one in series)]
     if not panels:
         raise MotleyError(f"the GPU logs of {name} hold no value; left out")

@@ -50,7 +50,8 @@ class Losses:
 
     Attributes:
         task: runs of another one are drawn elsewhere.
-        loss: of each step that tells one. held_out: what evaluations are judged by; None without.
+        loss: of each step whose record has one.
+        held_out: the measure that evaluations are judged by; None without.
     """
 
     task: str
@@ -159,7 +160,7 @@ def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
 
 
 def losses_of(trainings: Iterable[Training]) -> dict[str, Losses]:
-    """Of each run by its folder's name; one that tells no loss is said and left out."""
+    """Return the losses of each run by its folder's name; warn of a run without and skip it."""
     found: dict[str, Losses] = {}
     for training in trainings:
         path, told = training.path.resolve(), losses(training)

@@ -49,10 +49,10 @@ class Span:
 def spans(
     steps: dict[int, list[JsonDict]], first: int, end: int, paused: Pauses = ()
 ) -> list[Span]:
-    """What each rank did from step ``first`` on, before ``end``, ``paused`` left out.
+    """Return the spans of each rank from step ``first`` on, before ``end``, without ``paused``.
 
-    Clocks of hosts differ; but all ranks end their part of an all-reduce together, so that is where
-    their clocks are laid over each other. Steps that do not tell of one leave clocks as they are.
+    Clocks of hosts differ; but all ranks end their part of an all-reduce together, and there their
+    clocks are aligned. Steps without a record of one leave clocks as they are.
     """
     chosen = {
         rank: {line["step"]: line for line in lines if first <= line["step"] < end}
@@ -85,19 +85,19 @@ def spans(
 
 
 def _met(line: JsonDict) -> float:
-    """When all ranks had the sum, by this one's clock."""
+    """Return the time when all ranks had the sum, by this one's clock."""
     return float(line["time"] - line["t_opt"])
 
 
 def longest(lines: Sequence[JsonDict]) -> int:
-    """The step that took longest, of those after the first."""
+    """Return the longest step after the first ones."""
     later = lines[min(_WARM, len(lines) // 2) :]
     whole = [sum(line.get(part) or 0.0 for part in style.PARTS) for line in later]
     return int(later[int(np.argmax(whole))]["step"])
 
 
 def draw_spans(ax: "Axes", found: Sequence[Span], ranks: Sequence[int]) -> None:
-    """A row a rank, in the order of ``ranks``; a line where the first of them begins a step."""
+    """Draw a row a rank, in the order of ``ranks``; a line where the first begins a step."""
     seconds = max(span.end for span in found)
     unit, factor = ("ms", 1000.0) if seconds < 2 else ("s", 1.0)
     rows = {rank: row for row, rank in enumerate(ranks)}
@@ -126,7 +126,7 @@ def draw_spans(ax: "Axes", found: Sequence[Span], ranks: Sequence[int]) -> None:
 def draw_timeline(
     training: Training, asked: tuple[int, int] | None = None, width: float = _WIDE
 ) -> "Figure":
-    """The picture of some steps of a run.
+    """Draw some steps of a run.
 
     Args:
         asked: the first, and the one before which it ends; None: around the longest.
@@ -158,7 +158,7 @@ def draw_timeline(
 
 
 def read_steps(text: str) -> tuple[int, int]:
-    """``FROM:TO``: what is taken after FROM steps, until TO are."""
+    """Parse ``FROM:TO``: the steps after the first FROM, up to TO."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: write it as in 100:104, for 101 to 104")
@@ -178,7 +178,7 @@ def draw(paths: list[Path], out: Path | None, steps: tuple[int, int] | None) -> 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What only this picture has."""
+    """Add the options that only this picture has."""
     parser.add_argument(
         "--steps",
         type=read_steps,

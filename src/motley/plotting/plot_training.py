@@ -29,8 +29,10 @@ LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 def draw_curve(
     ax: "Axes", x: style.Array, y: style.Array, label: str, weights: style.Array | None = None
 ) -> None:
-    """Raw values faint, their mean strong, by their weights; few values just as they are; unknown
-    ones not."""
+    """Draw raw values faint and their weighted mean strong.
+
+    Few values are drawn as they are, unknown ones not at all.
+    """
     known = np.isfinite(y)
     x, y, weights = x[known], y[known], np.ones(known.sum()) if weights is None else weights[known]
     window = len(y) // 40 | 1
@@ -43,7 +45,7 @@ def draw_curve(
 
 
 def mark_overflows(ax: "Axes", training: Training, y: style.Array) -> None:
-    """A cross at every skipped step."""
+    """Draw a cross at every skipped step."""
     skipped = np.array([bool(record.get("overflow")) for record in training.lead])
     if skipped.any():
         label = f"overflow: step skipped ({skipped.sum()})"
@@ -51,7 +53,7 @@ def mark_overflows(ax: "Axes", training: Training, y: style.Array) -> None:
 
 
 def draw_loss(ax: "Axes", training: Training) -> None:
-    """Loss against step, and what evaluations are judged by on an axis of its own."""
+    """Draw loss against step, and the measure of evaluations on an axis of its own."""
     step, loss = training.taken(), training.values("loss")
     draw_curve(ax, step, loss, "loss")
     known = np.isfinite(loss)
@@ -73,7 +75,7 @@ def draw_loss(ax: "Axes", training: Training) -> None:
 
 
 def draw_time(ax: "Axes", training: Training) -> None:
-    """Loss against time."""
+    """Draw loss against time."""
     first_s = sum(training.lead[0].get(part) or 0.0 for part in style.PARTS)
     seconds = training.running_s() + first_s
     unit, per_unit = style.time_unit(seconds[-1])
@@ -84,8 +86,11 @@ def draw_time(ax: "Axes", training: Training) -> None:
 
 
 def draw_rate(ax: "Axes", training: Training) -> None:
-    """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints, stalls
-    and an epoch's smaller last batch are in the mean, which is by the clock."""
+    """Draw samples, or their tokens, per second of all ranks together.
+
+    Evaluations, checkpoints, stalls and an epoch's smaller last batch are in the mean, which is by
+    the clock.
+    """
     rate, unit = training.rates(), f"{training.unit}/s"
     label = f"{unit}, without an epoch's smaller last batch" if np.isnan(rate).any() else unit
     seconds = training.values("n_global") / training.values("samples_per_s")
@@ -102,7 +107,7 @@ def draw_rate(ax: "Axes", training: Training) -> None:
 
 
 def draw_scale(ax: "Axes", training: Training) -> None:
-    """The loss scale, and the steps at which it was too large."""
+    """Draw the loss scale, and the steps at which it was too large."""
     scale = training.values("loss_scale")
     ax.plot(training.taken(), scale, color=LINE, drawstyle="steps-post", label="loss scale")
     mark_overflows(ax, training, scale)
@@ -114,7 +119,7 @@ def draw_scale(ax: "Axes", training: Training) -> None:
 
 
 def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None:
-    """The most that each rank has held, in its host's colour; what grows to the end is told."""
+    """Draw each rank's peak memory, in its host's colour; name a growth that lasts to the end."""
     for rank, records in training.steps.items():
         color = colours.get(training.worker(rank).get("host", ""), LINE)
         gib = column(records, "mem_peak_mib") / 1024
@@ -126,8 +131,9 @@ def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None
 
 
 def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]) -> None:
-    """Draw a bar per rank: the parts of a usual step, in ms. Of many ranks, the first one's and
-    three of the others.
+    """Draw a bar per rank: the parts of a usual step, in ms.
+
+    In a run with many ranks, these are the first rank and three of the others.
 
     Args:
         usual, chosen: see :func:`run_steps.usual_steps`.
@@ -170,7 +176,7 @@ def is_scaled(training: Training) -> bool:
 
 
 def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
-    """The picture of one run; a loss scale that is 1 throughout has no panel."""
+    """Draw the picture of one run; a loss scale that is 1 throughout has no panel."""
     scaled = is_scaled(training)
     rows = [["loss", "time"], ["rate", "memory"], *([["scale", "scale"]] if scaled else [])]
     usual, chosen = usual_steps(training)

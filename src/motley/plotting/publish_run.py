@@ -30,7 +30,7 @@ PROJECT = "motley"
 
 
 def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=typed_command(str(__doc__)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,16 +69,18 @@ def main() -> int:
     except MotleyError as error:
         warn(error)
         return 2
-    except KeyboardInterrupt:  # twice: it is not closed as it should be, and told again
+    except KeyboardInterrupt:  # twice: the tracker is not closed, and some records are sent again
         return 130
     return 0
 
 
 class Session:
-    """What is said while a run is published.
+    """The messages printed while a run is published.
 
     Args:
-        args: the command line. publisher: of the run. collector: of what other hosts hold.
+        args: the command line.
+        publisher: of the run.
+        collector: of the records on other hosts.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Session:
         return self._publisher.publish(self._args.follow, self._look)
 
     def _look(self) -> bool:
-        """Say where it goes; fetch and name what is not here; whether to look again."""
+        """Print the destination, fetch missing records, name those missing; return True to look
+        again."""
         follower, where = self._publisher.follower, self._publisher.look
         if where and not self._said:
             self._said.add(where)
@@ -117,7 +120,7 @@ class Session:
 
 
 def end_on_signals(publisher: Publisher) -> None:
-    """The first signal ends the publishing after what it is at, a second one at once."""
+    """End publishing after the current look on the first signal, at once on a second one."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.default_int_handler)
@@ -128,7 +131,7 @@ def end_on_signals(publisher: Publisher) -> None:
 
 
 def say(args: argparse.Namespace, told: Told) -> None:
-    """What was published."""
+    """Print the counts of published records."""
     if not told.status:
         print(f"{args.run} has no run.json yet: nothing is published")
         return

@@ -51,7 +51,7 @@ _TIE = 0.02  # of the rate
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """Sentences, the most important first; the fp32 references take no part."""
+    """Return sentences, the most important first; the fp32 references take no part."""
     measured = [row for row in rows if row.samples_per_s and not row.name.startswith(REFERENCE)]
     sane = [row for row in measured if not is_wrong(row)]
     said = []
@@ -82,7 +82,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def is_wrong(row: Row) -> bool:
-    """Its loss is not that of the same samples in fp32."""
+    """Return True if its loss is not that of the same samples in fp32."""
     return row.loss_difference is not None and abs(row.loss_difference) > _WRONG
 
 
@@ -103,7 +103,7 @@ def _winner(ranked: Sequence[Row]) -> str:
 
 
 def _where_it_went(row: Row) -> str:
-    """What the fastest still loses, where it is worth a word."""
+    """Return the losses of the fastest against its limit, if any exceeds 1 %."""
     parts = {
         name: part for name, part in lost(row).items() if part > 0.01 * (row.samples_per_s or 0)
     }
@@ -116,7 +116,7 @@ def _where_it_went(row: Row) -> str:
 
 
 def _frugal(ranked: Sequence[Row]) -> list[str]:
-    """Who needs the least memory, and the least energy, where that is somebody else."""
+    """Name the rows with the least memory and the least energy, where these are not the fastest."""
     said = []
     by_memory = [(memory, row) for row in ranked if (memory := most_memory(row)) is not None]
     if len(by_memory) > 1:
@@ -136,7 +136,7 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
 
 
 def most_memory(row: Row) -> float | None:
-    """MiB, of the host that holds most."""
+    """Return the MiB of the host that holds most."""
     values = [float(part.rsplit(" ", 1)[1]) for part in row.memory_mib.split(", ") if part]
     return max(values, default=None)
 
@@ -179,8 +179,10 @@ class Section:
     """One matrix, or all runs that belong to none.
 
     Attributes:
-        verdict: sentences. facts: what was run, on what. head, rows: of the table.
-        status: the column that tells how a run ended.
+        verdict: sentences.
+        facts: the workload and the machines.
+        head, rows: of the table.
+        status: the column that holds how a run ended.
         failed: name, how and where, error.
     """
 
@@ -196,7 +198,7 @@ class Section:
 
 
 def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> list[Picture]:
-    """The picture, or none, and a word, where it cannot be drawn."""
+    """Return the picture, or none with a warning if it cannot be drawn."""
     try:
         return [_embedded(alt, draw(), is_wide)]
     except _TROUBLES as error:
@@ -233,10 +235,10 @@ def details(
     co2: float,
     summary: str = "",
 ) -> Details:
-    """A run's pictures, and what was profiled.
+    """Return a run's pictures and profiles.
 
     Args:
-        summary: its line; empty: as its records tell.
+        summary: its line; empty: made from its records.
     """
     pictures: list[Picture] = []
     said: list[str] = []
@@ -266,7 +268,7 @@ def details(
 
 
 def of_matrix(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
-    """The section of one matrix."""
+    """Return the section of one matrix."""
     rows = read_rows(folder)
     firsts = {cell.name: folder.attempt(cell, 0) for cell in folder.matrix_cells()}
     runs = {name: run for name, run in firsts.items() if run.read_run()}
@@ -291,7 +293,7 @@ def _rate(rows: list[Row], name: str) -> str:
 
 
 def rates(training: Training) -> tuple[str, str, str]:
-    """The median of its steps and the mean by the clock, in words, and what it is judged by."""
+    """Return the median rate of its steps, the mean rate by the clock, and its headline metric."""
     middle, mean = (
         "" if np.isnan(rate) else f"{rate_in_words(rate)} {training.unit}/s"
         for rate in (median(training.rates()), training.mean_rate())
@@ -324,7 +326,7 @@ def ranks_in_words(run: RunFolder, about: JsonDict) -> str:
 
 
 def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Section:
-    """The section of runs that belong to no matrix, the newest first."""
+    """Return the section of runs that belong to no matrix, the newest first."""
     head = ["run", "status", "started", "result", "median rate", "mean rate", "ranks", "batch",
             "wire", "task"]  # fmt: skip
     rows, failed = [], []

@@ -1,4 +1,4 @@
-"""What a picture of one training run calls the run and its ranks."""
+"""Labels of a run and its ranks in the pictures of one training run, and its usual steps."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ UNFINISHED = ("failed", "running", "stopped")
 
 
 def read_or_say(folder: RunFolder) -> Training | None:
-    """A run's records; None, and a word on stderr, where there is nothing to draw."""
+    """Read a run's records; warn and return None where there is nothing to draw."""
     try:
         return read_training(folder)
     except MotleyError as error:
@@ -26,7 +26,7 @@ def read_or_say(folder: RunFolder) -> Training | None:
 
 
 def title(training: Training) -> str:
-    """Run, model, data, ranks, result; ``failed``, ``running`` or ``stopped`` where that is so."""
+    """Return run, model, ranks and result; ``failed``, ``running`` or ``stopped`` if so."""
     run = training.run
     result, status = run.get("result") or {}, run.get("status")
     name = training.path.resolve().name + (f" ({status})" if status in UNFINISHED else "")
@@ -39,11 +39,11 @@ def title(training: Training) -> str:
 
 
 def usual_steps(training: Training) -> tuple[Training, str]:
-    """Return the same steps of all ranks that train now, and in words which these are.
+    """Return the same steps of all ranks that train now, and a phrase that names them.
 
-    Of steps that are the same on all ranks, the means of the parts add up to one time: two bars
-    end together. Medians of the parts would not. Half of the steps, those of a usual length, stand
-    for all; of local steps, of which only some meet, all of them.
+    Over common steps, the means of the parts add up to one time: two bars end together. Medians
+    of the parts would not. Half of the steps, those of a usual length, stand for all. Local steps,
+    of which only some meet, are all used.
     """
     now = training.last_launch() or training
     told = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
@@ -69,7 +69,7 @@ def _seconds(line: JsonDict) -> float:
 
 
 def seat_label(training: Training, rank: int) -> str:
-    """``rank 0 - a``, and below it device, precision and samples a step."""
+    """Return ``rank 0 - a``, and below it device, precision and samples a step."""
     worker, samples = training.worker(rank), median(column(training.steps[rank], "n_local"))
     first = f"rank {rank} - {worker['host']}" if worker.get("host") else f"rank {rank}"
     facts = [
@@ -82,8 +82,9 @@ def seat_label(training: Training, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Other:
-    """One of the three that the first rank's lines tell of all others; see
-    :func:`motley.records.training.others_ready`.
+    """One of the three ranks that stand for all others in the first rank's records.
+
+    See :func:`motley.records.training.others_ready`.
 
     Attributes:
         label: which of how many, and below it the rank that it most often was.
@@ -96,7 +97,7 @@ class Other:
 
 
 def others(training: Training) -> list[Other]:
-    """Who was ready first, in the middle and last; none where each rank writes its own steps."""
+    """Return the first, middle and last rank to be ready; empty if each writes its own steps."""
     told = [line for line in training.lead if line.get("others_ready")]
     ranks = len(training.run.get("ranks") or ()) - 1
     found = []

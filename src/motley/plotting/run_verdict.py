@@ -1,4 +1,4 @@
-"""What a run reached of the limit, where the rest went, and what would be faster.
+"""Print how much of the limit a run reached, where the rest went, and what would be faster.
 
     python plots/verdict.py logs/                    # every run
     python plots/verdict.py logs/RUN --json          # for a program: one line a run
@@ -35,13 +35,13 @@ def tell_all(paths: list[Path], json_lines: bool, co2: float) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What only this script has."""
+    """Add the options that only this script has."""
     parser.add_argument("--json", action="store_true", dest="json_lines", help="one line a run")
     add_co2(parser)
 
 
 def add_co2(parser: argparse.ArgumentParser) -> None:
-    """How much CO2 comes with a kWh."""
+    """Add the option for the CO2 of a kWh."""
     parser.add_argument(
         "--co2", type=float, default=CO2_PER_KWH, metavar="G",
         help=f"grams of CO2 a kWh, default: {CO2_PER_KWH:g}, the world's mean of 2023 (Ember)",

@@ -1,5 +1,5 @@
-"""How all pictures look: one colour per host, the parts of a step, axes with units, smooth curves,
-legends. What two colours tell apart, a pattern or a line tells apart in grey.
+"""The look of all pictures: one colour per host, the parts of a step, axes with units, smooth
+curves, legends. Where two colours differ, a pattern or a line differs too, for prints in grey.
 
 Matplotlib is imported when the first picture is made, so that ``-h`` need not wait for it.
 """
@@ -57,7 +57,7 @@ HOST_COLOURS = (
 
 @dataclass(frozen=True)
 class Part:
-    """How a part of a step looks."""
+    """The look of a part of a step."""
 
     label: str
     colour: str
@@ -81,13 +81,13 @@ PARTS = {
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sort key: node2 comes before node10."""
+    """Return a sort key by which node2 comes before node10."""
     parts = re.split(r"([0-9]+)", name)
     return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)]
 
 
 def host_colours(hosts: Iterable[str]) -> dict[str, str]:
-    """One colour per host, in the hosts' order.
+    """Return one colour per host, in the hosts' order.
 
     Past eight hosts the cycle repeats in darker shades, so no two hosts look the same.
     """
@@ -105,7 +105,7 @@ def host_colours(hosts: Iterable[str]) -> dict[str, str]:
 
 
 def colours_under(paths: list[Path]) -> dict[str, str]:
-    """The colours of all hosts with records under ``paths``, the same in every picture of them.
+    """Return the colours of all hosts with records under ``paths``, the same in every picture.
 
     A host that was left out of training has only a GPU log, one without a shared disk only a
     line in run.json: both count.
@@ -123,12 +123,12 @@ def colours_under(paths: list[Path]) -> dict[str, str]:
 
 
 def time_unit(span_s: float) -> tuple[str, float]:
-    """Unit for a time axis of ``span_s`` seconds, and the seconds it has."""
+    """Return the unit for a time axis of ``span_s`` seconds, and the seconds it has."""
     return ("s", 1.0) if span_s < 180 else ("min", 60.0)
 
 
 def label_axes(ax: "Axes", x: str, y: str, *, zero: bool = False) -> None:
-    """Name both axes, units included; ``zero``: y starts at 0. There is no half step."""
+    """Label both axes, units included; ``zero``: y starts at 0. Ticks of steps are whole."""
     ax.set_xlabel(x)
     ax.set_ylabel(y)
     if zero:  # and ends above all data, however flat
@@ -160,8 +160,10 @@ def panel(height: float = 3.2) -> "tuple[Figure, Axes]":
 
 
 def legend_above(ax: "Axes") -> None:
-    """A legend that hides no data, in as few rows as its axes are wide enough for; above a single
-    panel, as wide as that."""
+    """Draw a legend that hides no data, in as few rows as its axes are wide enough for.
+
+    Above a single panel, the legend is as wide as the panel.
+    """
     handles, labels = ax.get_legend_handles_labels()
     figure = ax.figure
     alone = ax.figure.bbox.width / ax.figure.dpi <= PANEL_WIDTH
@@ -183,7 +185,7 @@ def legend_above(ax: "Axes") -> None:
 
 
 def smooth(values: Array, window: int) -> Array:
-    """Centred mean over ``window`` (odd) values; unknown (NaN) values do not count."""
+    """Return centred means over ``window`` (odd) values; unknown (NaN) values do not count."""
     known = np.isfinite(values)
     level = values[known].mean() if known.any() else 0.0  # so that sums stay small, and exact
     sums = _moving_sum(np.where(known, values - level, 0.0), window)
@@ -199,14 +201,14 @@ def _moving_sum(values: Array, window: int) -> Array:
 
 
 def metric_label(name: str) -> tuple[str, float]:
-    """A metric as an axis calls it, and what its values are multiplied by for that."""
+    """Return a metric's label on an axis, and the factor of its values there."""
     if name == "top1":
         return "top-1 (%)", 100.0
     return name.replace("_", " "), 1.0
 
 
 def metric(name: str, value: float) -> str:
-    """As in ``top-1 97.2 %``."""
+    """Return, for example, ``top-1 97.2 %``."""
     label, factor = metric_label(name)
     said = f"{factor * value:.1f} %" if factor == 100 else f"{value:.4g}"
     return f"{label.removesuffix(' (%)')} {said}"

@@ -16,7 +16,7 @@ from motley.records.trace import TraceSummary, merge_traces, read_trace, summari
 
 
 def words(found: TraceSummary) -> list[str]:
-    """A rank's summary, some lines."""
+    """Return a rank's summary, some lines."""
     busy = "the GPU had nothing to do" if found.on_gpu else "no operator ran"
     lines = [
         f"rank {found.rank} on {found.host}: {found.steps} steps in {found.seconds:.3f} s; for "
@@ -43,7 +43,7 @@ def tell(run: RunFolder, out: Path | None) -> None:
 
 
 def tell_all(paths: list[Path], out: Path | None) -> int:
-    """The same of every run; return the exit code. One bad run hides no other."""
+    """Merge the traces of every run; return the exit code. One bad run hides no other."""
     runs = [run for run in find_runs(paths) if run.traces()]
     if not runs:
         raise MotleyError(

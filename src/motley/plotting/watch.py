@@ -1,4 +1,4 @@
-"""What every rank of a run is doing, live: in a terminal, also over ssh, or in a browser.
+"""Show the state of every rank of a run, live: in a terminal, also over ssh, or in a browser.
 
     python plots/watch.py                             # all runs under logs/; the one that runs
     python plots/watch.py logs/RUN
@@ -40,7 +40,7 @@ from motley.text import escape_unprintable, typed_command
 
 
 class Key(Enum):
-    """What somebody asks for."""
+    """An action that the user asks for with a key."""
 
     QUIT = "quit"
     SORT = "sort"
@@ -76,11 +76,11 @@ class Keys:
 
     @property
     def there(self) -> bool:
-        """Somebody can press one."""
+        """True if stdin is a keyboard."""
         return self._file is not None
 
     def wait(self, seconds: float) -> Key | None:
-        """The next key within some seconds; None of others, and if there is none."""
+        """Return the next known key within some seconds, else None."""
         if self._file is None:
             time.sleep(max(0.0, seconds))
             return None
@@ -113,17 +113,17 @@ _LIKE = str.maketrans({"°": " ", "↑": "^", "↓": "v", "…": "~"})
 
 
 def is_live() -> bool:
-    """Output goes to a terminal that can be drawn on."""
+    """Return True if output goes to a terminal that can be drawn on."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def signs_of(console: Console) -> Signs:
-    """What it can show."""
+    """Return the signs that the console can show."""
     return BLOCKS if console.encoding.lower().startswith("utf") else ASCII
 
 
 def print_once(runs: Runs) -> None:
-    """All that is known now; of several runs, the running ones whole."""
+    """Print all that is known now; of several runs, the running ones in full."""
     width = shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns
     width = width if sys.stdout.isatty() else max(width, _TEXT_WIDTH)
     console = Console(width=width, highlight=False)
@@ -141,7 +141,7 @@ def print_once(runs: Runs) -> None:
 
 
 def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
-    """The same letters that the terminal has."""
+    """Replace the letters that an ASCII terminal lacks."""
     if signs is ASCII:
         for line in lines:
             said = line.plain.translate(_LIKE)
@@ -176,7 +176,7 @@ def watch(runs: Runs, collector: Collector) -> int:
 def _draw(
     runs: Runs, view: View, width: int, height: int, signs: Signs
 ) -> tuple[list[Text], Snapshot | None]:
-    """What is on the screen, and the run that is, if it is one."""
+    """Return the lines of the screen, and the run on it if it is a single one."""
     wall, names = time.time(), runs.names
     name = opened(view, runs)
     if name:
@@ -190,7 +190,7 @@ def _draw(
 
 
 def opened(view: View, runs: Runs) -> str:
-    """The run that is shown: the chosen one, the only one, or the only one that runs."""
+    """Return the run that is shown: the chosen one, the only one, or the only one that runs."""
     if view.opened:
         return view.run
     names, running = runs.names, runs.running()
@@ -200,7 +200,7 @@ def opened(view: View, runs: Runs) -> str:
 
 
 def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
-    """The view that a key leads to."""
+    """Return the view that a key leads to."""
     step = {Key.UP: -1, Key.DOWN: 1}.get(key, 0)
     if now is None:
         names = runs.names
@@ -222,7 +222,7 @@ def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=typed_command(str(__doc__)),
         formatter_class=argparse.RawDescriptionHelpFormatter,

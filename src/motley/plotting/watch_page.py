@@ -51,7 +51,7 @@ def serve(runs: Runs, where: str, collector: Collector) -> int:
 
 
 def parse_address(where: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``, ``[::1]:PORT`` or ``PORT``."""
+    """Return host and port of ``HOST:PORT``, ``[::1]:PORT`` or ``PORT``."""
     found = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+)):)?([0-9]{1,5})", where.strip())
     if found is None or int(found[3]) > 65535:
         raise MotleyError(
@@ -61,7 +61,7 @@ def parse_address(where: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Nobody but this machine's users can ask there."""
+    """Return True if only this machine's users can reach the host."""
     if host == "localhost":
         return True
     try:
@@ -71,7 +71,7 @@ def is_loopback(host: str) -> bool:
 
 
 def open_server(host: str, port: int) -> "Server":
-    """One that listens; MotleyError where that is not possible."""
+    """Return a listening server; MotleyError where that is not possible."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         Server.address_family = family
@@ -83,14 +83,14 @@ def open_server(host: str, port: int) -> "Server":
 
 
 class Live:
-    """Looks at the runs while somebody watches; as often, however many they are."""
+    """A reader of the runs while pages are open; its rate does not depend on their number."""
 
     def __init__(self, runs: Runs, collector: Collector) -> None:
         self._runs, self._collector = runs, collector
         self._lock = threading.Lock()
 
     def await_look(self, seen: int) -> int:
-        """Until there have been more looks than these; how many there were."""
+        """Wait until there have been more looks than these; return how many there were."""
         while True:
             with self._lock:
                 if self._runs.look_if_due(time.monotonic(), time.time()):
@@ -100,8 +100,11 @@ class Live:
             time.sleep(GLANCE_S)
 
     def told(self, name: str, rank: int | None) -> str:
-        """What a page shows: all runs in short, and the one of that name, else the one that runs
-        alone, or is alone."""
+        """Return a page's content as JSON: all runs in short, and one run in full.
+
+        The full one has the given name. Without a name, it is the only run, or the only one
+        running.
+        """
         with self._lock:
             wall, runs = time.time(), self._runs
             names, running = runs.names, runs.running()
@@ -120,10 +123,11 @@ class Live:
 
 
 class Server(ThreadingHTTPServer):
-    """Threads that end with it.
+    """An HTTP server whose threads end with it.
 
     Attributes:
-        live: what is told. token: that is asked for; empty: none.
+        live: the source of the content.
+        token: required in each request; empty: none.
     """
 
     daemon_threads = True
@@ -137,18 +141,18 @@ class Server(ThreadingHTTPServer):
         self.policy = _policy(self.page.decode())
 
     def server_bind(self) -> None:
-        """Without asking for this machine's name, which may take long."""
+        """Bind without looking up this machine's name, which may take long."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has left is no error."""
+        """Ignore an OSError: a browser that has left is no error."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 def _policy(page: str) -> str:
-    """What a browser may run of the page, by hash: its own script and style, nothing else."""
+    """Return the page's Content-Security-Policy: its own script and style by hash, nothing else."""
     hashes = {}
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -161,7 +165,7 @@ def _policy(page: str) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET for two addresses."""
+    """A handler of GET for two addresses."""
 
     server: Server
     server_version, sys_version = "motley", ""
@@ -169,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S
 
     def do_GET(self) -> None:
-        """The page, or what it shows."""
+        """Answer with the page, or with its content."""
         if refusal := self._refusal():
             self._answer(403, refusal.encode())
             return
@@ -185,9 +189,9 @@ class Handler(BaseHTTPRequestHandler):
         return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
 
     def _refusal(self) -> str:
-        """Why nothing is told; empty if it is."""
+        """Return the reason to refuse the request; empty if it is allowed."""
         token = self.server.token
-        if token:  # then other names are as good: who knows it was told the address
+        if token:  # then any host name will do: the token proves that the address is known
             given = self._asked("token").encode()
             right = hmac.compare_digest(given, token.encode())
             return "" if right else "wrong token: watch.py has printed the whole address\n"

@@ -24,11 +24,13 @@ MOODS = {
 
 @dataclass(frozen=True)
 class Signs:
-    """What bars and curves are drawn with.
+    """The characters that bars and curves are drawn with.
 
     Attributes:
-        parts: of a step, as PARTS. heights: of a curve, ascending. full, empty: of progress.
-        cut: ends what does not fit.
+        parts: of a step, as PARTS.
+        heights: of a curve, ascending.
+        full, empty: of progress.
+        cut: marks the end of a text that does not fit.
     """
 
     parts: str
@@ -43,7 +45,7 @@ ASCII = Signs("i#.~oh", "_.-=+*%@", "#", ".", "~")
 
 
 class Sort(Enum):
-    """By what the rows are in order."""
+    """The order of the rows."""
 
     FIT = "rank, or waited for"  # where not all fit
     RANK = "rank"
@@ -54,7 +56,7 @@ class Sort(Enum):
     MEMORY = "memory"
 
     def of(self, rows: Sequence[Row], all_fit: bool = True) -> list[Row]:
-        """The rows in this order."""
+        """Return the rows in this order."""
         keys: dict[Sort, Callable[[Row], tuple[object, ...]]] = {
             Sort.FIT: lambda row: (row.rank,) if all_fit else waited(row),
             Sort.RANK: lambda row: (row.rank,),
@@ -68,12 +70,12 @@ class Sort(Enum):
 
 
 def waited(row: Row) -> tuple[float, ...]:
-    """The silent, then those that are waited for, then the slow ones first."""
+    """Return a sort key: silent ranks first, then stragglers, then the slow ones."""
     return *(-each for each in row.urgency), row.rank
 
 
 def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool = False) -> str:
-    """A curve of one line, by means where there are more values than columns.
+    """Draw a curve of one line, by means where there are more values than columns.
 
     Args:
         zero: the lowest sign is 0, else the least value.
@@ -93,7 +95,7 @@ def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool =
 
 
 def bar(parts: Sequence[float | None], longest: float, width: int, signs: Signs) -> Text:
-    """A step's parts, as long as it is beside the longest."""
+    """Draw a step's parts as a bar, scaled to the longest step."""
     text, reached, drawn = Text(), 0.0, 0
     for part, sign, look in zip(parts, signs.parts, _LOOK, strict=False):
         reached += part or 0.0
@@ -104,7 +106,7 @@ def bar(parts: Sequence[float | None], longest: float, width: int, signs: Signs)
 
 
 def wrapped(said: str, width: int, most: int, look: str = "") -> list[Text]:
-    """A sentence on some lines; what does not fit is cut."""
+    """Wrap a sentence to some lines; text that does not fit is cut."""
     lines, line = list[str](), ""
     for word in said.split():
         while cell_len(word) > width:
@@ -122,14 +124,14 @@ def wrapped(said: str, width: int, most: int, look: str = "") -> list[Text]:
 
 
 def fit(said: str, width: int, cut: str) -> str:
-    """Exactly so many columns; what is longer is cut."""
+    """Pad or cut a text to exactly so many columns."""
     if cell_len(said) <= width:
         return set_cell_size(said, width)
     return set_cell_size(said, max(0, width - 1)) + cut if width > 0 else ""
 
 
 def facts(now: Snapshot) -> list[str]:
-    """Short ones, the most important first."""
+    """Return short facts, the most important first."""
     share = f"{now.fraction:.2f} of the limit" if now.fraction is not None else ""
     rate = "" if now.rate is None else f"{rate_in_words(now.rate)} {now.unit}/s"
     return [*filter(None, (
@@ -140,7 +142,7 @@ def facts(now: Snapshot) -> list[str]:
 
 
 def progress(now: Snapshot, width: int, signs: Signs) -> str:
-    """How far it is, and how long it takes."""
+    """Return the progress and the time left or taken."""
     done = min(1.0, now.step / now.last_step) if now.last_step else None
     left = "" if now.left_s is None else f"{clock(now.left_s)} left"
     took = "" if now.elapsed_s is None or now.status == "running" else f"in {clock(now.elapsed_s)}"
@@ -156,7 +158,7 @@ def progress(now: Snapshot, width: int, signs: Signs) -> str:
 
 
 def when(seconds: float | None) -> str:
-    """The local time of an event; empty where no clock has it."""
+    """Return the local time of an event; empty where no clock has it."""
     try:
         return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%H:%M:%S} "
     except (OverflowError, ValueError, OSError):
@@ -193,7 +195,7 @@ _ALL = (
 
 
 def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
-    """Those that have something to tell and fit, with their widths."""
+    """Return the columns that have a value and fit, with their widths."""
     told = {
         _DEVICE: any(row.device for row in rows), _PRECISION: any(row.precision for row in rows),
         _SHARE: any(row.share is not None for row in rows),
@@ -225,13 +227,13 @@ def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
 
 
 def head(widths: dict[Column, int], signs: Signs) -> Text:
-    """The titles."""
+    """Return the columns' titles."""
     cells = [_cell(column.title, column, width, signs) for column, width in widths.items()]
     return Text(" ".join(cells), "bold")
 
 
 def line(row: Row, widths: dict[Column, int], longest: float, signs: Signs, chosen: bool) -> Text:
-    """One rank; ``longest``: step of all rows, seconds."""
+    """Return the line of one rank; ``longest``: step of all rows, seconds."""
     text = Text()
     for column, width in widths.items():
         if len(text):
@@ -286,7 +288,7 @@ def _said(row: Row, column: Column) -> str:
 
 
 def legend(signs: Signs, longest: float, hidden: int, width: int) -> Text:
-    """How many ranks are not shown, and what the bars are made of."""
+    """Return the number of hidden ranks and the legend of the bars."""
     said = f"and {hidden:,} more ranks  " if hidden else ""
     said += "  ".join(f"{sign} {name}" for sign, name in zip(signs.parts, PARTS, strict=True))
     said += f"  longest {longest:.3g} s" if longest else ""
@@ -298,13 +300,16 @@ _FEWEST_EVENTS = 3
 
 @dataclass(frozen=True)
 class View:
-    """What somebody has chosen to see.
+    """The user's choice of the screen's content.
 
     Attributes:
-        sort: of the rows. rank: that is chosen. history: it is opened.
-        run: the name of the chosen one of several. opened: it alone is shown.
-        listed: all are shown, though one alone runs.
-        keys: there are some, which the last line tells.
+        sort: order of the rows.
+        rank: the chosen rank.
+        history: the chosen rank's history is open.
+        run: the name of the chosen one of several runs.
+        opened: the chosen run alone is shown.
+        listed: all runs are shown, though only one is running.
+        keys: there is a keyboard, and the last line lists its keys.
     """
 
     sort: Sort = Sort.FIT
@@ -316,7 +321,7 @@ class View:
     keys: bool = True
 
     def move(self, rows: Sequence[Row], by: int) -> "View":
-        """The rank before or after the chosen one."""
+        """Return the view with the rank before or after the chosen one."""
         order = [row.rank for row in self.sort.of(rows)]
         if not order:
             return self
@@ -325,10 +330,10 @@ class View:
 
 
 def screen(now: Snapshot, view: View, width: int, height: int | None, signs: Signs) -> list[Text]:
-    """A run.
+    """Return the lines of one run.
 
     Args:
-        height: lines; None: as many as there are to tell.
+        height: number of lines; None: no limit.
     """
     top = _top(now, width, signs)
     foot = _foot(
@@ -350,7 +355,7 @@ def _foot(view: View, said: str) -> list[Text]:
 
 
 def _cut(lines: list[Text], foot: list[Text], width: int, height: int | None) -> list[Text]:
-    """As much as there is room for; the foot is the last line."""
+    """Crop the lines to the screen; the foot is the last line."""
     if height is not None:
         room = max(1, height - len(foot))
         lines = [*lines[:room], *(Text() for _ in range(room - len(lines)))]
@@ -382,7 +387,7 @@ def _top(now: Snapshot, width: int, signs: Signs) -> list[Text]:
 
 
 def _table(now: Snapshot, view: View, width: int, room: int | None, signs: Signs) -> list[Text]:
-    """The ranks; where not all have room, those around the chosen one."""
+    """Return the ranks' lines; where not all fit, those around the chosen one."""
     if not now.rows:
         return []
     most = len(now.rows) if room is None else max(1, room - 2)
@@ -408,7 +413,7 @@ def _events(now: Snapshot, width: int, signs: Signs) -> list[Text]:
 
 
 def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> list[Text]:
-    """Of one rank: how long each part of its steps took, and its device."""
+    """Return one rank's history: the time of each part of its steps, and its device."""
     row = next((row for row in now.rows if row.rank == history.rank), None)
     named = f"rank {history.rank}" + (f" on {row.host}, {row.device}" if row else "")
     lines = [Text(fit(named, width, signs.cut).rstrip(), "bold")]
@@ -437,7 +442,7 @@ def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> l
 def runs_screen(
     runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
 ) -> list[Text]:
-    """All runs, two lines each, the newest first."""
+    """Return all runs, two lines each, the newest first."""
     said = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
     lines = [Text(said, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")

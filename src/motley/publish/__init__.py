@@ -1,1 +1,1 @@
-"""What a run records, published to the tracker that its user looks at."""
+"""The records of a run, published to the tracker that its user looks at."""

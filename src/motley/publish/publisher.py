@@ -1,9 +1,11 @@
-"""Publishes a run's records to a tracker, each once: what is published is saved beside them.
+"""A publisher of a run's records to a tracker, each once. The position in the records is saved
+beside them.
 
     published.<tracker>.json: {"started": 1763693554.1, "position": {...}, "tracker": {...}}
 
-The position is saved after the tracker has what is before it. So a publisher that is killed loses
-nothing; what the tracker may have had twice then is its own to tell apart (see each).
+The position is saved after the tracker has what is before it: a publisher that is killed loses
+nothing. The tracker may then get some records twice; each tracker handles that in its own way (see
+each).
 """
 
 import contextlib
@@ -37,7 +39,7 @@ _SAVE_S = 5.0  # between two savings
 
 @dataclass(frozen=True)
 class Told:
-    """How much was published by this publisher.
+    """The counts of records published by this publisher.
 
     Attributes:
         status: of the run; empty: it has no run.json yet.
@@ -52,14 +54,14 @@ class Told:
 
 
 class Publisher:
-    """Publishes one run; a context manager, which has the tracker's part of its folder alone.
+    """A publisher of one run; a context manager, which has the tracker's part of its folder alone.
 
     Args:
         run: its folder. kind: of tracker. project: what the tracker groups runs by.
         copies: as of :class:`RunFollower`.
 
     Attributes:
-        stop: set by whoever wants it to end; between two looks it does.
+        stop: set by another thread to end publishing; read between two looks.
 
     Raises:
         MotleyError: another publishes it there now, a file cannot be read or written, or the
@@ -98,7 +100,7 @@ class Publisher:
         try:
             if failed is None:
                 self._close()
-            elif self._tracker is not None:  # what is saved stays: it was not told all after that
+            elif self._tracker is not None:  # keep the saved position: some records were not sent
                 with contextlib.suppress(MotleyError):
                     self._asked(self._tracker.close, "running")
         finally:
@@ -135,7 +137,7 @@ class Publisher:
         return self.follower.about.get("status") not in (None, "running")
 
     def _is_old(self) -> bool:
-        """It ended so long ago that nobody writes any more."""
+        """Return True if the run ended so long ago that no process still writes its records."""
         ended = self.follower.about.get("ended")
         known = self._has_ended() and isinstance(ended, int | float)
         return known and time.time() - float(ended or 0) > LAST_WORDS_S
@@ -232,11 +234,11 @@ class Publisher:
 
     @property
     def look(self) -> str:
-        """What the user types to see it; empty before anything is published."""
+        """Command or address that shows the run; empty before anything is published."""
         return self._tracker.look if self._tracker else ""
 
     def _asked(self, what: Callable[..., Any], *words: Any) -> Any:
-        """A tracker's answer; what it raises in one line."""
+        """Return a tracker's answer; raise its error as a MotleyError of one line."""
         try:
             return what(*words)
         except MotleyError:

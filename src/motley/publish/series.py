@@ -1,8 +1,9 @@
-"""The series that are published of a run, and their names; each record of a run is read once, while
+"""The series that are published of a run, and their names. Each record of a run is read once, while
 it is written.
 
 Names sort as they are read: ``all/`` is of all ranks together, then ``cpu/HOST/``, ``evaluation/``,
-``gpu/HOST_NUMBER/``, ``others/`` (of many ranks, of which the first tells), ``rank/NUMBER_HOST/``.
+``gpu/HOST_NUMBER/``, ``others/``, ``rank/NUMBER_HOST/``. With many ranks, the first rank's records
+hold ``others/``, a summary of the rest.
 """
 
 import copy
@@ -27,7 +28,7 @@ from motley.records.training import EpochRecord, RankGroups
 
 @dataclass
 class Position:
-    """How far a run's records are read. Who saves it and gives it back reads on from there:
+    """The position in a run's records. A reader that is given a saved one reads on from there:
 
     ``{"steps": {"0": 119, "1": 119}, "evaluation": 120, "events": 7, "samples": {"tesla0": 64}}``
 
@@ -42,13 +43,16 @@ class Position:
     samples: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> JsonDict:
-        """The line above."""
+        """Return the dictionary above."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, told: Any) -> "Position":
-        """What :meth:`as_json` gave; TypeError, ValueError, KeyError or AttributeError of anything
-        else."""
+        """Return the position that :meth:`as_json` gave.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: it is anything else.
+        """
         return cls(
             {int(rank): int(step) for rank, step in told["steps"].items()},
             int(told["evaluation"]), int(told["events"]),
@@ -58,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True)
 class NewRecords:
-    """What a look found.
+    """The records that one look found.
 
     Attributes:
         steps: lines of each rank. samples: of each host's devices.
@@ -78,13 +82,13 @@ class NewRecords:
 
 
 class RunReader:
-    """Reads all that is new of a run's records, some hundred KiB of a file at a look.
+    """A reader of all new records of a run, some hundred KiB of a file at a look.
 
     A step that is taken again, since the run went back to a checkpoint, is not read again.
 
     Args:
         run: its folder. copies: as of :class:`motley.live.follow.RunFollower`.
-        after: where somebody has read to.
+        after: the position up to which records have been read.
     """
 
     def __init__(
@@ -160,7 +164,7 @@ class RunReader:
         return found
 
     def _numbered(self, path: Path, clock: float, wall: float) -> list[tuple[int, bytes]]:
-        """New lines with their numbers, from 1."""
+        """Return new lines with their numbers, from 1."""
         lines = self._new(path, clock, wall)
         before = self._lines.get(path, 0)
         self._lines[path] = before + len(lines)
@@ -179,7 +183,7 @@ class RunReader:
 
 Parameter = str | float | int | bool
 
-# What is published of a field of a step's line.
+# Published names of the fields of a step's line.
 _GLOBAL = {"loss": "loss", "lr": "lr", "grad_norm": "grad_norm", "loss_scale": "loss_scale",
            "n_global": "global_batch", "epoch": "epoch"}  # fmt: skip
 _OWN = {"t_data": "data_s", "t_compute": "compute_s", "t_wait": "wait_s", "t_comm": "comm_s",
@@ -195,9 +199,9 @@ class Row:
     """Numbers of one step, one evaluation or one device's sample.
 
     Attributes:
-        step: that a sample fell into; None: unknown. Of an evaluation, the steps before it.
+        step: the step of a sample; None: unknown. For an evaluation, the steps before it.
         time: seconds since the epoch.
-        values: by name; what is not known is not there.
+        values: by name; unknown values are left out.
     """
 
     step: int | None
@@ -216,10 +220,10 @@ class Note:
 
 
 def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row]:
-    """A row a step, of all ranks that tell of it.
+    """Return a row a step, over all ranks whose records have it.
 
     Args:
-        known: the last step of which what is of all ranks is published already.
+        known: the last step whose values over all ranks are published already.
     """
     rows: dict[int, Row] = {}
     groups = RankGroups(about)
@@ -259,7 +263,7 @@ def _of_all(about: Mapping[str, Any], line: JsonDict) -> dict[str, float]:
 
 
 def evaluation_rows(new: NewRecords) -> list[Row]:
-    """A row an evaluation."""
+    """Return a row an evaluation."""
     return [
         Row(line["step"], line["time"], values)
         for line in new.evaluations
@@ -269,7 +273,7 @@ def evaluation_rows(new: NewRecords) -> list[Row]:
 
 
 def sample_rows(new: NewRecords) -> list[Row]:
-    """A row a sample of a device."""
+    """Return a row a sample of a device."""
     return [
         Row(sample.step, sample.time, values)
         for host, samples in sorted(new.samples.items()) for sample in samples
@@ -283,7 +287,11 @@ def _of_device(host: str, sample: GpuSample) -> dict[str, float]:
 
 
 def notes(new: NewRecords, now: float) -> list[Note]:
-    """Events, in words. now: of those whose time is not known, seconds since the epoch."""
+    """Return events in words.
+
+    Args:
+        now: time of events without one, seconds since the epoch.
+    """
     found = []
     for line in new.events:
         said, step = event(line), line.get("step")
@@ -294,7 +302,7 @@ def notes(new: NewRecords, now: float) -> list[Note]:
 
 
 def parameters(about: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Options, versions, hosts and plan of a run, by name; without what is not set."""
+    """Return options, versions, hosts and plan of a run, by name; unset ones are left out."""
     plan, ranks = mapping(about, "plan"), workers(about)
     counts = plan.get("counts")
     told: JsonDict = {
@@ -321,7 +329,7 @@ def _command(words: Any) -> str:
 
 
 def _device(worker: Mapping[str, Any]) -> str:
-    """As in ``tesla3, RTX 3070, bf16``."""
+    """Return, for example, ``tesla3, RTX 3070, bf16``."""
     facts = (
         worker.get("host"),
         device_name(str(worker.get("device") or "")),
@@ -342,7 +350,7 @@ def _flat(told: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Para
 
 
 def _named(before: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """What is known of them, by whole names."""
+    """Return the known values by full name."""
     known = {name: value for name, value in values.items() if _is_number(value)}
     return {f"{before}/{clean(name)}": float(value) for name, value in known.items()}
 
@@ -352,5 +360,5 @@ def _is_number(value: Any) -> bool:
 
 
 def clean(name: str) -> str:
-    """Without what some tracker takes for more than a letter: a dot, a slash, a blank."""
+    """Replace the characters that a tracker may treat as special: a dot, a slash, a blank."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:_LONGEST] or "_"

@@ -13,7 +13,7 @@ from motley.text import did_you_mean
 
 
 def modes() -> dict[str, type[WireMode]]:
-    """All kinds by name, those first that ask least of an engine."""
+    """Return all kinds by name, the least demanding for an engine first."""
     order = list(Addition)
     kinds: list[type[WireMode]] = entries(__name__, "MODES")
     return {kind.name: kind for kind in sorted(kinds, key=lambda kind: order.index(kind.addition))}

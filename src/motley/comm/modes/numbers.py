@@ -11,7 +11,7 @@ from motley.plan.wire import Addition, WireMode
 
 @dataclass(frozen=True)
 class Exact(WireMode):
-    """In fp32."""
+    """An all-reduce in fp32."""
 
     name = usage = "exact"
     says = "exact, in fp32"
@@ -47,7 +47,7 @@ class Exact(WireMode):
 
 @dataclass(frozen=True)
 class Bf16(Exact):
-    """Rounded to bf16."""
+    """An all-reduce of gradients rounded to bf16."""
 
     name = usage = "bf16"
     says = "rounded to bf16, half the bytes"
@@ -74,7 +74,7 @@ class Bf16(Exact):
 
 @dataclass(frozen=True)
 class Fp16(Bf16):
-    """Rounded to fp16: finer, of a range that a loss scale has to keep to."""
+    """An all-reduce of gradients rounded to fp16: finer than bf16, but it needs a loss scale."""
 
     name = usage = "fp16"
     says = "or to fp16"

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from motley.plan.wire import Addition, WireMode
 
-# Where nobody has named a rank: 4 lost three times as many points, and was 4 % faster
+# The default rank: 4 lost three times as many points, and was 4 % faster
 # (benchmarks/results/tesla_replay_512.json).
 _OFFERED = 8
 LOST_POINTS = {1: (6.4, 5), 4: (1.0, 16), 8: (0.3, 8)}  # see WireMode, by rank
@@ -72,7 +72,7 @@ class PowerSgd(WireMode):
         return super().bytes_of([(self.thin(shape) or math.prod(shape),) for shape in shapes])
 
     def thin(self, shape: Sequence[int]) -> int | None:
-        """Elements that are sent for a gradient of this shape; None: it is sent as it is."""
+        """Return the elements sent for a gradient of this shape; None: it is sent as it is."""
         high, whole = shape[0] if shape else 1, math.prod(shape)
         wide = whole // high
         numbers = (high + wide) * min(high, wide, self.rank)

@@ -33,22 +33,22 @@ class Published:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the run's folder."""
         return self.folder.path.name
 
 
 class Tracker(ABC):
-    """A run in a tracker, which is opened, told rows and notes in order, and closed.
+    """A run in a tracker, which is opened, given rows and notes in order, and closed.
 
     A subclass is listed under ``TRACKERS`` of its module, and imports its package when
     :meth:`check` or the constructor is called, not before.
 
     Attributes:
         name: of ``--to``. says: where it publishes to, for ``-h``.
-        settles_s: seconds after which what was told is sure to last though this process be killed;
-            None: when it is closed.
-        anew: nothing of the run is there yet, so that all is to be told.
-        look: what the user types to see it.
+        settles_s: seconds after which published rows are sure to last though this process be
+            killed; None: when it is closed.
+        anew: the tracker has nothing of the run yet, and everything is to be published.
+        look: the command or address that shows the run.
     """
 
     name: ClassVar[str]
@@ -72,11 +72,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def memory(self) -> JsonDict:
-        """What is needed to go on after what was told, as JSON; also once it is closed."""
+        """Return the state to go on from after the last rows, as JSON; also once it is closed."""
 
     @abstractmethod
     def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
-        """Publish.
+        """Publish rows and notes.
 
         Args:
             steps: also evaluations. samples: of devices, at times of their own.
@@ -84,7 +84,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, status: str) -> None:
-        """End.
+        """End the run in the tracker.
 
         Args:
             status: of the run: running, finished, failed or stopped.
@@ -92,6 +92,6 @@ class Tracker(ABC):
 
 
 def trackers() -> dict[str, type[Tracker]]:
-    """All of them, by name."""
+    """Return all trackers by name."""
     kinds: list[type[Tracker]] = entries(__name__, "TRACKERS")
     return {kind.name: kind for kind in kinds}

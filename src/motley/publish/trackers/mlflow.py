@@ -22,8 +22,9 @@ _ENDS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 class MLflow(Tracker):
-    """Every number has its own time. What is told twice is there once: MLflow knows it again.
-    Events are the run's description."""
+    """A run in MLflow. Every number has its own time. MLflow stores a number that is sent twice
+    only once. Events are the run's description.
+    """
 
     name = "mlflow"
     says = f"MLflow: as MLFLOW_TRACKING_URI says, or {_FILE} in the folder of the run's folder"
@@ -117,7 +118,7 @@ def _line(note: Note) -> str:
 
 
 def _store(path: str) -> str:
-    """The address of a file of SQLite."""
+    """Return the address of a file of SQLite."""
     if re.search(r"[?#%]", path):
         raise MotleyError(
             f"MLflow cannot take {path}: ?, # and % mean something else in an address; name a "

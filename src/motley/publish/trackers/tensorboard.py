@@ -15,8 +15,11 @@ _PROTO, _HPARAMS = "tensorboard.compat.proto", "tensorboard.plugins.hparams"
 
 
 class TensorBoard(Tracker):
-    """Each number is at its own time, which TensorBoard's WALL axis shows. What a killed process
-    had written and not saved is cut off the file, and written again."""
+    """A run in TensorBoard. Each number is at its own time, which TensorBoard's WALL axis shows.
+
+    Numbers that a killed process had written without saving its position are cut off the file, and
+    written again.
+    """
 
     name, says = "tensorboard", "TensorBoard: a file of events in the run's folder"
 

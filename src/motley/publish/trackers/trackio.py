@@ -18,8 +18,11 @@ _BAD = ("fault", "lost", "left_out")  # kinds of events that are warnings
 
 
 class Trackio(Tracker):
-    """Devices' samples are at the step that they fell into, with ``seconds`` since the run began:
-    Trackio takes no time for a number. Events are its alerts."""
+    """A run in Trackio. Events are its alerts.
+
+    Devices' samples are at the step that they fell into, with ``seconds`` since the run began:
+    Trackio takes no time for a number.
+    """
 
     name, says = "trackio", "Trackio: as TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says, or locally"
     settles_s = _SENT_S

@@ -14,16 +14,17 @@ from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
 from motley.registry import import_extra
 
-_ONLINE_S = 60.0  # in which what was told has long been sent
+_ONLINE_S = 60.0  # within which published records have long been sent
 _STEPPED = ("all/*", "evaluation/*", "others/*", "rank/*", "event/*")
 _TIMED = ("cpu/*", "gpu/*")
 
 
 class WandB(Tracker):
-    """Steps and evaluations are drawn over ``step``, devices over ``seconds`` since the run began.
+    """A run in Weights & Biases. Steps and evaluations are drawn over ``step``, devices over
+    ``seconds`` since the run began.
 
-    Offline, each session of publishing is a folder of files; what a process that was killed has
-    left of one need not be whole, so that it is removed, and told again.
+    Offline, each session of publishing is a folder of files. The folder of a killed process may be
+    incomplete: it is removed, and its records are published again.
     """
 
     name, says = "wandb", "Weights & Biases: offline, or as WANDB_MODE says"
@@ -52,7 +53,7 @@ class WandB(Tracker):
         self.look = f"wandb sync --append {sessions}" if offline else "https://wandb.ai"
 
     def _open(self) -> Any:
-        """A session, once there is something to tell: an empty one is of no use."""
+        """Open a session. This is done at the first record: an empty session is of no use."""
         run, wandb = self._published, _module()
         self._run = wandb.init(
             project=run.project, id=self._id, name=run.name, resume="allow", mode=self._to["mode"],
@@ -100,7 +101,7 @@ class WandB(Tracker):
 
 
 def _remove_torn(folder: Path, run: str, whole: list[str]) -> None:
-    """Sessions of a run that nobody has closed."""
+    """Remove sessions of a run that were not closed."""
     for session in folder.glob(f"offline-run-*-{run}"):
         if session.name not in whole and not session.is_symlink():
             shutil.rmtree(session)
