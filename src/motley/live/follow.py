@@ -62,7 +62,7 @@ class Tail:
             clock: monotonic seconds. wall: seconds since the epoch, for the age of a file that is
                 seen for the first time.
         """
-        # It is opened each time: an NFS client asks for the file's size then, and not before.
+        # Each read opens the file: only then does an NFS client ask for its size.
         try:
             with self._path.open("rb", buffering=0) as file:
                 about = os.fstat(file.fileno())
@@ -119,7 +119,7 @@ _AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines of steps that a look reads: of 
 _BEGUN = 3  # steps, after which every host has written something
 LAST_WORDS_S = 5.0  # after the end is in run.json
 _ANOTHER_GROUP = ("fault", "resume", "lost")  # trains from then on, and from an earlier step
-_ASK_AGAIN_S = 5.0  # whether a silent run is still alive: a lock tells
+_ASK_AGAIN_S = 5.0  # between checks of a silent run's lock, which shows that the run is alive
 
 K = TypeVar("K", int, str)
 

@@ -26,8 +26,9 @@ _EVERY_S, _LIMIT_S, _FIRST_S = 3.0, 15.0, 30.0
 
 _PIECE = 32 * 2**20  # bytes of a file that are sent at once, where it is wanted whole
 
-# Of each file: a mark, its name, where what follows begins and ends, and its size. Of a long one
-# that is asked for the first time its first line and its end, unless all is wanted, by pieces.
+# For each file the script prints a mark, its name, the begin and end of the bytes that follow, and
+# its size. The first request for a long file returns its first line and its end. Where the whole
+# file is wanted, the script sends it in pieces.
 _SCRIPT = r"""mark=$1; most=$2; piece=$3; cd "$4" || exit 3; shift 4
 while [ $# -gt 1 ]; do
   if [ -f "$1" ]; then
@@ -165,7 +166,7 @@ class Copies:
         self._offsets[name] = end - len(torn.encode())
         path = self._place / name
         if not start:
-            path.unlink(missing_ok=True)  # so that whoever follows it begins anew
+            path.unlink(missing_ok=True)  # so that its followers begin anew
         with path.open("ab") as file:
             file.write((whole + newline).encode())
 

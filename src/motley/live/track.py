@@ -184,11 +184,12 @@ def mean_parts(steps: Sequence[Step]) -> tuple[float | None, ...]:
 
 _MOST, _LEAST, _FRESH_S = 20, 3, 3.0  # steps that are looked at: those of so many seconds
 _WORTH = 0.05  # of a step, that is worth a word
-_NO_WAIT = 0.02  # of a step: whoever waits less is who was ready last
+_NO_WAIT = 0.02  # of a step: a rank that waits less was ready last
 _FOR_INPUT = 0.5  # of the time until a rank is ready
 # A rank has become slower where the last one is ready after so many times what is usual, in some
-# steps or for so long, while the others are after a part of that. It is named at once, and before
-# the wire: whoever computes slowly sends slowly too, and most of that looks like the wire.
+# steps or for so long, while the others are after a part of that. The monitor names this rank at
+# once, and before the wire: a rank that computes slowly also sends slowly, and most of that looks
+# like a slow wire.
 _SLOWER, _SLOWER_STEPS, _SLOWER_S, _OTHERS = 3.0, 2, 0.5, 0.5
 _USUAL = 8  # steps or more, whose median is usual
 _SLOWER_WORTH = 0.1  # of a step
@@ -373,7 +374,7 @@ def _for_rank(rank: int | None, found: _Window) -> Waits:
     input_s = _mean([step.parts[0] for step in own])
     rest = [step for other, steps in lines.items() if other != rank for step in steps.values()]
     others_s = _mean([step.ready_s for step in rest])
-    if own_s is None and any(step.others for step in rest):  # of many ranks, the first tells
+    if own_s is None and any(step.others for step in rest):  # of many ranks, the first one writes
         told = [step.others for step in rest if step.others]
         own_s = _mean([last for _, who, last in told if who == rank])
         others_s = _mean([middle for middle, _, _ in told])

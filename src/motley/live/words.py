@@ -90,7 +90,7 @@ class _Told(dict[str, Any]):
 
 _STALL_S, _STALL_STEPS = 2.0, 5.0  # without a step, whichever is longer
 _LATE_S, _LATE_SAMPLES = 1.0, 2.5  # a logger of devices writes at its own interval
-_INTERVAL_S = 2.0  # of that logger, where run.json does not tell
+_INTERVAL_S = 2.0  # of that logger, where run.json has no interval
 _FEW = 4  # that are named
 _ALSO = 0.1  # of a step, that a rank is waited for besides
 
