@@ -352,7 +352,7 @@ class ReplanMonitor:
         tables = [table.slower(factor) for table, factor in pairs]
         counts, grain = load.counts, self._tables[0].grain
         better = _keep_all_seen(split(sum(counts), tables), counts, grain)
-        # The same steps under both splits: noise stays, and is no gain.
+        # Both splits are compared on the same steps, so noise does not count as a gain.
         steps = (
             self._combine_columns(self._evidence.get_last(window))
             * self._reference

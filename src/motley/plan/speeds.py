@@ -224,7 +224,7 @@ class SpeedTable:
 
 
 _FAR = 0.5  # of the second slowest: to send less over it is worth a detour
-_FULL = 0.5  # of what a port says: less is somebody else's fault; TCP alone carries 0.95
+_FULL = 0.5  # of a port's nominal rate: less has another cause; TCP alone carries 0.95
 _ONE_FEEDS = 10_000  # Mbit/s
 _BUSY = 0.2  # of a link, that other programs use: worth a word, if it is more than
 _TRAFFIC = 1e6  # bytes a second
