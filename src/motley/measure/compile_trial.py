@@ -223,8 +223,10 @@ def _is_wanted(
     """Return True if compiling is to be tried, and a note if it is not.
 
     Args:
-        asked: ``--compile``. told: the facts of all ranks. counts: samples of each. step_s: of a
-            step.
+        asked: ``--compile``.
+        told: the facts of all ranks.
+        counts: samples of each rank.
+        step_s: seconds of a step.
     """
     promises = [each.promise for each in told]
     if not any(promises) or asked != "auto":

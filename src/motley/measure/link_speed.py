@@ -265,10 +265,10 @@ def measure_wire(
     total = sum(parameter.numel() for parameter in parameters)
     some = _first(parameters, _MOST)
     pieces = buckets_of(some, min(int(_PIECE_MIB * 2**18), total // _PIECES))
-    # As many small ones as pieces: a GPU is told of the next while it works on one.
+    # Send as many small messages as pieces: a GPU is given the next while it works on one.
     side = max(_TINY, mode.least_side)
     tiny = [torch.empty(side, side, device=device) for _ in pieces]
-    # Who comes last did not wait for others.
+    # The minimum over ranks is the time of the last rank to arrive, which waited for no other.
     nothing_s = send_s(buckets_of(tiny, side**2), dist.ReduceOp.MIN, warm=True)
     latency_s = nothing_s / len(pieces)
     first_s = send_s(pieces[:1])

@@ -148,7 +148,7 @@ def _with_long(
             speed = with_sizes(model, speed, (size,))
             if size in speed.sizes:
                 break
-        if is_cpu or not each_sends:  # nobody says what a processor's memory holds
+        if is_cpu or not each_sends:  # no trial finds how much a processor's memory holds
             break
     return speed
 
@@ -243,7 +243,7 @@ def measure_and_plan(
     measured = _refined(job, measured, mode)
     world.clock.lap("speeds")
     if sizes is None and group.rank is not None:
-        rank = job.group.rank  # None: left out, and nobody refined its speed
+        rank = job.group.rank  # None: left out, so its speed was not refined
         own = everything.speeds[group.rank] if rank is None else measured.speeds[rank]
         remember(group, config, traits, own)
     measured, notes = _compiled(job, measured, mode)
@@ -359,7 +359,7 @@ def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
     share processors.
     """
     world, config, machines = job.world, job.config, job.group.machines(job.world)
-    # Who trains first reads and writes checkpoints, and is where MASTER_ADDR is.
+    # The first rank that trains reads and writes checkpoints, and MASTER_ADDR is its host.
     free = (job.run is None or job.run.is_shared()) and not world.has_fixed_master()
     needed = None if free else world.machines[0]
 

@@ -136,7 +136,7 @@ def _check(
 ) -> None:
     """NoMemoryError if a rank needs more than its GPU or its host has."""
     if traits.shards_optimizer and not traits.fills_model:
-        return  # of such an engine nobody knows what it holds
+        return  # the memory that such an engine needs is unknown
     assert group.rank is not None
     own = group.workers[group.rank]
     here = sum(worker.host == own.host for worker in group.workers)

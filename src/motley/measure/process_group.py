@@ -109,7 +109,7 @@ def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]
 
 
 _RCCL = "RCCL "
-# Of a collective. The supervisor ends the job long before, and can name the rank.
+# Timeout of a collective. The supervisor ends the job long before, and can name the rank.
 _TIMEOUT = timedelta(seconds=2 * PROGRESS_TIMEOUT_S)
 
 
@@ -234,7 +234,7 @@ def _connect(world: World, rank: int | None, workers: Sequence[Rank], device: to
             host, port, len(workers), is_master=True, timeout=_TIMEOUT,
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
-    world.allgather(None)  # who knocks before somebody listens tries again half a second later
+    world.allgather(None)  # a rank that connects too early retries only after 0.5 s
     if {worker.maker for worker in workers} not in ({"NVIDIA"}, {"AMD"}):
         if rank is not None:
             dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -327,6 +327,6 @@ def gpu_logger(
         worker for worker, machine in zip(group.workers, machines, strict=True)
         if machine == world.rank
     ]  # fmt: skip
-    lowest = here[0].rank if here else world.number  # nobody trains here
+    lowest = here[0].rank if here else world.number  # no rank trains here
     ranks = {"": lowest} | {worker.uuid: worker.rank for worker in here if worker.uuid}
     return GpuLogger(folder.gpu_log(world.host), world.host, ranks, progress, interval)

@@ -94,7 +94,7 @@ def _at_once(readers: int, device: torch.device) -> float:
     if not readers:
         return 1.0
     spare = _spare(device)
-    # What has no core of its own takes its time from what is computed.
+    # A loader process without a core of its own takes time from the computation.
     return min(readers, spare) if spare >= 1 else cores_per_rank(ranks_here())
 
 

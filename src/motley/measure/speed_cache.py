@@ -42,7 +42,7 @@ _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, o
 _LOOKS = 6  # passes at most; to measure anew takes many times as long
 _FAR_SLOWER = 4.0  # with a small micro-batch: then a large one could take minutes
 _LARGER = 8  # times, from one such to the next
-_TELLS = 0.7  # of the best rate, at which a micro-batch tells what each sample takes
+_TELLS = 0.7  # of the best rate, at which a micro-batch shows the time of each sample
 
 
 def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int) -> SpeedTable:
@@ -84,7 +84,7 @@ def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> b
     one of some is enough.
     """
     size, most = speed.sizes[0], speed.micro_batch
-    if device.type == "cpu":  # on a GPU the largest tells whether there still is memory for it
+    if device.type == "cpu":  # on a GPU the largest shows if its memory still suffices
         enough = _TELLS * speed.rate
         timed = zip(speed.sizes, speed.seconds, strict=True)
         most = min(most, next(n for n, seconds in timed if n / seconds >= enough))
