@@ -183,7 +183,7 @@ class CompileArchive:
                     new.flush()
                     os.fchmod(new.fileno(), member.mode & 0o700)
                     os.utime(new.fileno(), (member.mtime, member.mtime))
-                    with contextlib.suppress(FileExistsError):  # somebody compiled it meanwhile
+                    with contextlib.suppress(FileExistsError):  # another process was first
                         os.link(new.name, to)
 
     def save(self, since: float = 0.0) -> Carried | None:

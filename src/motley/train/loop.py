@@ -281,7 +281,7 @@ class Loop:
 
     def _shrink(self, batch: Plan, result: StepResult, step: int) -> None:
         """Go on with smaller micro-batches on ranks whose memory has ended."""
-        # Of Local SGD the news is old: by now the batch may be another.
+        # Local SGD reports this late: the batch may have changed since.
         tried = batch if result.retry else self._plan
         less = shrink_micro_batches(tried, self._job, result, self._recorder, step)
         self._plan = replace(self._plan, max_micro_batch=less.max_micro_batch)

@@ -54,7 +54,7 @@ def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> 
     Args:
         factor: on each sample's loss: what the step had, the loss scale included.
     """
-    # The same numbers, but leaves of their own: an engine's hooks hear nothing of this.
+    # These leaves share the parameters' numbers but not their hooks, so no engine's hook runs.
     weights = {
         name: parameter.detach().requires_grad_(parameter.requires_grad)
         for name, parameter in model.named_parameters()

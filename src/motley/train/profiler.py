@@ -123,7 +123,7 @@ class StepProfiler:
             timed: the one before it.
 
         Returns:
-            That step; None where profiling has made some ranks slower in it.
+            The step before; None where profiling has made some ranks slower in it.
         """
         self._close_spans()
         disturbed, self._disturbed = self._disturbed, bool(self._chosen)
@@ -146,7 +146,7 @@ class StepProfiler:
         if self._beside_first:
             self._clock = TraceClock(0.0, 0.0)  # one clock
         if self._group.rank in self._chosen:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its own begin and end
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs its own begin and end
             kinds = [ProfilerActivity.CPU]
             if self._group.device.type == "cuda":
                 kinds.append(ProfilerActivity.CUDA)

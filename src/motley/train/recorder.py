@@ -76,7 +76,7 @@ class FirstSteps:
         """Finish: the run ends well, or was watched for long enough.
 
         Returns:
-            As :meth:`step`.
+            A note for the user; mostly none.
         """
         memory, self._memory = self._memory, None
         if memory is None or self._forecast is None:
@@ -87,7 +87,7 @@ class FirstSteps:
             if expected / _WRONG < took < expected * _WRONG:
                 memory.keep(took / expected)
             return ""
-        # As much off as when they were measured, they still hold.
+        # The figures still hold if they are off by as much as when they were measured.
         before = memory.figures.steps_took
         expected *= before
         if expected / _CHANGED < took < expected * _CHANGED:
@@ -492,7 +492,7 @@ class Recorder:
 def memory_peak(device: torch.device) -> float:
     """MiB: of the GPU's allocations, or of this process's own memory."""
     if device.type == "cuda":
-        # As max_memory_allocated tells, which first makes a flat table of all there is.
+        # max_memory_allocated returns the same, but first makes a flat table of all statistics.
         known = torch.cuda.memory_stats_as_nested_dict(device)
         return float(known["allocated_bytes"]["all"]["peak"]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -66,7 +66,7 @@ class Agreement:
         folders = all_gather_object(job.checkpoints.found() or job.run.resume_from)[0]
         if folders and self._back_at is None and not self._round:
             return self._go_back(wrong, position, folders)
-        if _unlike(job.workers):  # and that is nobody's fault
+        if _unlike(job.workers):  # unlike devices may differ without a fault
             self._round = True
             self._take(0, wrong, position, "since unlike devices may round differently")
             return position
@@ -316,7 +316,7 @@ def check_numbers(
 
     check_finite(known, result.losses, indices, batches)
     if math.isfinite(known) and result.overflow and not job.engine.scale.may_clear:
-        job.engine.on_same()  # nobody stepped
+        job.engine.on_same()  # no rank stepped
         error = explain_overflow(job, plan, state, result)
         if dist.get_rank() == (*result.unsound, 0)[0]:
             raise error

@@ -2,10 +2,10 @@
 hold all of it, or trained on without a restart.
 
 The training's thread is blocked then, in a collective that never ends, so the watching thread
-reads the state. The state is whole if the training's thread has changed nothing meanwhile. That
-thread counts its changes: the count is odd during one. Where it is not blocked, as in steps of a
-rank alone, it waits before the next one. The survivors take the unfinished step again, with the
-same samples.
+reads the state. The state is whole if the training's thread has changed nothing meanwhile. The
+training's thread counts its changes: the count is odd during one. Where it is not blocked, as in
+steps of a rank alone, it waits before the next one. The survivors take the unfinished step again,
+with the same samples.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class Rescue:
         if step == 0 or self._is_saved(step):
             return ""
         kept = self.kept or self._take()
-        # Of no ranks: what each alone held, as its error feedback, is lost with it.
+        # 0 ranks: state that a rank held alone, such as its error feedback, is lost with it.
         progress = progress_of(kept.state, 0, kept.scale, self._config, kept.found.plain)
         self._checkpoints.save(kept.found.tensors | kept.estimated, progress)
         return f"saved as of step {kept.state.step}"

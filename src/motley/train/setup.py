@@ -228,7 +228,7 @@ def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
     ]  # fmt: skip
 
 
-# Of the speeds and the kinds of all ranks.
+# Takes the speeds and the kinds of all ranks.
 MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]
 
 
@@ -266,7 +266,7 @@ class Job:
         """Continue from the first whole checkpoint of ``folders``; all ranks call it.
 
         Returns:
-            As motley.checkpoint.resume.resume.
+            The result of motley.checkpoint.resume.resume.
         """
         position, notes = resume(
             self.engine, folders, self.config, self.saved_config, self.engine.device
