@@ -18,7 +18,7 @@ from motley.tasks.states import AIR, INPUTS, STATIC, SURFACE, Grid, Usual
 from motley.tasks.task import Net
 
 _HEAD = 64  # numbers of a head of the backbone's attention; 32 of the encoder's and decoder's
-# What each variable counts in the loss, after https://arxiv.org/abs/2405.13063.
+# Weight of each variable in the loss, after https://arxiv.org/abs/2405.13063.
 _COUNTS = {"2t": 3.0, "10u": 0.77, "10v": 0.66, "msl": 1.5}
 _COUNTS_AIR = {"z": 2.8, "u": 0.87, "v": 0.6, "t": 1.7, "q": 0.78}
 _SURFACE_PART = 0.25

@@ -2,8 +2,9 @@
 that no rank need hold whole.
 
 Until it has its numbers such a network may be *folded*: all blocks of a kind stand for themselves
-with the parameters of the first of them. It computes as long as the whole does, in as much memory
-for activations, and holds one block of each kind: enough to check a task, and to time and plan it.
+with the parameters of the first of them. A folded network computes as long as the whole does, in as
+much memory for activations. One block of each kind is enough to check a task, and to time and plan
+it.
 """
 
 import contextlib

@@ -153,7 +153,7 @@ class Paragraphs:
         ends = np.cumsum([len(part) for part in parts]).tolist()
         pieces: list[tuple[int, int]] = []
         for begin, end in pairwise((0, *ends)):
-            # The last token of a piece is told there, and the first of the next.
+            # The last token of a piece is a target there, and the first input of the next piece.
             starts = range(begin, end - 1, length)
             pieces += [(start, min(start + length + 1, end)) for start in starts]
         self._pieces = np.array(pieces).reshape(-1, 2)

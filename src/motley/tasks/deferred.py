@@ -1,10 +1,11 @@
 """Deferred initialisation: operations on tensors without numbers are recorded while a network is
 built, and run later for the tensors that are asked for.
 
-Tensors of some size are made on the device ``meta``, without memory. So any model's own way to
-initialise holds, buffers included. Each random operation has a generator of its own, on the CPU,
-of the seed and of its place in the record: numbers depend neither on devices, nor on the number of
-ranks, nor on which tensors are asked for, and all cores may draw at once.
+Tensors of some size are made on the device ``meta``, without memory. Any model's own way to
+initialise therefore holds, buffers included. Each random operation has a generator of its own, on
+the CPU, seeded by the seed and by the operation's place in the record. Numbers therefore depend
+neither on devices, nor on the number of ranks, nor on which tensors are asked for. All cores may
+draw at once.
 
 Source of the idea: torchdistx.deferred_init.
 """
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from motley.data.source import seed_of
 
-# Of what they change, these keep nothing.
+# These operations overwrite their tensor and keep none of its old numbers.
 _DRAWS = {"normal_", "uniform_", "zero_", "fill_", "_no_grad_trunc_normal_"}
 _one_by_one = threading.Lock()  # what draws from torch's one generator
 

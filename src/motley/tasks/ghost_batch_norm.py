@@ -73,7 +73,7 @@ def keep_frozen(net: nn.Module) -> None:
 class _Groups(_BatchNorm):
     """A batch norm that takes its statistics over groups in training.
 
-    It is the first base of each class in ``_GROUPED``; the second is the class of the layer before.
+    Each class in ``_GROUPED`` has it as first base; the second is the class of the layer before.
 
     Attributes:
         path: of the layer in the network. grain: samples of a group.

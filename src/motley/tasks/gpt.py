@@ -77,7 +77,7 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        self.head.weight = self.token.weight  # one matrix reads tokens and tells them
+        self.head.weight = self.token.weight  # one matrix embeds tokens and predicts them
         for name, part in self.named_modules():
             if isinstance(part, nn.Linear | nn.Embedding):
                 residual = name.endswith(("proj", "fc2"))

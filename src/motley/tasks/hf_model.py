@@ -205,7 +205,7 @@ class HfModel:
                 raise MotleyError(
                     f"{self.said}: a model of this {_CONFIG} cannot be built: {_first_line(error)}"
                 ) from error
-        # Of a model that has no numbers yet, which a pass would need, nobody knows.
+        # The check needs a pass, which a model without numbers cannot make.
         has_numbers = not any(parameter.is_meta for parameter in net.parameters())
         if has_numbers and not _is_causal(net, self.vocabulary):
             raise MotleyError(

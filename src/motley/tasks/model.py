@@ -6,7 +6,7 @@ as fast. Between them gradients are sent as they become ready. The parts around 
 patch embedding, last norm and head, are 1 % of its time. Shapes are fixed but for the first, which
 counts samples, so that a batch of another size compiles nothing anew. Convolutions are the
 exception: torch's kernels around them are slower for any number of samples than for a known one, a
-ResNet-50 by a fifth. So the numbers of samples that a plan has are compiled for themselves.
+ResNet-50 by a fifth. For these, each number of samples in a plan is compiled separately.
 """
 
 import warnings

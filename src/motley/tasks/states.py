@@ -22,7 +22,7 @@ STATIC = ("lsm", "z", "slt")
 AIR = ("z", "u", "v", "t", "q")  # on pressure levels
 UNITS = {"2t": "K", "10u": "m/s", "10v": "m/s", "msl": "Pa", "z": "m2/s2", "u": "m/s", "v": "m/s",
          "t": "K", "q": "kg/kg"}  # fmt: skip
-INPUTS = 2  # states that the next one is told from
+INPUTS = 2  # states that the next one is predicted from
 _WAVES = 3  # of each made field
 _GOLDEN = 0.6180339887498949
 

@@ -93,7 +93,7 @@ class Task:
         """Return the loss of each sample, [n]: the *sum* over its tokens or pixels, not the mean.
 
         Args:
-            net: the model. It computes in the rank's precision and returns fp32.
+            net: the model, which computes in the rank's precision and returns fp32.
             batch: tensors of :meth:`collate`, on the rank's device, n >= 1 rows each.
         """
         raise NotImplementedError

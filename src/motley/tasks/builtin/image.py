@@ -122,7 +122,7 @@ class ImageTask(Task):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.name is None:  # records tell the model that was trained
+        if self.name is None:  # records name the model that was trained
             object.__setattr__(self, "name", find_dataset(self.dataset).model)
         if self._mixes and self.bn_group % 2 and self.classifier.has_batch_norm:
             raise MotleyError(

@@ -211,7 +211,7 @@ class TextTask(HfOptions):
         self.check_together(
             [name for name in _OWN_SHAPE if getattr(self, name) != usual[name]], self.tokens
         )
-        if self.tokens is None:  # records tell what was trained on
+        if self.tokens is None:  # records name the tokens
             object.__setattr__(self, "tokens", TOKENIZER if self.pretrained else "bytes")
         if self.width % self.heads:
             raise MotleyError(

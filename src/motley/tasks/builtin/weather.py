@@ -29,8 +29,8 @@ class WeatherTask(Task):
     """The state of the air, predicted from the two states before it.
 
     A batch is ``surface``, fp32 [n, 3, 4, lat, lon], and ``air``, fp32 [n, 3, 5, levels, lat, lon]:
-    two states and the next one, in the units of ERA5. ``hour``, int64 [n], is that of the second
-    state, since 1970.
+    two states and the next one, in the units of ERA5. The third tensor, ``hour``, int64 [n], is the
+    hour of the second state, since 1970.
 
     Aurora predicts one latitude less where their number is one more than a multiple of its patch,
     as with the 721 of 0.25 degrees.
