@@ -37,7 +37,7 @@ _TURNS = {
     6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
 
-# What is too large to be an image is an error; PIL also warns of every photo of half that size.
+# A file too large to be an image is an error; PIL also warns of every photo of half that size.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 

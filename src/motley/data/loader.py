@@ -253,7 +253,7 @@ def _used_by(batch: Batch, computing: torch.cuda.Stream) -> Batch:
     return batch
 
 
-_USUAL = 8  # loader processes, where nobody has measured what one reads
+_USUAL = 8  # loader processes, where the rate of one has not been measured
 _KEPT = 2**28  # bytes of a process, for its next batch: it makes 256 images 1.2 times as fast
 
 

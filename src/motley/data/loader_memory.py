@@ -33,7 +33,7 @@ from motley.records.training import StepRecord
 
 PREFETCH = 2  # batches that each process makes ahead
 # A process is asked for another batch once one of its own is taken, and one is taken once that
-# before it is copied: so it writes where nobody reads any more.
+# before it is copied. The process therefore writes to a slot that is no longer read.
 OF_EACH = PREFETCH + 1
 _ALIGNED = 64  # bytes; a multiple of every dtype's
 
@@ -148,7 +148,7 @@ class Slots:
         if int(failed) == 0:
             self._pins.append(start)
             return
-        with contextlib.suppress(RuntimeError):  # CUDA tells whoever launches a kernel next
+        with contextlib.suppress(RuntimeError):  # CUDA raises the error at the next kernel launch
             torch.zeros(1, device=self._device)
 
 
@@ -183,7 +183,7 @@ _ALONE = 3  # batches at once without processes: the samples, they together, and
 _TOGETHER = 2  # with them: the one that is computed, and the one that is ready or being copied
 _MADE = 1  # what each process puts together, before it passes it
 _SHARED = "/dev/shm"  # through which a batch is passed that has no slot
-# As torch says it of a process that is short of it, or is killed for writing where there is none.
+# torch's messages for a process that runs short of it, or is killed for writing past its end.
 _NO_ROOM = re.compile(r"shared memory\(shm\)|Bus error|unable to (allocate|resize|mmap|open).*shm")
 _DIED = re.compile(r"DataLoader worker \(pid.*(killed|exited)")
 

@@ -3,8 +3,8 @@ any process, and the micro-batches that they are put into.
 
 An epoch is one permutation drawn from (seed, epoch); a step takes N consecutive entries
 of it, and the ranks take consecutive slices of those. Augmentation draws from (seed,
-epoch, sample index). So the samples of a step, and what is done to them, do not depend
-on how many ranks there are or who takes how much, and a run may go on elsewhere.
+epoch, sample index). The samples of a step and their augmentation therefore depend neither
+on the number of ranks nor on their shares, and a run may go on elsewhere.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

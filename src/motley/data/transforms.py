@@ -4,8 +4,8 @@ shifts and mirrors them itself.
 
 All draw from generators that are seeded for the sample: torch's by the loader, and here Python's
 and NumPy's, from which timm's parts draw. Samples 2k and 2k + 1 of a global batch are mixed with
-one another, by numbers drawn for the first of them; so each image is decoded once, a pair is never
-cut apart, and the result is the same on any ranks.
+one another, by numbers drawn for the first of them. Each image is therefore decoded once, a pair is
+never cut apart, and the result is the same on any ranks.
 
 Sources: Zhang et al., "mixup", 2018; Yun et al., "CutMix", 2019; timm.data.mixup for the choice
 between them.
@@ -227,7 +227,7 @@ class RandomCropAndFlip:
     def __init__(self, look: Look) -> None:
         self._size, self._resize = [look.size, look.size], look._resize
         self._usual = v2.RandomResizedCrop(look.size)
-        # As torchvision has them: rounded to fp32.
+        # Rounded to fp32, as in torchvision.
         self._log_ratio = torch.log(torch.tensor(self._usual.ratio)).tolist()
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
