@@ -30,7 +30,7 @@ _SAMPLES = {
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """What a run recorded. Each of the four is a dict of columns, all of one length, of one type
+    """The records of a run. Each of the four is a dict of columns, all of one length, of one type
     each; None is what is not known. ``pandas.DataFrame(run.steps)`` and
     ``polars.DataFrame(run.steps)`` take it as it is.
 

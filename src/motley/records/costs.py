@@ -28,7 +28,7 @@ def mean_rate(
     """Return the units a second, from the end of the first of some steps to the end of the last.
 
     All that lies between them counts: evaluations, checkpoints, stalls, the small last batch of an
-    epoch. So the rate is what a user waits for, where the median is what the hardware does.
+    epoch. This rate is what a user waits for, where the median is what the hardware does.
 
     Args:
         steps: of one rank, in order. of: the field that is added up.
@@ -185,7 +185,7 @@ class Training:
     def counted(self) -> Array:
         """The global batch of every step, in :attr:`unit`."""
         weights, samples = self.values("weight"), self.values("n_global")
-        return np.where(np.isnan(weights), samples, weights)  # older runs tell none
+        return np.where(np.isnan(weights), samples, weights)  # older runs have none
 
     def rates(self) -> Array:
         """Rates of all ranks together, in :attr:`unit` a second, of every step.

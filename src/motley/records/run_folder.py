@@ -1,7 +1,7 @@
 """The folder of a run, ``logs/<run>/``: its lock, its files, and their writers and readers. No
 other module knows file names.
 
-It is flock(2) on the file ``.lock``, which says who holds it. NFS passes such locks on to its
+The lock is flock(2) on the file ``.lock``, which names its holder. NFS passes such locks on to its
 server, so all hosts see them; where a disk is mounted without locks (Lustre without ``flock``,
 BeeGFS by default) they are not known on other hosts, or at all.
 
@@ -47,7 +47,7 @@ from motley.records.training import OWN_PART, OWN_STEP
 
 _FILE = ".lock"
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)  # other errors: this disk has no locks
-_TRIES, _BETWEEN_S = 10, 0.02  # whoever looks whether a lock is free holds it for a moment
+_TRIES, _BETWEEN_S = 10, 0.02  # a process that checks if a lock is free holds it briefly
 
 
 def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO:
@@ -117,7 +117,7 @@ def is_free(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return True
-    except OSError:  # it is held, or nobody can tell
+    except OSError:  # it is held, or that cannot be found out
         return False
     return True
 

@@ -106,21 +106,22 @@ class StepRecord:
 
     Attributes:
         step: optimizer steps since the start of training, 0-based.
-        loss: mean over the *global* batch, by weight. Of Local SGD, which knows it in an
-            averaging round only: of all samples between the two rounds before; else null.
+        loss: mean over the *global* batch, by weight. Local SGD has it in an averaging round only,
+            as the mean of all samples between the two rounds before; else null.
         loss_scale: the factor that this step's loss was multiplied by.
         overflow: the gradient was not finite and all ranks skipped the step; of local steps,
             this rank.
         grad_norm: of the unscaled gradient, before clipping; null after an overflow.
-        t_data: seconds waiting for samples; ``t_compute``: forward and backward until this
-            rank's own gradient is ready; ``t_wait``: for the slowest rank; ``t_comm``:
-            communication still exposed after the last rank is ready; ``t_opt``: norm, clip
-            and optimizer; ``t_host``: the loop's own Python while no device of this rank
-            computes, 0 in older records. They sum to the step. Null where an engine cannot tell
-            them apart.
+        t_data: seconds waiting for samples.
+        t_compute: seconds of forward and backward until this rank's own gradient is ready.
+        t_wait: seconds waiting for the slowest rank.
+        t_comm: seconds of communication still exposed after the last rank is ready.
+        t_opt: seconds of norm, clip and optimizer.
+        t_host: seconds of the loop's own Python while no device of this rank computes, 0 in older
+            records. The six sum to the step. Each is null where an engine cannot separate it.
         mem_peak_mib: most memory this rank held (GPU where it has one, else its own RAM).
         samples_per_s: of all ranks together; older records: ``images_per_s``.
-        weight: of the global batch, in the unit that run.json's ``task`` tells: images, tokens.
+        weight: of the global batch, in the unit that run.json's ``task`` names: images, tokens.
         time: end of the step, seconds since the epoch.
         others_ready: of more than MOST_WRITERS ranks, of which the first alone writes lines: see
             :func:`others_ready`; else null.
@@ -148,7 +149,7 @@ class StepRecord:
     t_host: float = 0.0
 
 
-# What another rank's line does not tell of this one: null.
+# Fields of a rank that another rank's line does not hold: null.
 OWN_PART: JsonDict = dict.fromkeys(
     ("n_local", "t_data", "t_compute", "t_wait", "t_comm", "t_opt", "t_host", "mem_peak_mib")
 )
@@ -158,7 +159,7 @@ OWN_STEP: JsonDict = dict.fromkeys(("grad_norm", "overflow", "loss_scale"))  # o
 def others_ready(
     ready_s: Sequence[float], counts: Sequence[int], ranks: Sequence[int]
 ) -> JsonDict | None:
-    """What the first rank writes of all others: who was ready first, in the middle and last.
+    """Return which ranks were ready first, in the middle and last, as the first rank writes it.
 
     ``{"least": {"rank": 17, "ready_s": 0.131, "n_local": 60}, "middle": {"rank": 4, "ready_s":
     0.1443, "n_local": 60}, "largest": {"rank": 70, "ready_s": 0.1656, "n_local": 31}}``
@@ -172,7 +173,7 @@ def others_ready(
         ranks: by what number each was launched.
 
     Returns:
-        None where a rank's time is not known, or nobody told (none is given).
+        None where a rank's time is not known, or no times are given.
     """
     if not all(ready_s) or len(ready_s) < 2:
         return None
