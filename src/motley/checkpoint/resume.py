@@ -63,7 +63,7 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
                 )
                 tensors |= _drawn_anew(model, tensors.keys(), config.seed)
                 content = [[f"begins with the weights of {found.source}", *notes], None]
-        except MotleyError as error:  # the others must hear of it
+        except MotleyError as error:  # the other ranks must receive it
             content = [None, str(error)]
     dist.broadcast_object_list(content, src=0, device=model.device)
     notes, wrong = content
@@ -225,7 +225,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 _READERS = 8  # threads: a hash takes as long as a disk
-_PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
+_PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # fields that a checkpoint must have
 
 
 def resume(
@@ -257,7 +257,7 @@ def resume(
                 notes = [f"not used: {problem}" for problem in problems]
                 notes += _differences(progress["config"], now, config)
                 content = [(progress, tensors is None), notes, found]
-            except MotleyError as error:  # the others must hear of it
+            except MotleyError as error:  # the other ranks must receive it
                 content = [None, str(error), None]
         dist.broadcast_object_list(content, src=0, device=device)
         told, notes, source = content

@@ -253,7 +253,7 @@ class Run:
                 },
                 keep_room=True,
             )
-        world.allgather(None)  # nobody writes records before the run has begun
+        world.allgather(None)  # no rank writes records before the run has begun
 
     def _read_groups(self) -> list[JsonDict]:
         """Return the groups whose records are in the folder already."""

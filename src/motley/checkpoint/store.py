@@ -19,10 +19,11 @@ for a checkpoint unless --resume names it. A checkpoint is written to a hidden f
 its way there, flushed to the disk, and renamed. How they are read is in motley.checkpoint.read.
 
 A thread writes behind the training. Hashing and copying to the disk took processors from ranks
-that compute on them: 1.7 s of the training for a checkpoint of 1 GB, beside two ranks on two
-processors, and 0.2 s at the lowest priority, since ranks wait for each other now and then. A
-thread without rights never gets its priority back, so another thread finishes a checkpoint for
-which somebody waits; the same where other programs leave no time at all, after half a minute.
+that compute on them. For a checkpoint of 1 GB, beside two ranks on two processors, this cost 1.7 s
+of the training, and 0.2 s at the lowest priority, since ranks wait for each other now and then. A
+thread without rights never gets its priority back, so another thread finishes a checkpoint that is
+waited for. Another thread also does so, after half a minute, where other programs leave no time at
+all.
 """
 
 import contextlib
@@ -434,7 +435,7 @@ def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
 
 
 def _newest(engine: Engine, kept: Kept) -> TrainState:
-    # Of the same step, those who have united what their batch norms had seen are ahead.
+    # At equal steps, ranks that have united their batch norms' statistics are ahead.
     steps = kept.seen.get("steps")
     own = float(kept.state.step), 0.0 if steps is None else -float(steps.max())
     told = all_gather_floats(own)

@@ -7,9 +7,10 @@ the parts of a checkpoint that no rank put together, of which each rank has writ
     part_00000.json             its size, and the SHA-256 of its header and of each of its tensors;
                                 itself vouched for by manifest.json
 
-So any rank reads any rows, and only bytes whose hash was compared are used. Files are written in
-pieces of 256 KiB: the kernel takes eight times as long to copy 4 MiB at once to its cache (Linux
-6.18, ext4), and a file that is hashed later is read once more. CPU ranks train meanwhile.
+Any rank can therefore read any rows, and only bytes whose hash was compared are used. Files are
+written in pieces of 256 KiB: the kernel takes eight times as long to copy 4 MiB at once to its
+cache (Linux 6.18, ext4), and a file that is hashed later is read once more. CPU ranks train
+meanwhile.
 """
 
 import contextlib
