@@ -23,7 +23,7 @@ _NO_MEMORY = (
 
 
 class FaultKind(StrEnum):
-    """What kind of fault ended a rank, or a run."""
+    """Kind of the fault that ended a rank, or a run."""
 
     OUT_OF_MEMORY = "out of memory"
     ILLEGAL_ACCESS = "illegal memory access"
@@ -55,7 +55,7 @@ class FaultKind(StrEnum):
 
 
 class Phase(Enum):
-    """What a rank is at; the words follow on "rank 3 is"."""
+    """Phase of a rank; the words follow on "rank 3 is"."""
 
     START = "start", "starting"
     PREPARE = "prepare", "preparing the data"
@@ -75,14 +75,14 @@ class Phase(Enum):
 
     @classmethod
     def of(cls, key: str) -> "Phase":
-        """The phase of a ``key``, as records have it."""
+        """Return the phase of a ``key``, as records have it."""
         return _PHASES[key]
 
 
 _PHASES = {phase.key: phase for phase in Phase}
 _NOBODYS = (FaultKind.STOPPED, FaultKind.LAUNCHER_LOST, FaultKind.LEFT, FaultKind.PAUSED)  # faults
 
-# What the libraries below say of their failures, the first that fits. A library of CUDA's without
+# Texts of failures in the libraries below; the first that fits counts. A library of CUDA's without
 # memory says so in its own words, so memory comes before it.
 _FOREIGN = (
     (FaultKind.OUT_OF_MEMORY, _NO_MEMORY),
@@ -96,7 +96,7 @@ _FOREIGN = (
 
 
 def kind_of_text(text: str) -> FaultKind:
-    """The kind of a failure that torch, CUDA, a launcher or the system tells."""
+    """Return the kind of a failure from the text of torch, CUDA, a launcher or the system."""
     for kind, pattern in _FOREIGN:
         if re.search(pattern, text, re.IGNORECASE):
             return kind
@@ -180,7 +180,7 @@ def _is_echo(error: BaseException | None) -> bool:
 
 
 def says_no_memory(text: str) -> bool:
-    """Whether an error's text is that of an allocation which failed."""
+    """Return True if an error's text is that of an allocation which failed."""
     return kind_of_text(text) is FaultKind.OUT_OF_MEMORY
 
 

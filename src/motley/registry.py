@@ -54,8 +54,10 @@ def import_extra(name: str, option: str, packages: str = "", where: str = _ON_AL
 
 
 def import_offline(name: str, option: str) -> ModuleType:
-    """The same for a package that would ask a model hub: nothing is ever fetched from there, what
-    is not in the user's folder is an error."""
+    """Import a package that would ask a model hub, as :func:`import_extra` does, without the hub.
+
+    Nothing is ever fetched from there: a file that is not in the user's folder is an error.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return import_extra(name, option)
 

@@ -16,7 +16,7 @@ RUN = "run"  # the command of motley that runs a user's script
 PINNED = f"motley-train=={__version__}"  # as pip takes it
 # For a GPU that is older than PyPI's build of torch, where no script of a clone chooses one.
 INSTALL_TORCH = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126"
-# A rank's command in a clone, and a door there. What begins with no folder may be a user's own.
+# A rank's command in a clone, and a door there. A path without a folder may be a user's own.
 _CLONE_COMMAND = re.compile(
     r"\./entry_cn\.sh(?: (?P<script>[\w./-]+\.py|motley)\b)?"
     r"|(?:\b(?:bash|python) )?(?<![\w./-])(?P<door>(?:the mpirun of )?(?:setup|plots|torch_dist|"
@@ -95,7 +95,7 @@ def name_some(names: Sequence[str], most: int = 4) -> str:
 
 
 def seconds_of(text: str) -> int | None:
-    """Of a time, as 2h, 30m or 1h30m; None of what is no time from 1s to 366d."""
+    """Return the seconds of a time, as 2h, 30m or 1h30m; None if it is not from 1s to 366d."""
     if not re.fullmatch(r"(?:[0-9]{1,6}[dhms])+", text):
         return None
     parts = re.findall(r"([0-9]+)([dhms])", text)
@@ -104,12 +104,12 @@ def seconds_of(text: str) -> int | None:
 
 
 def step_in_words(step: int | None) -> str:
-    """Which step, as people count: from 1, where records count from 0; None: before the first."""
+    """Return the step as people count: from 1, not 0 as in records; None: before the first."""
     return "before the first step" if step is None else f"step {step + 1}"
 
 
 def rate_in_words(rate: float) -> str:
-    """As in 1,036; 9.6; 0.034: what is slow is not 0."""
+    """Return a rate as in 1,036; 9.6; 0.034: a slow one is not 0."""
     return f"{rate:,.0f}" if rate >= 9.95 or not rate else f"{rate:.2g}"
 
 

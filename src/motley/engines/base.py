@@ -35,8 +35,11 @@ from motley.tasks.model import TaskModel
 
 @contextlib.contextmanager
 def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
-    """A pass through a model, forward and backward; where it is of a rank without samples all
-    gradients are zeros, whatever is computed: 0 times what is not finite would not be."""
+    """Set up a pass through a model, forward and backward, for a rank that may have no samples.
+
+    Without samples, all gradients become zeros, whatever is computed: 0 times what is not finite
+    would not be.
+    """
     hooks: list[RemovableHandle] = []
 
     def silence(module: nn.Module, _: Any) -> None:
@@ -78,8 +81,10 @@ def name_types(dtypes: Iterable[torch.dtype]) -> str:
 
 @torch.no_grad()
 def score(model: TaskModel, batch: Batch) -> Tensor:
-    """Sums of the task's scores, in order of ``model.score_names``, then the weight and the number
-    of the samples: float64 [k + 2]."""
+    """Return the sums of the task's scores, in order of ``model.score_names``.
+
+    The weight and the number of the samples follow: float64 [k + 2].
+    """
     model.eval()
     scores = model(batch.data, scored=True)
     model.train()

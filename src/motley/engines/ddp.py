@@ -54,8 +54,8 @@ class DdpEngine(ReducingEngine):
         buckets = self._context.plan.buckets
         each = None if buckets is None else self._mib / buckets
         # A model that is compiled as a whole is cut where DDP's buckets end, so that they are sent
-        # meanwhile: not if nobody is there to hear, nor where they are smaller than what torch
-        # takes for the first.
+        # meanwhile. There is no cut for a single rank, nor where the buckets are smaller than
+        # torch's first.
         cuts = (
             self._model.task.compiles_whole
             and self._context.size > 1
@@ -96,7 +96,7 @@ class DdpEngine(ReducingEngine):
             # The first gradients are not views of the buckets yet, and DDP says so.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             reducer, self._reducer = self._reducer, Unsent()  # over a slow link it takes seconds
-            # What is compiled for one sample would be compiled for it alone.
+            # Code compiled here would fit a batch of one sample only.
             with torch.compiler.set_stance("force_eager"):
                 for _ in range(2):
                     self._buckets.clear()
@@ -163,7 +163,7 @@ class NoOverlapEngine(ReducingEngine):
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context, "no_overlap")
-        # What a rank alone would send is what it has; but it may be asked to round it.
+        # A single rank need not send, but --wire may ask it to round its gradient.
         self._sends = context.size > 1 or not context.plan.wire.is_exact
         self._groups = grouped(self._parameters, _BUCKET)
         self._absent: list[int] = []  # places of parameters without a gradient, in this step
@@ -203,7 +203,7 @@ class NoOverlapEngine(ReducingEngine):
         return losses.detach()
 
     def _abandon(self, last: bool) -> None:
-        self._zero_gradients()  # there is no room for them, and nobody will step
+        self._zero_gradients()  # there is no room for them, and no rank will step
 
     def _send(self) -> None:
         if not self._sends:
@@ -213,7 +213,7 @@ class NoOverlapEngine(ReducingEngine):
         for place, parameters in enumerate(self._groups):
             bucket = self._room(place, parameters)
             if bucket is None:
-                self._zero_gradients()  # nobody will step
+                self._zero_gradients()  # no rank will step
                 release()
                 bucket = self._room(place, parameters)
             if bucket is None:

@@ -63,7 +63,7 @@ class LocalShards:
         self._exchange(self._whole, self._own)
 
     def with_gradients(self) -> Sequence[Tensor]:
-        """The parts, each with its gradient."""
+        """Return the parts, each with its gradient."""
         with torch.no_grad():  # then a DTensor's part costs nothing
             for whole, own in zip(self._whole, self._own, strict=True):
                 own.grad = None if whole.grad is None else own_rows(whole.grad)
@@ -76,7 +76,7 @@ class LocalShards:
 
     @contextlib.contextmanager
     def put_together(self) -> Iterator[None]:
-        """The optimizer has DTensors meanwhile, as what it keeps is saved and loaded."""
+        """Give the optimizer DTensors for a while, as its state is saved and loaded."""
         self._exchange(self._own, self._whole)
         try:
             yield
@@ -273,7 +273,7 @@ class FsdpEngine(SynchronousEngine):
             self.memory.load(shared(("optimizer",)))
 
     def _as_held(self, value: Tensor, own: Tensor | None) -> Tensor:
-        """Rows as this rank holds them of a parameter."""
+        """Return the rows of a parameter as this rank holds them."""
         if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.to_local().shape):
             return value
         return rows_as(value.to(own.device), own)
@@ -283,7 +283,7 @@ class FsdpEngine(SynchronousEngine):
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:
-        """Whole tensors cut as the parameters of ``net`` are."""
+        """Cut whole tensors as the parameters of ``net`` are."""
 
         def share(key: str, value: Tensor) -> Tensor:
             own = parameter_of(key, net)

@@ -45,5 +45,5 @@ __all__ = ["DeepSpeedZeroConfig", "comm", "deepspeed", "utils"]
 deepspeed: Any = _deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 utils.logger.setLevel(logging.ERROR)  # 40 lines a rank on its own configuration
-# It calls what newer torch has another name for.
+# DeepSpeed calls functions that newer torch has renamed.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -32,7 +32,7 @@ from motley.plan.plan import Plan
 from motley.plan.wire import Addition, EngineTraits
 from motley.tasks.model import TaskModel
 
-_TOLD = 4  # numbers that each rank tells at an averaging round
+_TOLD = 4  # numbers that each rank sends at an averaging round
 
 
 class LocalEngine(StepEngine):
@@ -51,7 +51,7 @@ class LocalEngine(StepEngine):
                 f"{context.plan.wire} does; choose another --wire, or an optimizer such as adamw"
             )
         self._plan, self._sync_every = context.plan, context.plan.wire.sync_every
-        self._heard: Tensor | None = None  # what was told, and the loop has not heard
+        self._heard: Tensor | None = None  # received, and not yet returned to the loop
         self._agreed = self._vector()
         dist.broadcast(self._agreed, src=0)
         self._begin()
@@ -66,7 +66,7 @@ class LocalEngine(StepEngine):
         _copy_into(self._parameters, vector)
 
     def _begin(self) -> None:
-        """All ranks hold the same."""
+        """Begin a round, in which all ranks start from the same parameters."""
         self._take(self._agreed)
         self._start = self._agreed.clone()  # this rank's, at the last averaging round
         self._sum: Tensor | None = None  # of all progress until then, on its way
@@ -80,7 +80,7 @@ class LocalEngine(StepEngine):
         losses = torch.zeros(0, device=self._context.device)
         if len(batch):
             losses = self._model(batch.data)
-            # As in other engines, whose loss scale is searched for; step() makes it a mean.
+            # Scaled as in other engines, whose loss scale is searched for; step() makes it a mean.
             self._backward(losses.sum() * (self.scale.value / self._usual_weight))
         self.clock.lap("compute")
         return losses.detach()
@@ -157,8 +157,8 @@ class LocalEngine(StepEngine):
         progress, told = torch.split(
             self._sum, [len(self._agreed), len(self._sum) - len(self._agreed)]
         )
-        # Of each rank, fp32 [ranks, 4]: the sum of its losses and its samples since the round
-        # before; ready_s; and whether it has no memory.
+        # A row for each rank, fp32 [ranks, 4]: the sum of its losses and its samples since the
+        # round before; ready_s; and a flag if it has no memory.
         table = told.view(-1, _TOLD)
         self._agreed.add_(progress / table[:, 1].sum().clamp(min=1))
         self._sum = None
@@ -191,7 +191,7 @@ class LocalEngine(StepEngine):
         return self._plan.counts[self._context.rank] / self._plan.global_batch
 
     def _begin_alike(self) -> None:
-        """All ranks hold the same, and what they keep besides is averaged."""
+        """Begin a round from the same parameters on all ranks, and average their other state."""
         with self._changing():
             self._begin()
         self._average_memory()

@@ -38,7 +38,7 @@ def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows that a rank has, as torch.chunk cuts: from the first to before the second."""
+    """Return the rows of a rank, as torch.chunk cuts: from the first to before the second."""
     each = -(-rows // ranks)
     first = min(rank * each, rows)
     return first, min(first + each, rows)
@@ -50,8 +50,11 @@ def own_rows(value: Tensor) -> Tensor:
 
 
 def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's rows as a part of a whole tensor, which is cut as the parameter is; where they
-    are now, which is the host's memory where a GPU's parameters are kept there."""
+    """Return this rank's rows as a part of a whole tensor, cut as the parameter is.
+
+    The part is on the device where the rows are now, which is the host's memory where a GPU's
+    parameters are kept there.
+    """
     shape = torch.Size((parameter.shape[0], *value.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(  # takes them to the mesh's device
@@ -62,7 +65,7 @@ def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Whole; for a sharded one all ranks must ask."""
+    """Return a whole tensor on the CPU; for a sharded one all ranks must call it."""
     return _whole(value).cpu()
 
 
@@ -83,7 +86,7 @@ def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
 
 
 def _whole(value: Tensor) -> Tensor:
-    """Where it is computed with."""
+    """Return a whole tensor on the device that computes with it."""
     if isinstance(value, DTensor):
         value = value.to(value.device_mesh.device_type)
         whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
@@ -105,7 +108,7 @@ def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
 
 
 def model_state(net: nn.Module, keep: Callable[[Tensor], Tensor] = on_cpu) -> dict[str, Tensor]:
-    """``model.<name>``: parameters and buffers.
+    """Return parameters and buffers as ``model.<name>``.
 
     Args:
         keep: what to take of each tensor.
@@ -151,7 +154,7 @@ def parameter_of(key: str, net: nn.Module) -> nn.Parameter | None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """This process's random number generators."""
+    """Return the state of this process's random number generators."""
     state = {"rng.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["rng.cuda"] = torch.cuda.get_rng_state(device)
@@ -206,8 +209,11 @@ class OptimizerMemory:
         ]
 
     def slots(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's own, to be read and changed, by parameter; empty before its first step.
-        Not where an engine has put other tensors into the parameters' place."""
+        """Return the optimizer's own slots, to be read and changed, by parameter.
+
+        They are empty before its first step. Do not call it where an engine has put other tensors
+        into the parameters' place.
+        """
         state = self._optimizer.state_dict()["state"]  # a wrapper's is not in its attribute
         names = [name for group in self._names for name in group]
         return {names[number]: slots for number, slots in sorted(state.items())}
@@ -222,8 +228,9 @@ class OptimizerMemory:
         ]  # fmt: skip
 
     def state(self, keep: Callable[[Tensor], Tensor] = on_cpu) -> State:
-        """``optimizer.<parameter>.<slot>`` and the rest; where parameters are cut, all ranks must
-        ask.
+        """Return ``optimizer.<parameter>.<slot>`` and the rest.
+
+        Where parameters are cut, all ranks must call it.
 
         Args:
             keep: what to take of each tensor.
@@ -244,7 +251,7 @@ class OptimizerMemory:
         return State({name: keep(tensor) for name, tensor in tensors.items()}, plain)
 
     def groups(self, tensors: dict[str, Tensor]) -> list[JsonDict]:
-        """:meth:`changed` as JSON, each with the parameters of its group.
+        """Return :meth:`changed` as JSON, each with the parameters of its group.
 
         Args:
             tensors: gets those among them.
@@ -301,12 +308,12 @@ class OptimizerMemory:
 
 
 def slots_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of one parameter, by slot; ``<slot>.<place>`` of a list."""
+    """Return the tensors of one parameter, by slot; ``<slot>.<place>`` of a list."""
     return part_of(tensors, f"optimizer.{name}")
 
 
 def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON; its tensors are put into ``tensors``, and named."""
+    """Return a value as JSON; its tensors are put into ``tensors``, and named."""
     if isinstance(value, Tensor):
         tensors[key] = value
         return {"tensor": key}
@@ -323,7 +330,7 @@ def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The other way."""
+    """Return the value that :func:`_describe` has described."""
     if not isinstance(said, dict):
         return said
     ((kind, content),) = said.items()
@@ -336,7 +343,7 @@ def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _like(value: Any, saved: Any) -> Any:
-    """A value as it was saved; a tensor on the device where it is now."""
+    """Return a value as it was saved; a tensor on the device where it is now."""
     if isinstance(saved, Tensor):
         return value.to(saved.dtype)
     if isinstance(saved, list | tuple):
@@ -350,7 +357,7 @@ Named = Mapping[str, Any]  # a Tensor by name; DTensors are theirs too
 
 
 def trained(net: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, each once, by name."""
+    """Return the parameters that are trained, each once, by name."""
     return {name: each for name, each in net.named_parameters() if each.requires_grad}
 
 
@@ -409,7 +416,7 @@ class ParameterAverage:
             state[model], state[ema] = state[ema], state[model]
 
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """``ema.<name>``, and ``ema_numbers.updates``; all ranks must call it.
+        """Return ``ema.<name>``, and ``ema_numbers.updates``; all ranks must call it.
 
         Args:
             keep: what to take of each tensor.

@@ -148,7 +148,7 @@ class _Trial:
         self.memory = OptimizerMemory(self.net, self.optimizer)
 
     def steps(self, first: int, count: int) -> None:
-        """With gradients that depend on the step and the parameters alone."""
+        """Take steps with gradients that depend on the step and the parameters alone."""
         for step in range(first, first + count):
             for parameter in self.net.parameters():
                 parameter.grad = (parameter.detach() * 3 + step).sin()
@@ -204,7 +204,7 @@ def try_optimizer(
 def _try(
     config: Config, device: torch.device, rows: int, fused: bool, sharding: Sharding | None
 ) -> tuple[dict[str, Tensor], OptimizerTraits]:
-    """The parameters at the end, whole, and what was seen."""
+    """Return the parameters at the end, whole, and the traits that were seen."""
     before = random_state(device)
     try:
         with torch.compiler.set_stance("force_eager"):  # what is tried is worth no compiling
@@ -289,7 +289,7 @@ def is_elementwise(config: Config) -> bool:
     each number alone; LAMB and MARS look at whole tensors.
     """
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    # In fp64 and in large steps, of which even LARS makes enough to be told from rounding. Halves
+    # In fp64 and in large steps, of which even LARS makes enough to exceed rounding. Halves
     # unlike each other; vectors have no decay.
     values = torch.linspace(0.1, 2, 64 * 64, dtype=torch.float64).reshape(64, 64)
     config = dataclasses.replace(config, lr=0.1)
@@ -398,7 +398,7 @@ def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
 
 
 def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) -> None:
-    """For the step that comes.
+    """Set the learning rate for the step that comes.
 
     Args:
         updates: where the schedule stands; see Length. batch: samples in a full step there.
@@ -411,6 +411,6 @@ def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) ->
 
 
 def rate_of(optimizer: Optimizer) -> float:
-    """``--lr`` as the schedule has it now: of a parameter group whose rate is not scaled."""
+    """Return ``--lr`` as the schedule has it now, of a parameter group whose rate is not scaled."""
     group = optimizer.param_groups[0]
     return float(group["lr"] / group.get("lr_scale", 1.0))

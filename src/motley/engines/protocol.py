@@ -140,7 +140,7 @@ class Engine(Protocol):
         """Average of the parameters over steps; None without ``--model-ema``."""
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
-        """Forward and backward of one micro-batch, as a part of a batch of ``n_global``.
+        """Compute forward and backward of one micro-batch, as a part of a batch of ``n_global``.
 
         Computes nothing once memory has ended in this step, but still joins the others.
         """
@@ -170,14 +170,16 @@ class Engine(Protocol):
         ranks call it, before an evaluation and before :meth:`state`."""
 
     def unite(self) -> None:
-        """Where ranks diverge: have all of them go on from the mean of what they hold; all call
-        it, when each has loaded what it had."""
+        """Have all ranks go on from the mean of what they hold, where they diverge.
+
+        All ranks call it, when each has loaded what it had.
+        """
 
     def averaged(self) -> AbstractContextManager[None]:
         """Have the model be :attr:`average` meanwhile; all ranks call it."""
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Sums of held-out samples; see motley.engines.base."""
+        """Return the sums of held-out samples; see motley.engines.base."""
 
     def state(self, scope: Scope, keep: Callable[[Tensor], Tensor] = snapshot) -> State:
         """Return a part of the training state.

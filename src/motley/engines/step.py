@@ -95,10 +95,16 @@ def unscale_and_clip(
 class StepEngine(EngineBase):
     """The frame of a step, the same in all engines, whatever the wire between ranks.
 
-    A subclass has ``traits``, as its :class:`EngineFactory`, and these methods. ``_accumulate`` is
-    :meth:`Engine.accumulate` where memory suffices. ``_abandon`` leaves values that are not finite
-    where it did not. ``_send`` sends what the last backward pass has not sent and the other ranks
-    wait for. ``_step`` does the rest.
+    A subclass has ``traits``, as its :class:`EngineFactory`, and these methods:
+
+    - ``_accumulate`` is :meth:`Engine.accumulate` where memory suffices.
+
+    - ``_abandon`` leaves values that are not finite where memory did not suffice.
+
+    - ``_send`` sends the gradients that the last backward pass has not sent and the other ranks
+      wait for.
+
+    - ``_step`` does the rest.
     """
 
     traits: EngineTraits
@@ -117,7 +123,7 @@ class StepEngine(EngineBase):
         self._usual_weight = 1.0  # of the global batch, in this step
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
-        """Each sample's loss, detached; what is backpropagated is their sum / _usual_weight."""
+        """Return each sample's loss, detached; backpropagate their sum / _usual_weight."""
         raise NotImplementedError
 
     def _abandon(self, last: bool) -> None:
@@ -197,7 +203,7 @@ class StepEngine(EngineBase):
         raise NotImplementedError
 
     def _losses(self, forward: Callable[[Tensors], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Each sample's loss, fp32 [n], and their sum; where every pass communicates.
+        """Return each sample's loss, fp32 [n], and their sum; where every pass communicates.
 
         A rank without samples computes one nevertheless, silenced (see motley.engines.base):
         only a real pass takes part in all that the others do, in their order.
@@ -217,7 +223,7 @@ class StepEngine(EngineBase):
         return math.fsum(weights) if self._weighs else None
 
     def _tell_short(self, ranks: Sequence[float]) -> dict[int, str]:
-        """:attr:`StepResult.oom_ranks`, if any of ``ranks`` (one flag a rank) is; all call it."""
+        """Return :attr:`StepResult.oom_ranks` if a flag in ``ranks`` is set; all ranks call it."""
         if not any(ranks):
             return {}
         found, self._short = all_gather_object(self._short), ""
@@ -253,7 +259,8 @@ class SynchronousEngine(StepEngine):
         return norms[0]
 
     def _own_norm(self) -> Tensor | float:
-        """Norm of the local gradient before the all-reduce; not finite if any entry is not."""
+        """Return the norm of the local gradient before the all-reduce; not finite if any entry is
+        not."""
         return 0.0
 
     def _lacking(self) -> Sequence[int]:
@@ -268,7 +275,7 @@ class SynchronousEngine(StepEngine):
         self.optimizer.zero_grad()
 
     def _after_step(self, stepped: bool, broken_off: bool, factor: float) -> None:
-        """After a step.
+        """Update the state of the wire after a step.
 
         Args:
             stepped: it was taken. broken_off: on some rank a backward pass was.
@@ -282,7 +289,7 @@ class SynchronousEngine(StepEngine):
         stepped = self._stepped()
         norm = gradient_norm(stepped)
         if self._short:
-            norm.fill_(math.nan)  # nobody steps
+            norm.fill_(math.nan)  # no rank steps
         alone, lacking = self._context.size == 1, self._lacking()
         if not alone:
             self.clock.lap("opt", ready=True)
@@ -293,7 +300,7 @@ class SynchronousEngine(StepEngine):
         if not alone:
             self.clock.lap("sync")  # a rank whose host is late keeps the others here
         copy = begin_copy(table)  # on its way while the GPU does what follows
-        if lacking:  # then others may lack the same, and nobody has a gradient of it
+        if lacking:  # then others may lack the same, and no rank has a gradient of it
             copy.wait()
             if bool(copy.table[:, 7].all()):
                 self._forget_absent(lacking)
@@ -414,7 +421,7 @@ class ReducingEngine(SynchronousEngine):
         self._own_norms: list[Tensor] = []  # of what was sent, as it was before
 
     def _add_up(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        if self._context.size > 1:  # the sum does not tell whose it was
+        if self._context.size > 1:  # the sum no longer has the norms of single ranks
             self._own_norms.append(torch.linalg.vector_norm(bucket.flat))
         return self._begin_sum(bucket)
 

@@ -9,7 +9,7 @@ import torch
 
 from motley.faults import Phase
 
-# What the host is at after each lap; after one of the loop's own Python, what it was at before.
+# The host's phase after each lap. After a lap of the loop's own Python it is the phase before.
 _AFTER = {
     "data": Phase.FORWARD,
     "compute": Phase.DATA,
@@ -63,7 +63,7 @@ class Clock:
             self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
 
     def cut(self) -> "Laps":
-        """The laps of the step that is done; the next one starts where the last one ended."""
+        """Return the laps of the step that is done; the next starts where the last one ended."""
         self._last, self._marks = Laps(self._marks), [("", self._marks[-1][1])]
         return self._last
 
@@ -89,7 +89,7 @@ class Laps:
         return sum(seconds for _, seconds in self._laps[: last + 1])
 
     def seconds(self, *names: str) -> float:
-        """Time spent on ``names`` together."""
+        """Return the time spent on ``names`` together."""
         return sum(seconds for name, seconds in self._laps if name in names)
 
     @cached_property

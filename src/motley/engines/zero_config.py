@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STAGES = (0, 1, 2, 3)
 
-# What these scripts fill in from the plan where the file says "auto".
+# Keys that these scripts fill in from the plan where the file says "auto".
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
 # Elements that DeepSpeed sends at once: it sets room for all of them aside, in every step, so
@@ -35,7 +35,7 @@ OFFLOADS = {"optimizer": 1, "parameters": 3}
 
 _WIRE = "communication_data_type"  # what --wire sets
 
-# What the file may say besides; from DeepSpeed's page on its configuration.
+# Keys that the file may have besides; from DeepSpeed's page on its configuration.
 _ALLOWED = (
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
     "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
@@ -44,7 +44,7 @@ _ALLOWED = (
     "activation_checkpointing", "aio", "data_types", "checkpoint", "compile", "log_level",
 )  # fmt: skip
 
-# What the training loop owns, and the option that sets it.
+# Keys that the training loop owns, and the option that sets each.
 _OWNED = {
     "train_batch_size": "--batch-size",
     "optimizer": "--opt, --lr and --weight-decay",
@@ -60,7 +60,7 @@ _OWNED = {
 class ZeroOptions:
     """DeepSpeed"""
 
-    # What a plan depends on are the traits of the stage.
+    # A plan depends on the traits of the stage, not on its number.
     stage: int | None = option(
         "ZeRO stage, default 0", Decides.NOTHING, read=int, choices=STAGES, cell="strategy",
         usual="what ranks share out: 0 (default) nothing, 3 all", per_launch=True,
@@ -76,13 +76,13 @@ class ZeroOptions:
 
 
 def config_path(options: ZeroOptions) -> Path:
-    """``--deepspeed-config``, or ours for ``--stage``."""
+    """Return ``--deepspeed-config``, or the path of ours for ``--stage``."""
     own = PACKAGE / "engines" / "zero_configs" / f"zero{options.stage or 0}.json"
     return Path(options.deepspeed_config or own)
 
 
 def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for this rank.
+    """Read DeepSpeed's configuration for this rank.
 
     Ranks may differ in micro-batch and accumulation: DeepSpeed checks that batch = micro
     x accumulation x ranks on each rank's own numbers, so ``train_batch_size`` is left out
@@ -114,7 +114,7 @@ def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> d
 
 
 def _check_stage(path: Path, zero: Mapping[str, Any], asked: int | None) -> None:
-    """MotleyError unless the file's stage is ``--stage``, and right with what else it says."""
+    """Raise MotleyError unless the file's stage is ``--stage``, and fits the rest of the file."""
     if asked is not None and asked != zero.get("stage", 0):
         raise MotleyError(
             f"--stage {asked}, but {path} says zero_optimization.stage {zero.get('stage', 0)}; "
@@ -162,7 +162,7 @@ def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") ->
 
 
 def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
-    """Fill in ``--offload``; MotleyError where this stage or device has nothing of that to move."""
+    """Fill in ``--offload``; raise MotleyError if this stage or device has none of it to move."""
     zero = content["zero_optimization"]
     what, stage = context.config.of(ZeroOptions).offload, zero.get("stage", 0)
     if what == "none":
@@ -183,7 +183,7 @@ def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> N
 
 
 def read_stage(path: Path) -> int:
-    """The ZeRO stage that a file says; MotleyError if it is no JSON, or says none of ours."""
+    """Read the ZeRO stage of a file; raise MotleyError if it is no JSON, or says none of ours."""
     zero = _read(path).get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise MotleyError(f"{path}: zero_optimization is {zero}, and should be a JSON object")

@@ -66,7 +66,7 @@ def work_at_once(optimizer: Any, device: torch.device) -> None:
     def get_grad_norm_direct(
         gradients: Sequence[Tensor], params: Sequence[Tensor], norm_type: float = 2.0
     ) -> Tensor:
-        """The norm of all ranks' parts, a scalar; -1, as DeepSpeed has it, if it is not finite."""
+        """Return the norm of all ranks' parts, a scalar; -1, as DeepSpeed has it, if not finite."""
         own = [each for each in gradients if not getattr(each, "_zero_padding", False)]
         # A rank may have no part of a few small parameters.
         total = torch.nn.utils.get_total_norm(own, norm_type).to(device)
@@ -166,7 +166,7 @@ class ZeroEngine(StepEngine):
         self._engine.enable_backward_allreduce = self._stage >= 2
 
     def _prepared(self, config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-        """The model, before it gets an optimizer, in this context.
+        """Return the model, before it gets an optimizer, in this context.
 
         Args:
             config: DeepSpeed's.
@@ -174,8 +174,11 @@ class ZeroEngine(StepEngine):
         return contextlib.nullcontext()
 
     def _check_optimizer(self) -> None:
-        """MotleyError if ``--opt`` is another one where it is cut, keeps what cannot be saved, or
-        counts wrong."""
+        """Raise MotleyError if ``--opt`` does not work with this stage.
+
+        Such an optimizer is another one where it is cut, keeps what cannot be saved, or counts
+        wrong.
+        """
         traits, stage = self.optimizer_traits, self._stage
         others = ["torch_dist/train_vit.py", "an optimizer such as adamw"]
         if stage and traits.wraps:
@@ -321,7 +324,7 @@ class ZeroEngine(StepEngine):
         return state if first else State()
 
     def _put_together(self, keep: Callable[[Tensor], Tensor]) -> State:
-        """:meth:`state` from stage 1 on; all ranks call it.
+        """Return :meth:`state` from stage 1 on; all ranks call it.
 
         Args:
             keep: what this rank takes of each tensor.
@@ -355,8 +358,8 @@ class ZeroEngine(StepEngine):
             return
         state = State(decode(state.tensors), state.plain)
         if any(name.startswith("optimizer.") for name in state.tensors):
-            # A step with a gradient of zeros: partitions get their slots only by stepping. It
-            # decays the weights, so they are loaded after it. Not where no step was taken yet:
+            # A step with a gradient of zeros: partitions get their slots only by stepping. The
+            # step decays the weights, so they are loaded after it. Not where no step was taken yet:
             # the slots would count this one.
             with silenced(self._model.net, empty=True):
                 self._backward(self._forward(self._model.blank(), last=True).sum())
@@ -385,13 +388,16 @@ def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
         for part in (*blocks, *reversed(list(model.net.modules()))):  # children before parents
             model.fill(part)
             if not all(hasattr(each, "ds_id") for each in part.parameters()):
-                # It fills the configuration in.
+                # DeepSpeed fills the configuration in, hence the copy.
                 deepspeed.zero.Init(module=part, config_dict_or_path=deepcopy(dict(config)))
 
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """DeepSpeed cuts on GPU LOCAL_RANK, which is another one where each rank sees its own alone."""
+    """Set LOCAL_RANK to a device's index for a while, because DeepSpeed cuts on that GPU.
+
+    The two differ where each rank sees its own GPU alone.
+    """
     before = os.environ["LOCAL_RANK"]
     if device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)

@@ -28,8 +28,9 @@ Optimizer = torch.optim.Optimizer
 def whole_state(
     zero: Any, optimizer: Optimizer, net: nn.Module, keep: Callable[[Tensor], Tensor]
 ) -> State:
-    """The model of stages 1 to 3, and what the optimizer keeps of each parameter; all ranks call
-    it. One whole tensor at a time is put together.
+    """Return the model of stages 1 to 3, and what the optimizer keeps of each parameter.
+
+    All ranks call it. One whole tensor at a time is put together.
 
     Args:
         zero: DeepSpeed's optimizer, around ours. keep: what this rank takes of each tensor.
@@ -117,7 +118,7 @@ def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
-    """A parameter of stage 3; all ranks ask."""
+    """Return a whole parameter of stage 3; all ranks call it."""
     if parameter.requires_grad:
         whole: Tensor = utils.safe_get_full_fp32_param(parameter)
         return whole
@@ -126,7 +127,7 @@ def _whole(parameter: nn.Parameter) -> Tensor:
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
-    """Each rank has a part of it alone: stage 3."""
+    """Return True if each rank has a part of it alone: stage 3."""
     return hasattr(parameter, "ds_id")
 
 
@@ -137,8 +138,11 @@ def _held(parameter: Any) -> Tensor:
 
 
 def rows_in(parameter: Any) -> tuple[int, int]:
-    """The rows of a parameter of stage 3 that this rank has a part of, from the first to before the
-    second: parts are equally many numbers, and end within a row."""
+    """Return the rows of a parameter of stage 3 that this rank has a part of.
+
+    The range is from the first to before the second. Parts are equally many numbers, and end within
+    a row.
+    """
     rows, count = parameter.ds_shape[0], parameter.ds_tensor.ds_numel
     row, begin = parameter.ds_numel // rows, count * dist.get_rank()
     first = min(begin // row, rows)
@@ -198,7 +202,7 @@ class AverageOfParts(ParameterAverage):
         super().load({**tensors, **own})
 
     def _gathered(self, name: str, parameter: Any) -> Tensor:
-        """One average, of all ranks' parts."""
+        """Return one average, of all ranks' parts."""
         parts = gather_parts(self.tensors[name].flatten())
         whole: Tensor = parts[: parameter.ds_numel].view(parameter.ds_shape)
         return whole

@@ -3,7 +3,7 @@
 
 mpi4py's runner runs the script, and ends all ranks when one raises. Python looks for garbage
 whenever there are a quarter more objects. Importing torch and timm makes hundreds of thousands,
-none of them garbage: looking took a fifth of a short run. So Python does not look before
+none of them garbage: looking took a fifth of a short run. Python therefore does not look before
 ``motley.launch.world.run``, which sets these objects aside; and they are not freed at the end.
 
 A rank leaves Open MPI's default binding before it imports what starts threads: OpenMP's pool has as

@@ -40,7 +40,7 @@ def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank, and print notes on those that are left out.
 
     Args:
-        given: of this process. What is set there stays.
+        given: of this process. Variables that are set there stay.
 
     Raises:
         MotleyError: the file of DS_ENV_FILE is missing, or a line of one is no NAME=VALUE.

@@ -32,7 +32,7 @@ _COMPILED = {
 }
 _CACHES = {**_COMPILED, "MPLCONFIGDIR": "matplotlib"}
 
-# That a rank has open besides: libraries, loader processes, shards of data.
+# Files that a rank has open besides: libraries, loader processes, shards of data.
 _LEAST_FILES, _USUAL_FILES = 64, 1024
 _GROUPS = 4  # in which gloo connects each rank with each other one
 
@@ -139,6 +139,6 @@ def end_at_once(finalize: Callable[[], None]) -> NoReturn:
     atexit._run_exitfuncs()
     finalize()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # its reader is gone
             stream.flush()
     os._exit(0)

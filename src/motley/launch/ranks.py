@@ -138,7 +138,7 @@ def _several(environ: Mapping[str, str], name: str) -> int:
     return int(digits) if digits.isdigit() and int(digits) > 1 else 0
 
 
-# What torchrun tells torch.distributed, of a group that is not that of those who train.
+# Variables of torchrun for torch.distributed; its group is not that of the training ranks.
 TORCHRUN_GROUP = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -182,7 +182,7 @@ class TcpRanks:
             else:
                 self._lines[0].send(value)
                 values = self._lines[0].recv()
-        except (EOFError, OSError) as error:  # why, whoever is gone has said
+        except (EOFError, OSError) as error:  # the rank that is gone has said why
             raise ConnectionResetError("connection closed by another rank") from error
         return values
 

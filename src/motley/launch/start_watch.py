@@ -2,11 +2,11 @@
 clock of the parts of a start.
 
 A launcher waits without end for a rank that is stopped, or a host that is frozen, before it has
-joined the others, and so does MPI, inside of which no thread of Python's runs. So each rank that
-is ready to join has a process watch the time. It knows the ranks of its machine by their
-processes, and of the others nothing; a process that can name a rank speaks first, and the lowest
-rank of its machine. Where all are stopped while they import, none is ready: until it is, a rank
-has another one watch.
+joined the others, and so does MPI, inside of which no thread of Python's runs. Each rank that is
+ready to join therefore has a process watch the time. This process sees the ranks of its machine by
+their processes, and nothing of the others. A process that can name a rank speaks first, and the
+lowest rank of its machine. Where all are stopped while they import, none is ready: until it is, a
+rank has another one watch.
 
     imports      since the process began, its environment included, until all ranks have imported
                  and meet by MPI

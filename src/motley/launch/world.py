@@ -154,7 +154,7 @@ def run(
         watch = None if launched else StartWatch()
         world = World(launched or ranks_of_launch(), clock)
         world.connect(packages)
-    except MotleyError as error:  # the same on all ranks, and nobody listens yet
+    except MotleyError as error:  # the same on all ranks, and no rank listens yet
         stop_usage(str(error))
     if watch:
         watch.joined()
@@ -189,7 +189,7 @@ class World:
         local_rank, local_size: number of this rank among the ranks of this machine, of how many.
         nodes: facts of every rank's machine, by rank; after :meth:`connect`.
         network: the subnet that all machines share, as this one sees it.
-        supervisor: tells rank 0 how this rank fares.
+        supervisor: reports the state of this rank to rank 0.
         clock: cuts this rank's start into its parts.
     """
 
@@ -276,7 +276,7 @@ class World:
                 values.append(make())
             except MotleyError as error:
                 failure = str(error)
-            except Exception as error:  # every rank must hear of it, whatever it is
+            except Exception as error:  # every rank must receive it, whatever it is
                 failure = f"{type(error).__name__} on {self.host}: {error}"
         answers = self.allgather((values, failure))
         for _, failed in answers:

@@ -1,8 +1,8 @@
 """The mark of a machine whose user has asked that it take part in no training for now, and the
 reasons to set one: another user at its console, or another user's process on its GPU.
 
-The mark is a small file in a folder of this user's on this machine, outside of any run. So it works
-for all runs, and it can be set by any login of this user:
+The mark is a small file in a folder of this user's on this machine, outside of any run. The mark
+holds for all runs, and any login of this user can set it:
 
     /tmp/motley-1000/away.ecetesla1.json
     {"since": 1763693554.1, "until": 1763700754.1, "polite": "", "boot": "0c5e..."}
@@ -51,7 +51,7 @@ def _at_console() -> str:
 
 
 def _active(session: dict[str, str]) -> str:
-    """The name of a session's user, if that is at the machine now."""
+    """Return the name of a session's user, if that is at the machine now."""
     is_person = session.get("Class") == "user" and session.get("Seat")
     here = is_person and session.get("Active") == "yes" and session.get("Remote") == "no"
     idle = "yes" in (session.get("IdleHint"), session.get("LockedHint"))
@@ -178,7 +178,7 @@ def _name() -> str:
 
 @contextlib.contextmanager
 def _folder(make: bool) -> Iterator[int]:
-    """The folder, open; FileNotFoundError if there is none, MotleyError if it is not ours alone."""
+    """Open the folder; raise FileNotFoundError without one, MotleyError if it is not ours alone."""
     if make:
         with contextlib.suppress(FileExistsError):
             _path().mkdir(mode=0o700)
@@ -186,7 +186,7 @@ def _folder(make: bool) -> Iterator[int]:
         folder = os.open(_path(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise
-    except OSError as error:  # a link, or somebody's file
+    except OSError as error:  # a link, or another user's file
         raise _not_ours(error.strerror or "cannot be opened") from None
     try:
         _check(folder)
@@ -212,7 +212,7 @@ def _not_ours(found: str) -> MotleyError:
 
 
 def _read(folder: int) -> Away:
-    """The mark in a folder; MotleyError if it is none, or not ours."""
+    """Read the mark in a folder; raise MotleyError if it is none, or not ours."""
     try:
         opened = os.open(_name(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except FileNotFoundError:

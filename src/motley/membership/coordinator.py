@@ -65,7 +65,7 @@ class BackgroundWriter:
         self._queue.put(work)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was given is done; whether it is.
+        """Wait until all that was given is done, and return True if it is.
 
         Args:
             timeout_s: to wait at most; None: as long as it takes.
@@ -151,10 +151,10 @@ class JobEnd:
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
 _ABORT_S = 0.2  # the same for an abort: the state has to be saved before mpirun kills all
-_SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
+_SIGNAL_S = 0.1  # the same for a signal: mpirun that was asked to stop leaves us 0.3 s
 ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 is lost
-# What many ranks say in a while is heard in one go: this thread wakes 25 times a second at most,
-# which costs a training that computes in this process little, and hears of a death soon enough.
+# Messages of many ranks are read together: this thread wakes at most 25 times a second, which
+# costs the training in this process little, and still detects a death soon enough.
 _GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
 
 
@@ -219,7 +219,7 @@ class Coordinator:
                 self._await_others(self._first_lost)
             if self._regroup.waits:
                 self._regroup_or_end()
-            # Only now: whoever knows more may have said so while this process was stopped.
+            # Only now: a rank may have reported a better cause while this process was stopped.
             if cause := self._cause.due():
                 # A stop of mpirun's, or an error of gloo's, may well be due to a silent rank.
                 silent = self._watchdog.silent(self._statuses()[1:], SUSPECT_AFTER_S)
@@ -239,7 +239,7 @@ class Coordinator:
                 return
             if own.heartbeat_due():
                 self._judge()
-            if len(self._others) + 1 == own.place.size:  # who comes is heard at once
+            if len(self._others) + 1 == own.place.size:  # a new rank is served at once
                 time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.place.size))
 
     def _welcome(self, new: Arrival, now: float) -> None:
@@ -286,7 +286,7 @@ class Coordinator:
         told = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)
         for event in told:
             self._record(event)
-        # Should mpirun end us first, others know whom to blame.
+        # Should mpirun end this rank first, the others have the rank to blame.
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
         self._tell_all(CoordinatorHeartbeat(silent))
         if self._own.reaper:
@@ -342,7 +342,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _await_others(self, fault: Fault) -> None:
-        """Rank 0 is lost: have all others go on once they have come here."""
+        """Have all others go on without rank 0, which is lost, once they have come here."""
         others = self._others.values()
         if len(others) == self._own.place.size - 2 and all(status.regroups for status in others):
             self._first_lost, self._me.regroups = None, True
@@ -439,14 +439,14 @@ class Coordinator:
     }
 
     def _pause_all(self) -> None:
-        """All have said which step they have begun: have all stop before the next."""
+        """Have all ranks stop before the next step; all have reported which they have begun."""
         if self._pause.at is None:
             self.end_job(self._pause.fault(None))
         self._tell_all(PauseBefore(self._pause.at))
         self._own.pause.stop_before(self._pause.at)
 
     def _last_step(self) -> int | None:
-        """The step that training is at; rank 0 itself may be left out of it."""
+        """Return the step that training is at; rank 0 itself may be left out of it."""
         steps = [s.heartbeat.step for s in self._statuses() if s.heartbeat.step is not None]
         return self._own.step if self._own.step is not None else max(steps, default=None)
 

@@ -31,13 +31,14 @@ from motley.membership.messages import Messages
 
 HEARTBEAT_INTERVAL_S = 0.5  # and between looks at deadlines
 
-_MOST_HEARTBEATS = 1000  # a second that rank 0 hears
+_MOST_HEARTBEATS = 1000  # a second that rank 0 receives
 _LONGEST_INTERVAL_S = 1.0  # a quarter of SUSPECT_AFTER_S
 
-# Without a heartbeat, these end the job. The longest gaps that were measured: 1.5 s on five
-# lab hosts of 0.3 to 1 CPUs, on two cores that had eight processes waiting; 1.2 s in DeepSpeed's
-# first compilation by three ranks on two cores; 0.5 s in torch.compile and the first CUDA and
-# NCCL calls on an H200. A cable that was out for 7 s costs up to 13, for TCP doubles its waits.
+# Without a heartbeat, these end the job. The longest gaps measured were 1.5 s on five lab
+# hosts of 0.3 to 1 CPUs, on two cores that had eight processes waiting. They were 1.2 s in
+# DeepSpeed's first compilation by three ranks on two cores, and 0.5 s in torch.compile and the
+# first CUDA and NCCL calls on an H200. A cable that was out for 7 s costs up to 13, for TCP
+# doubles its waits.
 HEARTBEAT_TIMEOUT_S = 15.0
 
 # Without a heartbeat, after these mpirun's own "stop" (it sees a cut cable after 6 to 11 s)
@@ -49,11 +50,11 @@ SETTLED_S = HEARTBEAT_TIMEOUT_S
 
 # Seconds in which some rank should move, whatever the training is at, but for DATA.
 PROGRESS_TIMEOUT_S = 1800.0
-DATA = None  # nobody knows how long a download takes
+DATA = None  # a download may take any time
 
 
 def step_timeout_s(usual: float) -> float:
-    """Seconds in which some rank should move within a step.
+    """Return the seconds in which some rank should move within a step.
 
     Args:
         usual: seconds that a step takes.
@@ -63,7 +64,7 @@ def step_timeout_s(usual: float) -> float:
 
 
 def heartbeat_interval_s(size: int) -> float:
-    """Seconds between heartbeats of each of so many ranks."""
+    """Return the seconds between heartbeats of each of so many ranks."""
     return max(HEARTBEAT_INTERVAL_S, min(size / _MOST_HEARTBEATS, _LONGEST_INTERVAL_S))
 
 
@@ -197,7 +198,7 @@ class Watchdog:
         if now - min((status.lived for status in statuses), default=now) <= limit:
             return None
         statuses = sorted(statuses, key=lambda status: status.rank)  # who is done still says so
-        # Those of one switch fall silent together, and no two heartbeats at the same instant.
+        # The ranks of one switch fall silent together, but their last heartbeats differ in time.
         since = now - (limit - 4 * HEARTBEAT_INTERVAL_S)
         quiet = [status for status in statuses if status.lived < since]
         first, others = quiet[0], quiet[1:]
@@ -276,7 +277,7 @@ def _hosts(statuses: Sequence[RankStatus]) -> str:
 
 DEAD_AFTER_S = 18.0  # without an answer, though there was something to answer
 _LEAST_TRIES = 3  # that were sent again; TCP doubles the time between two
-# Of struct tcp_info, linux/tcp.h: tcpi_retransmits; tcpi_unacked; tcpi_last_ack_recv, ms.
+# Offsets in struct tcp_info, linux/tcp.h: tcpi_retransmits; tcpi_unacked; tcpi_last_ack_recv, ms.
 _RETRANSMITS, _UNACKED, _LAST_ACK_MS = 2, 24, 56
 _INFO_BYTES = 256
 _getsockopt = ctypes.PyDLL(None).getsockopt  # which never waits, so it keeps Python's lock
@@ -284,7 +285,7 @@ _LOCAL = ("127.", "::1", "::ffff:127.")
 
 
 def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list[str]:
-    """Addresses of other machines that do not answer; takes two milliseconds for 1,000 connections.
+    """Return the addresses of other machines that do not answer, in 2 ms for 1,000 connections.
 
     Args:
         after_s: seconds without an answer. tries: how often something was sent again, or more.
@@ -324,12 +325,12 @@ def _connections() -> Iterator[tuple[int, bytes]]:
 
 
 TOLD_AFTER_S = 2.5  # without a heartbeat: gaps of 1.5 s are usual on a busy machine
-# The same where its machine acknowledges nothing that was sent twice again: a busy one does.
+# Without an answer to data that was sent twice again: a busy machine still acknowledges.
 CUT_OFF_AFTER_S, _TRIES = 1.0, 2
 
 
 def cut_off() -> Collection[str]:
-    """Addresses of machines that acknowledge nothing."""
+    """Return the addresses of machines that acknowledge nothing."""
     return dead_peers(CUT_OFF_AFTER_S, _TRIES)
 
 
@@ -442,7 +443,7 @@ class StopSignals:
         step: int | None,
         how_to_continue: str,
     ) -> Fault:
-        """One came to a rank; the fault that it is, as far as is known by now.
+        """Take a signal that came to a rank; return its fault, as far as is known by now.
 
         Args:
             number: of the signal. statuses: of all ranks. step: that training is at.

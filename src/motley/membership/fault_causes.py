@@ -36,7 +36,7 @@ _CRASHES = (
 
 
 def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
-    """The connection to a rank broke without a word of Motley's.
+    """Return the fault of a rank whose connection broke without a word of Motley's.
 
     An abort may be an echo: C++ ends a process whose thread meets a connection that another rank's
     end has broken.
@@ -73,7 +73,7 @@ def stopped(step: int | None, number: int, by: str, remedy: str) -> Fault:
 
 
 def left(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
-    """Hosts leave, and the job ends with all that it has trained saved.
+    """Return the fault of hosts that leave; the job ends with all that it has trained saved.
 
     Args:
         rank: one of the first host's. who: leaves and why, as "b leaves as asked".
@@ -98,7 +98,7 @@ def paused(step: int | None) -> Fault:
 
 
 def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
-    """The launcher ended before the ranks did, which end with it.
+    """Return the fault of a launcher that ended before the ranks did, which end with it.
 
     mpirun also ends so, at once and with status 0, when it loses a host: see :func:`daemon_gone`.
 
@@ -112,7 +112,7 @@ def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
 
 
 def daemon_gone(rank: int, host: str, step: int | None) -> Fault:
-    """The launcher lost its daemon on ``host``, whose lowest rank is ``rank``."""
+    """Return the fault of a launcher that lost its daemon on ``host``; ``rank`` is lowest there."""
     return Fault(
         rank, host, step, f"the launcher lost {host}: its MPI daemon there was killed, or the ssh "
         "session to it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
@@ -162,7 +162,7 @@ def link_lost(rank: int, host: str, step: int | None, other: str) -> Fault:
 
 
 def stuck(rank: int, host: str, step: int | None, seconds: float, where: str) -> Fault:
-    """All ranks live, and none of them moves.
+    """Return the fault of a job whose ranks all live, and of which none moves.
 
     Args:
         where: what the ranks are doing.
@@ -185,7 +185,7 @@ class FirstCause:
         self._deadline = 0.0
 
     def suspect(self, fault: Fault, within_s: float) -> Fault:
-        """Blame ``fault`` unless a better cause turns up in time; the best so far."""
+        """Blame ``fault`` unless a better cause turns up in time; return the best so far."""
         deadline = time.monotonic() + within_s
         if self.fault is not None:
             fault = max(self.fault, fault, key=_weight)  # the first of equals
@@ -198,11 +198,11 @@ class FirstCause:
         self.fault = None
 
     def due(self) -> Fault | None:
-        """The cause to blame now, if it is time."""
+        """Return the cause to blame now, if it is time."""
         return self.fault if time.monotonic() >= self._deadline else None
 
     def due_in(self, at_most: float) -> float:
-        """Seconds until then."""
+        """Return the seconds until a cause is due, at most ``at_most``."""
         left = at_most if self.fault is None else self._deadline - time.monotonic()
         return min(at_most, max(0.0, left))
 

@@ -33,12 +33,12 @@ from motley.plan.speeds import SpeedTable
 
 WAIT_S = 300.0  # for ranks that were asked: a step of theirs, and what is to be saved
 _LOOK_S = 0.1
-_MOST_SPEEDS = 10  # that are told
-_PRESENCE_S = 5.0  # between looks for somebody else
+_MOST_SPEEDS = 10  # that are reported
+_PRESENCE_S = 5.0  # between looks for another user
 
 
 def own_ranks() -> list[Found]:
-    """This user's ranks on this machine, of this copy of Motley."""
+    """Find this user's ranks on this machine, of this copy of Motley."""
     return [each for each in survey().found if each.kind == "rank"]
 
 
@@ -76,8 +76,11 @@ def pause(logs: str, run: str) -> dict[str, Any]:
 
 
 def speeds() -> list[dict[str, Any]]:
-    """Remembered speeds of this machine's devices, the newest first: samples a second (of all its
-    ranks, where they share a processor), and with which options of a run."""
+    """Return the remembered speeds of this machine's devices, the newest first.
+
+    A speed is in samples a second (of all its ranks, where they share a processor), and has the
+    options of its run.
+    """
     files = [(path.stat().st_mtime, path) for path in cache_folder().glob(SPEED_FILES)]
     found = []
     for _, path in sorted(files, reverse=True)[:_MOST_SPEEDS]:

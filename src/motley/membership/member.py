@@ -51,7 +51,7 @@ class Member:
         self._own, self._line, self._host = own, line, host
         self._on_fault = on_fault
         self._messages = Messages()
-        self._silent: Fault | None = None  # of the rank that rank 0 has not heard for a while
+        self._silent: Fault | None = None  # of the rank that sent rank 0 nothing for a while
         self._gathered: list[str] = []
         self._leaves: tuple[float, int] | None = None  # by a signal: when, with which status
         self._heard_at = own.awake.look()

@@ -1,18 +1,19 @@
 """Messages between ranks, a JSON object a line, and the handshake without which none is read.
 
 Rank 0's port is open to a whole network while a training runs, so port scanners, browsers and
-other people's programs connect to it too. Of a stranger rank 0 reads no more bytes than the
-greeting of a rank begins with, parses none of them, sends nothing, waits a few seconds, and keeps
-a few dozen connections at once: a new one then takes the place of the one that has waited longest.
-Every rank has such a port, and accepts nobody there while it is not the first.
+other people's programs connect to it too. From a stranger, rank 0 reads no more bytes than the
+greeting of a rank begins with, and parses none of them. Rank 0 sends nothing, waits a few
+seconds, and keeps a few dozen such connections at once: a new one then takes the place of the one
+that has waited longest. Every rank has such a port, and accepts no connection there while it is not
+the first.
 
 Python's fault handler writes into a connection too: the traceback of a crash, and a sign that this
-process lives while none of Python's threads runs. One call may keep Python's lock for a long time:
-of a reader of a large JSON file or a pickle, a minute on a slow host; a collection of fifty
-million objects; compiled code that does not give the lock away. No heartbeat is sent meanwhile, as
-by a process that was stopped or whose host froze. But the fault handler has a thread that needs no
-lock: unless Python's threads move it on in time, it writes all stacks. There is one such thread: a
-script that calls ``faulthandler.dump_traceback_later`` has none of its own.
+process lives while none of Python's threads runs. One call may keep Python's lock for a long time.
+Reading a large JSON file or a pickle takes a minute on a slow host. Garbage collection of fifty
+million objects and compiled code that does not release the lock do the same. No heartbeat is sent
+meanwhile, as by a process that was stopped or whose host froze. But the fault handler has a thread
+that needs no lock: unless Python's threads move it on in time, it writes all stacks. There is one
+such thread: a script that calls ``faulthandler.dump_traceback_later`` has none of its own.
 """
 
 import contextlib
@@ -27,14 +28,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of one message. The longest are tracebacks, which motley.faults cuts to a tenth of it.
+# The limit of one message. The longest are tracebacks, which motley.faults cuts to a tenth of it.
 MOST_BYTES = 1 << 20
 _BEGIN = (b"Fatal Python error", b"Timeout (")  # what the fault handler writes, of a crash or not
 _MOST_WORDS = 16_384  # bytes; Python's fault handler says a tenth of it for each thread
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One line."""
+    """Return a message as one line."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -198,7 +199,7 @@ class Handshakes:
                     return
                 self._hang_up(next(iter(self._strangers)))
                 continue
-            # Of a thousand ranks that come at once, all are strangers for a moment.
+            # A thousand ranks that connect at once are all strangers for a moment.
             if len(self._strangers) >= max(MOST_STRANGERS, len(self._awaited)):
                 self._hang_up(next(iter(self._strangers)))
             line.setblocking(False)

@@ -39,7 +39,7 @@ class TrainingHooks:
         rescue: saves the state of this rank before it ends, and returns what it did; None: it
             cannot.
         last_words: writes records of this rank that are not written yet.
-        how_to_continue: returns how a run that somebody stops goes on, for people.
+        how_to_continue: returns how a stopped run goes on, for people.
         keep: copies the state apart from the group, to go on without a lost rank; None: it cannot.
         free: has the training's thread leave a collective that waits for the lost rank.
         without_first: the state can also go on without rank 0.
@@ -162,7 +162,7 @@ class OwnRank:
         stopped: some rank was, by a signal.
         reaper: on the lowest rank of each machine.
         held: rank 0 waits for a rescue, and ends this rank after it.
-        pause: where this rank stops, if somebody has asked for it.
+        pause: the step boundary at which this rank stops, if a pause was requested.
         leaves: it ends now, before the others, once its messages are sent.
     """
 
@@ -191,7 +191,7 @@ class OwnRank:
         self.say(replace(message, group=self.change.trains_in))
 
     def heartbeat_now(self) -> Heartbeat:
-        """The heartbeat of now."""
+        """Return the current heartbeat."""
         if time.monotonic() > self._look_at_links:
             self._look_at_links = time.monotonic() + _LINKS_S
             self._unanswered = dead_peers()
@@ -203,7 +203,7 @@ class OwnRank:
         self.outbox.wake()
 
     def heartbeat_in(self) -> float:
-        """Seconds until the next heartbeat."""
+        """Return the seconds until the next heartbeat."""
         return max(0.0, self._next_heartbeat - time.monotonic())
 
     def heartbeat_due(self) -> bool:
@@ -224,7 +224,7 @@ class OwnRank:
     def save_what_is_known(self) -> str:
         """Call the hook ``rescue``, whatever it raises, from the watching thread; return what it
         did."""
-        self.write_last_words()  # first: whoever started this rank may soon end it
+        self.write_last_words()  # first: the launcher may soon end this rank
         if self.hooks.rescue is None:
             return ""
         with self._rescuing:
@@ -234,7 +234,7 @@ class OwnRank:
                 return f"the last step could not be saved: {error}"
 
     def keep_state(self) -> str:
-        """Call the hook ``keep``, from the watching thread; why it cannot, empty if it has."""
+        """Call the hook ``keep`` from the watching thread; return why it cannot, else ""."""
         try:
             with self._rescuing:
                 if self.hooks.keep is None:

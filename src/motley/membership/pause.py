@@ -1,6 +1,6 @@
 """A pause: the job ends at a step boundary, the same on all ranks, with the whole state saved.
 
-A host leaves, or a missing one is taken back: all ranks live, and each engine can save. So no step
+A host leaves, or a missing one is taken back: all ranks live, and each engine can save. No step
 is lost, whatever a rank holds alone. Rank 0 asks all ranks which step they have begun. A rank that
 was asked begins no other step until rank 0 names the last one, which is the last that any rank has
 begun. No rank waits for one that waits, for all take every step before that.
@@ -26,7 +26,7 @@ from motley.membership.detector import RankStatus
 from motley.membership.fault_causes import left, paused
 from motley.membership.protocol import AskStep, HostLeaves, Message, PauseRequest, encode
 
-# What a signal asks of a rank; nobody but its own user, and root, can send it one.
+# Requests to a rank by signal; only its own user and root can send one.
 LEAVE_SIGNAL = signal.SIGUSR1  # this machine was marked as away: see motley.membership.away
 PAUSE_SIGNAL = signal.SIGUSR2  # save, and end
 REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
@@ -60,7 +60,7 @@ class OwnPause:
             return True
 
     def forget(self) -> None:
-        """Nothing is asked of this rank any more: what it was asked as is no group now."""
+        """Drop all requests to this rank: the group in which they were made is gone."""
         with self._changed:
             self._asked, self._at, self._begun = False, None, None
             self._changed.notify_all()
@@ -114,11 +114,13 @@ class PauseAgreement:
             self._leaving.setdefault(host, (rank, leaves))
 
     def ask(self, others: Mapping[socket.socket, RankStatus], own: OwnPause) -> bool:
-        """Where it is wanted, ask every rank that has come and was not asked yet; whether all have
-        answered now.
+        """Ask every rank that has come and was not asked yet, where a pause is wanted.
 
         Args:
             others: all ranks but 0, whose is ``own``.
+
+        Returns:
+            True if all have answered now.
         """
         if not self.wanted:
             return False
@@ -135,7 +137,7 @@ class PauseAgreement:
         return new
 
     def answer(self, rank: int, begun: int | None) -> bool:
-        """A rank has answered; whether all have."""
+        """Take a rank's answer; return True if all have answered."""
         self._begun[rank] = begun
         if len(self._begun) < self._size:
             return False
@@ -144,7 +146,7 @@ class PauseAgreement:
         return True
 
     def fault(self, step: int | None) -> Fault:
-        """Why the job ends.
+        """Return the fault that says why the job ends.
 
         Args:
             step: as of which all is saved; None: nothing was to be.

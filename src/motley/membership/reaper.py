@@ -36,7 +36,7 @@ _SEGMENT = re.compile(r"/dev/shm/((?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILIN
 
 
 def segments_of_this_job() -> str:
-    """How the names of its shared memory begin, in /dev/shm; empty if it has none.
+    """Return the prefix of this job's shared memory in /dev/shm; empty if it has none.
 
     A rank maps its own, so they are known without a rule for numbers of jobs.
     """
@@ -47,7 +47,7 @@ def segments_of_this_job() -> str:
 
 
 def session_folder(launcher: int, environ: Mapping[str, str]) -> str:
-    """The launcher's folder for its jobs, which is named by its process; empty if unknown."""
+    """Return the launcher's folder for its jobs, named by its process; empty if unknown."""
     folder = environ.get("PMIX_SERVER_TMPDIR", "")
     names = (f"/ompi.{launcher}", f"/pid.{launcher}", f"/prted.{launcher}")
     return folder if folder.endswith(names) else ""
@@ -72,8 +72,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def sessions_of(launcher: int) -> dict[int, str]:
-    """The process of each, with its host as hosts.txt has it; none, unless ``launcher`` is an
-    mpirun that has started some."""
+    """Return the process of each ssh session, with its host as hosts.txt has it.
+
+    There are none, unless ``launcher`` is an mpirun that has started some.
+    """
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children():
@@ -111,7 +113,7 @@ class SshSessions:
                 self._first = self._first or host
 
     def first(self, limit_s: float) -> str:
-        """Host of the one that has ended first; empty where none does.
+        """Return the host of the session that has ended first; empty where none does.
 
         Args:
             limit_s: seconds to wait for it.
@@ -166,7 +168,7 @@ class LauncherReaper:
         """
         if self._process is None or self._process.stdin is None:
             return False
-        # Of a thousand hosts, whose names do not change, it is told once.
+        # Names of a thousand hosts do not change, and are sent once.
         changed = {name: value for name, value in news.items() if self._told.get(name) != value}
         if changed:
             with contextlib.suppress(OSError):
@@ -185,7 +187,7 @@ class LauncherReaper:
         )
 
     def dismiss(self) -> None:
-        """All is well, and the launcher may take its time."""
+        """Let the launcher take its time: all is well."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -326,7 +328,7 @@ def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:
 
 
 def _why_gone(told: _Told, sessions: SshSessions) -> Fault:
-    """Why the launcher ended before its ranks; from rank 0's host."""
+    """Return why the launcher ended before its ranks; from rank 0's host."""
     said = Fault.read(told.fault) if told.fault else None
     if said and said.kind is not FaultKind.KILLED:
         return said
@@ -338,7 +340,7 @@ def _why_gone(told: _Told, sessions: SshSessions) -> Fault:
 
 
 def _listen(launcher: int, sessions: SshSessions) -> tuple[_Told, bool]:
-    """All that the rank says until it has ended, and whether its launcher has ended before it.
+    """Return all that the rank sends until it has ended, and True if its launcher ended before it.
 
     A rank that dies of its launcher does so within milliseconds, so both may be seen at once.
     """

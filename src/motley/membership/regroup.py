@@ -58,7 +58,7 @@ class Regroup:
         self._regrouping.witness(rank)
 
     def lose(self, rank: int, fault: Fault, left: Collection[RankStatus]) -> bool:
-        """A rank is gone: have the others keep their state; False if the job has to end."""
+        """Have the others keep their state after a loss; return False if the job must end."""
         begun = self.begun
         if not self._regrouping.lose(rank, fault, left):
             return False

@@ -1,8 +1,8 @@
 """The supervisor: every rank keeps one TCP connection to rank 0 for as long as it lives.
 
 MPI and the process group cannot say which rank failed first: a rank that is killed makes all
-others fail too, and NCCL waits for minutes. So each rank tells rank 0 twice a second (one of a
-thousand: once) what it is doing, its own failure in its own words, and that it is done. Rank 0
+others fail too, and NCCL waits for minutes. Each rank therefore reports to rank 0 twice a second
+(one of a thousand: once) its phase, its own failure in its own words, and that it is done. Rank 0
 sees a connection that breaks without a word, a rank that falls silent and a job that stands still;
 it names the first cause in one line and ends the job. A rank that receives nothing of rank 0 ends
 itself.
@@ -121,11 +121,11 @@ class Watching:
         """
         if self._writer is not None:
             self._writer.flush()
-            if self._writer.error is not None:  # of what was told last
+            if self._writer.error is not None:  # of the last records
                 raise self._writer.error
 
     def _as_first(self, lost: Fault | None = None) -> Coordinator:
-        """Be the rank that watches all.
+        """Start the coordinator.
 
         Args:
             lost: why rank 0, which has been so far, cannot.
@@ -140,7 +140,7 @@ class Watching:
         )  # fmt: skip
 
     def _connected(self, first: int, limit_s: float) -> Member:
-        """Be watched by the rank that does."""
+        """Connect to the coordinator as a member."""
         own, to = self._own, self._own.place.listening[first]
         line = socket.create_connection((to.address, to.port), timeout=limit_s)
         line.sendall(greeting(to.token, own.place.rank, own.place.host))
@@ -267,7 +267,8 @@ class Supervisor:
         self.on_event(event)
 
     def records_in(self, folder: Path) -> None:
-        """Where rank 0 records the run; for who has to, should rank 0 be killed."""
+        """Pass on where rank 0 records the run, for the reaper to record its end if rank 0 is
+        killed."""
         if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.tell(folder=str(folder.absolute()))
 
@@ -374,7 +375,7 @@ class Supervisor:
             atexit.register(self._own.leave, 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, through rank 0; for those who go on."""
+        """Return every rank's value, by rank, through rank 0; for ranks that go on."""
         own = self._own
         self.check_group()
         own.say_of_group(GatherValue(packed(value)))
@@ -392,7 +393,7 @@ class Supervisor:
         if not self._watching.started:
             raise error  # mpi4py's runner ends all ranks
         fault = fault_of(error, own.place.number, own.place.host, own.step)
-        if own.finished.is_set():  # nobody listens: what was told last could not be recorded
+        if own.finished.is_set():  # no rank listens: the last events could not be recorded
             traceback.print_exception(error)
             own.print(line_of(fault))
             own.leave(fault.code)

@@ -19,14 +19,14 @@ from motley.membership.messages import MOST_BYTES, Listening
 
 T = TypeVar("T")
 
-# Of a rank whose process is gone. A host that is silent takes mpirun's daemon, and so the job, with
-# it; an error that a rank tells of would come again on the others.
+# Faults of a rank whose process is gone. A silent host takes mpirun's daemon, and so the job, with
+# it. An error that a rank reports would come again on the others.
 _LOST = {
     FaultKind.KILLED, FaultKind.SEGFAULT, FaultKind.ABORTED, FaultKind.ILLEGAL_INSTRUCTION,
 }  # fmt: skip
 
 
-SURVIVES = "MOTLEY_SURVIVES"  # in rank 0's environment: the launcher is told what follows
+SURVIVES = "MOTLEY_SURVIVES"  # in rank 0's environment: the launcher has what follows
 # Each launcher ignores the variables of the others. They go before any configuration file, and an
 # option on the command line goes before them.
 SURVIVE = {
@@ -37,7 +37,7 @@ SURVIVE = {
     SURVIVES: "1",
 }
 _PART_BYTES = MOST_BYTES // 16  # of what is sent in one go, where there is more
-_WITNESS_S = 1.0  # in which the host of a lost rank is heard of; mpirun ends the job without it
+_WITNESS_S = 1.0  # in which the host of a lost rank reports; mpirun ends the job without it
 _KEEP_S = 20.0  # in which all have kept their state
 _MEET_S = 60.0  # in which all have left the broken group; one may compute meanwhile
 
@@ -138,7 +138,7 @@ class SupervisedRanks:
 
 
 def packed(value: Any) -> str:
-    """A value of any type, for a message."""
+    """Encode a value of any type for a message."""
     text = base64.b64encode(pickle.dumps(value)).decode()
     if len(text) > MOST_BYTES // 2:
         raise MotleyError(f"a value of {len(text)} bytes is too long to be exchanged by ranks")
@@ -151,8 +151,10 @@ def unpacked(text: str) -> Any:
 
 
 def parts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """All of them, in order, as few messages as can be: a thousand ranks are each sent a thousand
-    of them."""
+    """Yield all texts, in order, in as few messages as can be.
+
+    A thousand ranks are each sent a thousand of them.
+    """
     part, size = list[str](), 0
     for text in texts:
         if part and size + len(text) > _PART_BYTES:
@@ -202,7 +204,7 @@ class Regrouping:
         return list(self._lost.values())
 
     def lose(self, rank: int, fault: Fault, left: Collection[Status]) -> bool:
-        """A rank is lost; whether the others can go on, as far as is known.
+        """Note that a rank is lost; return True if the others can go on, as far as is known.
 
         Args:
             rank: its number in the group that is left.
@@ -219,7 +221,7 @@ class Regrouping:
         return True
 
     def witness(self, rank: int) -> None:
-        """The host of a rank lives, and so does mpirun's daemon there."""
+        """Note that the host of a rank lives, and so does mpirun's daemon there."""
         self._witnessed.add(rank)
 
     def all_hosts_live(self, left: Collection[Status]) -> bool:
@@ -228,7 +230,7 @@ class Regrouping:
         return all(self._machines[rank] in alive or rank in self._witnessed for rank in self._lost)
 
     def overdue(self, left: Collection[Status]) -> Fault | None:
-        """The loss after which the others cannot go on after all; None: there is time."""
+        """Return the loss after which the others cannot go on after all; None: there is time."""
         limit = _MEET_S
         if self.first is not None:
             limit = _KEEP_S if self.all_hosts_live(left) else _WITNESS_S
@@ -236,7 +238,7 @@ class Regrouping:
         return (self.first or self._meeting) if late else None
 
     def kept(self, rank: int) -> None:
-        """A rank holds its state apart from the group."""
+        """Note that a rank holds its state apart from the group."""
         self._keeping.discard(rank)
 
     def survivors(self, left: Collection[Status]) -> Survivors | None:
@@ -247,7 +249,7 @@ class Regrouping:
         return Survivors(ranks, self.first, standby_of(machines_of(self._machines, ranks)))
 
     def begin_anew(self, survivors: Survivors) -> None:
-        """They go on, numbered anew."""
+        """Begin with the survivors, numbered anew."""
         self._meeting, self._since = survivors.lost, time.monotonic()
         self._machines = machines_of(self._machines, survivors.ranks)
         self._lost.clear()
@@ -255,7 +257,7 @@ class Regrouping:
         self._gathered.clear()
 
     def gather(self, rank: int, text: str) -> list[str] | None:
-        """Take a rank's value; those of all, by rank, once all are here."""
+        """Take a rank's value; return those of all, by rank, once all are here."""
         self._gathered[rank] = text
         if len(self._gathered) < len(self._machines):
             return None
@@ -266,7 +268,8 @@ class Regrouping:
 
 
 def standby_of(machines: Sequence[int]) -> int:
-    """The rank that speaks when rank 0 cannot: best one that does not freeze with its machine.
+    """Return the rank that speaks when rank 0 cannot: best one that does not freeze with its
+    machine.
 
     Args:
         machines: which machine each rank is on.
@@ -275,6 +278,6 @@ def standby_of(machines: Sequence[int]) -> int:
 
 
 def machines_of(machines: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Which machine each of ``ranks`` is on, by its lowest rank, all numbered anew."""
+    """Return the machine of each of ``ranks``, by its lowest rank, all numbered anew."""
     kept = [machines[rank] for rank in ranks]
     return [kept.index(machine) for machine in kept]

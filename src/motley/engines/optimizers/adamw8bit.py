@@ -6,11 +6,14 @@ Block-wise Quantization", arXiv:2110.02861). Blocks and codes are those of torch
 where rows are whole blocks. Here
 
 - a block lies in one row of a parameter, so however rows are cut over ranks, their blocks are too;
+
 - a step is made of operations that IEEE rounds alike on every device, one at a time and none of
-  them fused: where a GPU's multiplication and addition round once and a processor's twice, a number
+  them fused. Where a GPU's multiplication and addition round once and a processor's twice, a number
   may get the next code, one percent away, and unlike ranks would part in a few steps;
+
 - nothing is compiled, so no host needs a compiler, and no rank waits for one;
-- the second moment is never rounded to zero, behind which a step would have no bound, and small
+
+- the second moment is never rounded to zero, behind which a step would have no bound. Small
   gradients, as of models of billions, are not lost (torchao has no scale below 1e-12, which is
   that of a gradient of 1e-6).
 
@@ -102,7 +105,7 @@ def is_scale(slot: str) -> bool:
 
 
 def widen(slots: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The moments that a parameter has in 8 bits, in 32, by name; empty where it has none."""
+    """Return in 32 bits the moments that a parameter has in 8, by name; empty where it has none."""
     return {
         name: unpack(own_rows(slots[name]).flatten(1), own_rows(slots[name + _SCALE]), signed)
         for name, signed in _SIGNED.items()
@@ -111,7 +114,7 @@ def widen(slots: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def narrow(slots: Mapping[str, Any], wide: Mapping[str, Tensor]) -> None:
-    """The other way, in place."""
+    """Write moments of 32 bits into slots of 8 bits, in place."""
     for name, values in wide.items():
         codes, scale = pack(values, _SIGNED[name])
         own_rows(slots[name]).flatten(1).copy_(codes)
@@ -202,9 +205,11 @@ def _step(parameter: Tensor, slots: Mapping[str, Tensor], factors: _Factors) -> 
 
 
 def _advance(values: Tensor, grad: Tensor, factors: _Factors, mean: Tensor, square: Tensor) -> None:
-    """One step, in place. No operation here rounds twice, or once where another device would
-    twice: not lerp, addcmul, addcdiv, nor add of a multiple; and a GPU divides by a number by
-    multiplying."""
+    """Take one step, in place.
+
+    No operation here rounds twice, or once where another device would twice: not lerp, addcmul,
+    addcdiv, nor add of a multiple; and a GPU divides by a number by multiplying.
+    """
     grad = grad.float()
     mean.mul_(factors.beta1).add_(grad * (1 - factors.beta1))
     square.mul_(factors.beta2).add_((grad * grad).mul_(1 - factors.beta2))
@@ -226,7 +231,8 @@ def _root(values: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [rows, numbers], and scales, fp32 [rows, blocks], of fp32 [rows, numbers]."""
+    """Return codes, uint8 [rows, numbers], and scales, fp32 [rows, blocks], of fp32 [rows,
+    numbers]."""
     rows, numbers = values.shape
     blocks = -(-numbers // BLOCK)
     if fill := blocks * BLOCK - numbers:
@@ -242,7 +248,7 @@ def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """The other way, but for what rounding has lost: fp32 [rows, numbers], in memory of its own."""
+    """Return the numbers of codes, but for rounding: fp32 [rows, numbers], in memory of its own."""
     numbers = _tables(signed, str(codes.device)).numbers
     found = numbers.index_select(0, codes.int().flatten()).view(codes.shape)
     blocks, last = divmod(codes.shape[1], BLOCK)
@@ -274,9 +280,11 @@ class _Tables:
 
 @cache
 def _tables(signed: bool, device: str) -> _Tables:
-    """In each of seven decades twice as many codes as in the one below, each in the middle of an
-    equal part of it; with both signs half as many. Zero and one besides. By Python, alike on all
-    hosts."""
+    """Return the tables of codes, computed by Python, alike on all hosts.
+
+    Each of seven decades has twice as many codes as the one below, each in the middle of an equal
+    part of it. With both signs there are half as many. Zero and one are codes besides.
+    """
     found = [0.0, 1.0]
     for decade in range(7):
         parts = 2 ** (decade + (not signed))

@@ -78,7 +78,7 @@ def known_strategies(script: str | None = None) -> dict[str, Strategy]:
 
 
 def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strategy:
-    """The one that the user has chosen.
+    """Return the strategy that the user has chosen.
 
     Args:
         strategies: of the script; if they are more than one, ``--strategy`` names it.
@@ -88,7 +88,7 @@ def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strat
 
 
 def engines_of(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
-    """The engines of :func:`chosen_strategy`."""
+    """Return the engines of :func:`chosen_strategy`."""
     chosen = chosen_strategy(config, strategies)
     for other in strategies.values():
         for group in set(other.options) - set(chosen.options):
@@ -103,7 +103,7 @@ def engines_of(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
 
 
 def check_offload(what: str, context: "EngineContext") -> None:
-    """MotleyError if ``--offload`` has nothing to move."""
+    """Raise MotleyError if ``--offload`` has nothing to move."""
     if what != "none" and context.device.type == "cpu":
         raise MotleyError(
             f"--offload {what}: rank {context.rank} computes on the CPU, where all is already"

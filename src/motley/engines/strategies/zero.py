@@ -1,16 +1,17 @@
 """DeepSpeed's ZeRO, stages 0 to 3: what each keeps and sends.
 
 Stage 3 keeps another 4 T / W bytes of T trained parameters on each of W ranks, which its optimizer
-steps. With P parameters, g of them in the largest block and u in no block, it gathers a block at a
-time, in fp32, by way of a copy, lets go of parameters that are not used again within L = 10^9
-numbers, and collects B numbers of a gradient of r bytes each, so that a rank holds at most
+steps. Let P be the parameters, g of them in the largest block and u in no block. Stage 3 gathers a
+block at a time, in fp32, by way of a copy, and releases parameters that are not used again within
+L = 10^9 numbers. The gradient is collected B numbers at a time, of r bytes each. A rank holds at
+most
 
     4 min(P, L + g) + 4 u + g (8 + r) + 4 min(P, B)
 
 bytes of gathered parameters and gradients on their way.
 
 DeepSpeed is imported when an engine is built (:mod:`motley.engines.zero_engine`), and not before: a
-plan, ``-h`` and whoever trains without it need not have it.
+plan, ``-h`` and a training without it do not need it.
 """
 
 from dataclasses import replace
