@@ -199,6 +199,7 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
                 f"--build blocks draws initial numbers, and {given} has others; leave out one of "
                 "the two"
             )
+        _open_data(task)
         try:
             return _by_blocks(task, config)
         except (NotImplementedError, RuntimeError) as error:
@@ -212,7 +213,7 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
     try:
         return _build_small(task, config), None
     except _Large:
-        pass
+        _open_data(task)
     try:
         net, by_blocks = _by_blocks(task, config)
     except (NotImplementedError, RuntimeError, MotleyError):  # of all ranks alike
@@ -246,9 +247,15 @@ def _build_small(task: Task, config: Config) -> nn.Module:
         hook.remove()
 
 
-def _by_blocks(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock]:
+def _open_data(task: Task) -> None:
+    """Open the data before the network is recorded: ``model()`` may ask for it, and tensors that
+    are made meanwhile have no numbers.
+    """
     for held_out in (False, True):
-        task.data(held_out)  # model() may ask for it, and tensors made meanwhile have no numbers
+        task.data(held_out)
+
+
+def _by_blocks(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock]:
     torch.manual_seed(config.seed)
     net, recording = record(task.model, config.seed)
     if norms := batch_norms(net):

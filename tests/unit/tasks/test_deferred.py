@@ -92,6 +92,9 @@ def test_they_are_such_as_a_whole_model_has() -> None:
 
 
 class Wide(Task):
+    def data(self, held_out: bool) -> list[int]:
+        return [0]
+
     def model(self) -> nn.Module:
         """A little more than is held whole; no memory is touched."""
         return nn.Sequential(nn.Embedding(LARGE // 1000 + 1, 1000))
