@@ -4,8 +4,8 @@ import pytest
 
 from motley.cluster.launcher import WITHOUT_MPI
 from motley.launch.ranks import SECRET_VARIABLE
-from motley.provision.keep_training import Outcome, loss_warning, read_outcome, survive_environment
 from motley.provision.launch_line import LaunchLine
+from motley.provision.launch_trial import Outcome, loss_warning, read_outcome, survive_environment
 
 
 def said(size: int, *alive: int) -> str:
