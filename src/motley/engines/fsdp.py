@@ -159,11 +159,8 @@ class FsdpEngine(SynchronousEngine):
             block.register_forward_pre_hook(partial(_note_call, self._called, name))
         blocks = list(self._blocks.values())
         assert self.traits.gathered is not None
-        size = self.traits.gathered.count_blocks(
-            [sum(p.numel() for p in each.parameters()) for each in blocks]
-        )
-        for first in range(0, len(blocks), size):
-            piece = blocks[first : first + size]
+        numbers = [sum(p.numel() for p in each.parameters()) for each in blocks]
+        for piece in map(blocks.__getitem__, self.traits.gathered.cut(numbers)):
             model.fill(*piece)
             # A block alone as itself.
             fully_shard(piece[0] if len(piece) == 1 else piece, **options)

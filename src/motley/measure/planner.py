@@ -110,8 +110,9 @@ def _need(
     wire_bytes: int = 4,
 ) -> MemoryNeed:
     blocks = [sum(p.numel() for p in block.parameters()) for block in task.blocks(net).values()]
-    count = traits.gathered.count_blocks(blocks) if traits.gathered else 1
-    pieces = [sum(blocks[first : first + count]) for first in range(0, len(blocks), count)]
+    # Without gathered parameters the pieces count for nothing.
+    cut = traits.gathered.cut(blocks) if traits.gathered else []
+    pieces = [sum(blocks[piece]) for piece in cut]
     numbers = sum(each.numel() for each in parameters)
     size = ModelSize(
         numbers, sum(each.numel() for each in parameters if each.requires_grad),

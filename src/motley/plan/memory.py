@@ -54,6 +54,15 @@ class GatheredMemory:
     count_blocks: Callable[[Sequence[int]], int] = lambda numbers: 1
     options: tuple[str, ...] = ()
 
+    def cut(self, numbers: Sequence[int]) -> list[slice]:
+        """Return the pieces that blocks are gathered in, as slices of the list of blocks.
+
+        Args:
+            numbers: of parameters in each block.
+        """
+        count = self.count_blocks(numbers)
+        return [slice(first, first + count) for first in range(0, len(numbers), count)]
+
 
 @dataclass(frozen=True)
 class MemoryNeed:
