@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.plan.precision import PerRank
+from motley.plan.precision import read_precisions
 from motley.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
 
     from motley.measure.process_group import gpu_logger, join_process_group, leave_process_group
 
-    group = join_process_group(world, PerRank("--precision", "fp32", ("fp32",), for_all=True))
+    group = join_process_group(world, read_precisions("fp32"))
     folder = RunFolder(logs / time.strftime("test_deepspeed_%Y-%m-%d_%H-%M-%S"))
     folder = world.from_first(lambda: folder)
     world.once_per_node(folder.create)
