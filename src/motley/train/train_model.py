@@ -1,10 +1,9 @@
 """Train any model on all ranks: with torch.distributed, or with DeepSpeed where --stage is given.
 
-mpirun -np 5 --hostfile hosts.txt motley train --task text --epochs 2
-mpirun -np 5 --hostfile hosts.txt motley train --task mine.py --strategy fsdp
-mpirun -np 5 --hostfile hosts.txt motley train --task mine.py --stage 3
-
-mpirun -np 5 --hostfile hosts.txt motley train --resume auto
+    mpirun -np 5 --hostfile hosts.txt motley train --task text --epochs 2
+    mpirun -np 5 --hostfile hosts.txt motley train --task mine.py --strategy fsdp
+    mpirun -np 5 --hostfile hosts.txt motley train --task mine.py --stage 3
+    mpirun -np 5 --hostfile hosts.txt motley train --resume auto
 
 Options of a task are listed with --task NAME --help-all.
 """

@@ -50,7 +50,7 @@ class Training:
             self.optimizer.step()
 
     def save(self, folder: Path) -> Path:
-        """As motley.checkpoint.store does it."""
+        """Save as motley.checkpoint.store does."""
         kept = self.memory.state()
         progress = {**asdict(TrainState(1)), "optimizer": kept.plain}
         return Checkpoints(folder, 1).save(model_state(self.net) | kept.tensors, progress)
