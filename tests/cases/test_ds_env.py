@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from project import ROOT, environment, venv
+from project import LIMIT_S, ROOT, environment, venv
 
 from motley.errors import MotleyError
 from motley.launch.environment import rank_environment
@@ -31,7 +31,7 @@ VALUES = {
 def run(*words: object, cwd: Path, env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     command = [str(word) for word in words]
     return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 

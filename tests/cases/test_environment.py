@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from project import ROOT, environment
+from project import LIMIT_S, ROOT, environment
 
 from motley.cluster import gpus
 from motley.cluster.account import (
@@ -127,7 +127,7 @@ def test_letters_that_the_output_cannot_show_end_nothing(tmp_path: Path) -> None
     def ends(*words: object) -> str:
         done = subprocess.run(
             [str(word) for word in words], cwd=ROOT, env=variables, capture_output=True, text=True,
-            timeout=120, check=False,
+            timeout=LIMIT_S, check=False,
         )  # fmt: skip
         said = done.stdout + done.stderr
         assert done.returncode == 0 and "Error" not in said, said
@@ -173,7 +173,7 @@ def test_full_temporary_folder_is_named_before_mpi_begins(
     script.write_text("")
     done = subprocess.run(
         [ROOT / "entry_cn.sh", script], cwd=ROOT, env=environment(TMPDIR=str(folder)),
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and f"motley: {note}" in done.stderr, done.stderr
     assert temporary_note({"TMPDIR": "/var/tmp"}) == ""

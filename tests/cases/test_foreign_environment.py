@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from project import ROOT, environment, venv
+from project import LIMIT_S, ROOT, environment, venv
 
 from motley.errors import MotleyError
 from motley.launch.world import check_alone
@@ -28,7 +28,7 @@ def entry(*words: object, **extra: str) -> "subprocess.CompletedProcess[str]":
     own = environment(MOTLEY_VENV=str(venv()), **extra)
     return subprocess.run(
         ["./entry_cn.sh", *map(str, words)], cwd=ROOT, env=own, capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=LIMIT_S, check=False,
     )  # fmt: skip
 
 
@@ -86,7 +86,8 @@ def test_variables_of_a_slurm_job_that_is_over_are_left_out(tmp_path: Path) -> N
             "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NNODES": "2"}  # fmt: skip
     done = subprocess.run(
         ["sh", tmp_path / "mpirun", "--hostfile", "hosts.txt", "-np", "2", "echo", "hello"],
-        capture_output=True, text=True, timeout=30, check=False, cwd=ROOT, env=environment(**left),
+        capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=ROOT,
+        env=environment(**left),
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "hello\nhello\n", done.stderr
     assert "SLURM_JOB_ID is 17" in done.stderr

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from project import ROOT, environment, venv
+from project import LIMIT_S, ROOT, environment, venv
 
 from motley.cluster.hostfile import read_hosts
 from motley.errors import MotleyError
@@ -84,7 +84,7 @@ def test_mpirun_takes_what_is_taken(name: str, tmp_path: Path) -> None:
     wrapper.chmod(0o755)
     done = subprocess.run(
         [wrapper, "--hostfile", FILES / f"{name}.txt", "-np", "2", "echo", "hello"],
-        capture_output=True, text=True, timeout=30, check=False, env=environment(),
+        capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "hello\nhello\n", done.stderr
     assert ("which are left out" in done.stderr) == (name != "spaces_eq")

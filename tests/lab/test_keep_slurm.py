@@ -7,7 +7,7 @@ import pytest
 from jobs import Jobs, wait_until
 from lab_door import Door, lab_up
 from long_runs import steps_done
-from project import DDP, ROOT, venv
+from project import DDP, LIMIT_S, ROOT, venv
 from slurm import start_slurm
 
 from motley.records.run_folder import RunFolder
@@ -43,7 +43,7 @@ def test_it_goes_on_within_the_allocation(lab: Door, jobs: Jobs) -> None:
     folder = lab.home(NAMES[0]) / "logs" / "kept"
     wait_until(lambda: steps_done(folder) > 8, 120)
     lab.do("kill", NAMES[2])
-    output, _ = job.communicate(timeout=240)
+    output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
     assert f"keep_training: {NAMES[2]} is gone (Slurm starts nothing on {NAMES[2]}" in output
     assert "on with 2 of 3 hosts, about 0.67 of the speed" in output

@@ -13,7 +13,7 @@ import pytest
 from jobs import Jobs, wait_until
 from lab_door import Door, new_door
 from long_runs import rank_process, steps_done
-from project import DDP, ROOT, venv
+from project import DDP, LIMIT_S, ROOT, venv
 
 from motley.records.costs import lead
 from motley.records.run_folder import RunFolder
@@ -73,7 +73,7 @@ def test_rank_0_dies_and_the_others_go_on_in_the_same_processes(
 ) -> None:
     job, folder = begin(lab, "without-rank-0")
     os.kill(rank_process(Path(folder.name), 0), signal.SIGKILL)
-    output, _ = job.communicate(timeout=180)
+    output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
     assert f"rank 0 on {NAMES[0]}" in output and "on with 2 of 3 ranks" in output
     steps = goes_on_as(one, folder)
@@ -88,7 +88,7 @@ def test_it_goes_on_without_a_host_that_dies_and_loses_no_step(lab: Door, one: l
     job, folder = begin(lab, "kept")
     lab.do("kill", NAMES[2])
     killed = time.time()
-    output, _ = job.communicate(timeout=180)
+    output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
     assert f"rank 2 on {NAMES[2]}" in output and "motley: saved as of step" in output
     assert f"keep_training: {NAMES[2]} is gone" in output

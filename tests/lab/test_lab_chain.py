@@ -27,7 +27,7 @@ HOSTS = "--hostfile ~/hosts.txt"
 
 
 def at(door: Door, host: str, script: str) -> str:
-    return door.do("exec", host, "--", "bash", "-c", AT_HOME + script, limit=200)
+    return door.do("exec", host, "--", "bash", "-c", AT_HOME + script)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_a_task_of_ones_own_ends_as_on_one_host_though_a_rank_was_killed(
     two = f"mpirun -np 2 --host {HEAD},{NAMES[4]} ./entry_cn.sh"
     words += " --hosts all --save-every 4 --run killed"  # all would not pay for so small a model
     killed = f"{AT_HOME} {two} tests/support/drivers/failing.py --fail killed --step 11 {words}"
-    done = door.run("exec", HEAD, "--", "bash", "-c", killed, limit=120)
+    done = door.run("exec", HEAD, "--", "bash", "-c", killed)
     assert f"motley: rank 1 on {NAMES[4]}" in done.output and "died without a word" in done.output
     assert run_json(door, "killed")["status"] == "failed"
     said = at(door, HEAD, f"{two} torch_dist/train.py {words} --resume auto")
@@ -203,7 +203,7 @@ def test_an_mtu_that_drops_large_packets_is_said_and_nothing_hangs(
     assert names in said
     job = "./entry_cn.sh --max-steps 3 --run jumbo"
     three = f"{AT_HOME} mpirun -np 3 --host {HEAD},{','.join(jumbo)} {job}"
-    refused = door.run("exec", HEAD, "--", "bash", "-c", three, limit=120)
+    refused = door.run("exec", HEAD, "--", "bash", "-c", three)
     print(refused.seconds, refused.output)
     assert refused.code != 0 and f"the hosts cannot talk: {names} the MTU" in refused.output
     assert "take it out of hosts.txt" in refused.output

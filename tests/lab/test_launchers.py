@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from jobs import needs, wait_until
-from project import DDP, ROOT, environment, venv
+from project import DDP, LIMIT_S, ROOT, environment, venv
 from slurm import PROGRAMS, write_conf
 
 from motley.records.run_folder import RunFolder
@@ -58,7 +58,7 @@ def test_debians_open_mpi_4(who: Path) -> None:
     needs("mpirun.openmpi", "Open MPI 4.1")
     done = subprocess.run(
         ["mpirun.openmpi", "--oversubscribe", "-np", "2", "./entry_cn.sh", who], cwd=ROOT,
-        text=True, capture_output=True, timeout=120, check=False,
+        text=True, capture_output=True, timeout=LIMIT_S, check=False,
         env=environment(**AS_ROOT),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +97,7 @@ def test_a_rank_has_the_cores_of_its_launcher_unless_somebody_asked_for_fewer(
     script.write_text(CORES)
     done = subprocess.run(
         ["taskset", "-c", "0,1", *before, "mpirun.openmpi", *words, "./entry_cn.sh", script],
-        cwd=ROOT, text=True, capture_output=True, timeout=60, check=False,
+        cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_S, check=False,
         env=environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -170,7 +170,7 @@ def test_slurm(who: Path, slurm: dict[str, str]) -> None:
     def srun(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["srun", *options, "-n", "2", "--overcommit", "./entry_cn.sh", who], cwd=ROOT,
-            env=slurm, capture_output=True, text=True, timeout=120, check=False,
+            env=slurm, capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
 
     for mpi in ("pmix", "none"):
@@ -181,7 +181,7 @@ def test_slurm(who: Path, slurm: dict[str, str]) -> None:
     shell = f"srun -n 2 --overcommit --pty bash -c './entry_cn.sh {who}; true'"
     done = subprocess.run(
         ["script", "-qec", shell, "/dev/null"], cwd=ROOT, env=slurm, capture_output=True,
-        text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+        text=True, timeout=LIMIT_S, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert said(done.stdout) == expected(1), done.stdout
     assert "this shell is one of srun --pty" in done.stdout
@@ -200,7 +200,7 @@ def keep(
     line = ("bash", "setup/keep_training.sh", *launcher, "-n", 3, "./entry_cn.sh", *words, *WORDS)
     return subprocess.run(
         [str(word) for word in line], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, timeout=240, check=False,
+        stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False,
         env=environment(**{"OMP_NUM_THREADS": "1", **AS_ROOT, **extra}),
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def test_ranks_that_the_launcher_ends_after_a_lost_one_are_not_stopped_by_the_us
     )  # fmt: skip
     done = subprocess.run(
         [str(word) for word in line],
-        cwd=ROOT, text=True, capture_output=True, timeout=120, check=False,
+        cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_S, check=False,
         env=environment(OMP_NUM_THREADS="1", **AS_ROOT),
     )  # fmt: skip
     run = RunFolder(tmp_path / "ended").read_run()
@@ -287,7 +287,7 @@ def test_torchrun_and_nobody(who: Path) -> None:
     line = ["torchrun", "--nproc-per-node", "2", "--no-python", "--", "./entry_cn.sh", str(who)]
     for words, size in ((line, 2), (line[-2:], 1)):
         done = subprocess.run(
-            words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+            words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
@@ -312,7 +312,7 @@ def test_not_as_root(who: Path) -> None:
             ["mpirun", "-np", "2", "--hostfile", "hosts.txt", "./entry_cn.sh", DDP,
              "--max-steps", "2"],
             cwd=copy, user="nobody", group="nogroup", extra_groups=[], check=False,
-            capture_output=True, text=True, timeout=120,
+            capture_output=True, text=True, timeout=LIMIT_S,
             env={"PATH": f"{own / 'bin'}:/usr/bin:/bin", "HOME": str(home), "TMPDIR": str(home),
                  "MOTLEY_VENV": str(own)},
         )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from jobs import Done, Jobs, wait_until
 from lab_door import Door, lab_up
 from long_runs import steps_done
-from project import DDP, ROOT, venv
+from project import DDP, LIMIT_S, ROOT, venv
 
 from motley.records.run_folder import RunFolder
 
@@ -70,7 +70,7 @@ def test_a_host_leaves_and_is_taken_back_and_no_step_is_lost(lab: Door, jobs: Jo
     seconds = re.search(r"leave1 has left, until .*: 1 rank ended in ([\d.]+) s", left.output)
     assert seconds and float(seconds[1]) < 5, left.output
     begun = steps_done(folder)
-    output, _ = job.communicate(timeout=240)
+    output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
     assert f"motley: saved as of step {begun}\n" in output, output
     assert f"motley: {NAMES[1]} leaves as asked (leave_cn.sh, until" in output

@@ -34,7 +34,7 @@ def command(script: str) -> list[str]:
 
 
 def at_head(door: Door, script: str) -> str:
-    return door.do(*command(script), limit=120)
+    return door.do(*command(script))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_pair_that_cannot_talk_is_named(ready: Door) -> None:
     own.mkdir()
     (own / "mca-params.conf").write_text("btl_tcp_if_include = nosuch0\n")
     try:
-        done = ready.run(*command(MPI), limit=150)
+        done = ready.run(*command(MPI))
     finally:
         ready.do(*block, "del", "prohibit", "10.97.94.3/32")
         shutil.rmtree(own)

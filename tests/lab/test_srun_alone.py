@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import Done, Trained
 from lab_door import Door, new_door
-from project import ROOT, venv
+from project import LIMIT_S, ROOT, venv
 
 pytestmark = pytest.mark.mpi
 
@@ -59,7 +59,7 @@ def test_hosts_of_an_allocation_train_without_slurm_or_mpi(lab: Door) -> None:
     ]  # fmt: skip
     said = []
     try:
-        said = [job.communicate(timeout=120)[0] for job in jobs]
+        said = [job.communicate(timeout=LIMIT_S)[0] for job in jobs]
     finally:
         for job in jobs:
             with contextlib.suppress(ProcessLookupError):

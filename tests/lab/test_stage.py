@@ -8,7 +8,7 @@ import pytest
 from jobs import wait_until
 from lab_door import Door, lab_up
 from PIL import Image
-from project import ROOT
+from project import LIMIT_S, ROOT
 
 pytestmark = pytest.mark.mpi
 
@@ -74,7 +74,7 @@ def test_a_copy_that_was_cut_goes_on_where_it_was(lab: Door) -> None:
     part = homes[CUT] / "to" / f".{NAME}.{CUT}.part"
     wait_until(lambda: part.exists() and part.stat().st_size > 2 * BLOCK, 40)
     lab.on(CUT, "pkill", "-KILL", "sshd")
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 1 and "stage2 hung up while it worked" in output, output
     assert rows(output)[LITTLE][0] == "48 MB"
     size = part.stat().st_size

@@ -34,7 +34,7 @@ def train(lab: Door, name: str, *words: object) -> tuple[str, RunFolder]:
         f"{DDP} --hosts all --max-steps 11 --eval-samples 30 --logs ~/logs --run {name} "
         f"{' '.join(map(str, words))} 2>&1"
     )
-    output = lab.do("exec", NAMES[0], "--", "bash", "-c", line, limit=120)
+    output = lab.do("exec", NAMES[0], "--", "bash", "-c", line)
     return output, RunFolder(lab.home(NAMES[0]) / "logs" / name)
 
 

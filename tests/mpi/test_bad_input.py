@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import Done, Jobs
 from pictures import picture_folder
-from project import DDP, ROOT, ZERO, environment
+from project import DDP, LIMIT_S, ROOT, ZERO, environment
 
 pytestmark = pytest.mark.mpi
 
@@ -241,7 +241,8 @@ def test_a_wrong_hosts_file_stops_before_anything_is_launched(
         path.write_text(hosts)
     done = subprocess.run(
         ["bash", ROOT / "setup" / "quickstart.sh", "--hostfile", path, "--logs", tmp_path / "logs"],
-        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120, env=environment(),
+        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=LIMIT_S,
+        env=environment(),
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from matrices import matrix_file, measure
-from project import ROOT, environment
+from project import LIMIT_S, ROOT, environment
 
 from motley.sweep.results import BaselineFolder
 from motley.sweep.table import read_rows
@@ -43,7 +43,7 @@ def test_no_cell_can_hurt_the_next_and_each_failure_is_explained(
     words = ("--matrix", path, "--hostfile", hosts, "--out", out, "--repeats", 1)
     done = subprocess.run(
         [sys.executable, "torch_dist/baseline_measure.py", *map(str, words)], cwd=ROOT,
-        env=environment(), capture_output=True, text=True, timeout=400, check=False,
+        env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     rows = {row.name: row for row in read_rows(BaselineFolder(out))}

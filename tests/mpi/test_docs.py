@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from forked import run_script
 from jobs import Jobs
-from project import DDP, ROOT, environment
+from project import DDP, LIMIT_S, ROOT, environment
 
 from motley.records.gpu_csv import LAB_GPU_COLUMNS, OUR_GPU_COLUMNS
 from motley.records.training import StepRecord
@@ -60,7 +60,7 @@ def test_every_command_runs_as_it_stands(jobs: Jobs, page: str) -> None:
             ended = run_script(*words[1:], variables=environment())
         else:
             ended = subprocess.run(
-                words, cwd=ROOT, text=True, capture_output=True, env=environment(), timeout=120
+                words, cwd=ROOT, text=True, capture_output=True, env=environment(), timeout=LIMIT_S
             )
         assert ended.returncode == 0, (line, ended.stdout, ended.stderr)
 
@@ -93,5 +93,5 @@ def test_every_field_is_told_and_every_message_and_public_name() -> None:
     assert {*LAB_GPU_COLUMNS, *OUR_GPU_COLUMNS} <= told
     for page in ("messages", "api"):
         script = DOCS / f"list_{page}.py"
-        done = subprocess.run([sys.executable, script, "--check"], timeout=60)
+        done = subprocess.run([sys.executable, script, "--check"], timeout=LIMIT_S)
         assert done.returncode == 0, f"make docs/{page}.md anew: python {script}"

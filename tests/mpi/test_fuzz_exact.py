@@ -10,7 +10,7 @@ from forked import run_script
 from fuzz.cases import AFTER, Case
 from fuzz.play import Played, judged, play
 from fuzz.rules import broken_rules
-from project import ROOT
+from project import LIMIT_S, ROOT
 from turns import count_commits
 from warm.ranks import WarmRanks
 
@@ -242,6 +242,6 @@ def test_the_fuzzer_refuses_no_time() -> None:
 def test_other_cases_find_nothing(seed: int) -> None:
     words = ("--seconds", "30", "--seed", str(seed))
     done = subprocess.run(
-        [sys.executable, str(FUZZER), *words], capture_output=True, text=True, timeout=400
+        [sys.executable, str(FUZZER), *words], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stdout[-4000:]

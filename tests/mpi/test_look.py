@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from jobs import Jobs, Trained
 from nbclient import NotebookClient
-from project import DDP, ROOT
+from project import DDP, LIMIT_S, ROOT
 from trackers import held_by, publish
 
 pytestmark = pytest.mark.mpi
@@ -33,7 +33,7 @@ def test_the_notebook_runs_from_top_to_bottom(
         cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")
     ]
     where = {"metadata": {"path": ROOT / "examples"}}
-    client = NotebookClient(notebook, timeout=60, resources=where)
+    client = NotebookClient(notebook, timeout=LIMIT_S, resources=where)
     told = [output for cell in client.execute().cells for output in cell.get("outputs", [])]
     assert not [output for output in told if output.output_type == "stream"]  # no warning
     shown = [output.data for output in told]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from project import ROOT, environment
+from project import LIMIT_S, ROOT, environment
 
 Command = Callable[..., str]
 
@@ -23,15 +23,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "requirements.txt"):
         shutil.copy2(ROOT / name, source / name)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", made], check=True, timeout=LIMIT_S
+    )
     python = made / "bin" / "python"
     words = ("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-    own = subprocess.run([python, *words], check=True, capture_output=True, text=True, timeout=60)
+    own = subprocess.run(
+        [python, *words], check=True, capture_output=True, text=True, timeout=LIMIT_S
+    )
     (Path(own.stdout.strip()) / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps",
          "--no-build-isolation", "--ignore-installed", source],
-        check=True, timeout=120,
+        check=True, timeout=LIMIT_S,
     )  # fmt: skip
     return made / "bin" / "motley"
 
@@ -50,7 +54,7 @@ def motley(installed: Path, tmp_path: Path) -> Command:
         launcher = ("mpirun", "-np", str(ranks)) if ranks else ()
         done = subprocess.run(
             [*launcher, "motley", *words], cwd=tmp_path, env=own, capture_output=True, text=True,
-            timeout=240, check=False,
+            timeout=LIMIT_S, check=False,
         )  # fmt: skip
         assert done.returncode == (2 if fails else 0), done.stdout + done.stderr
         assert "not this one" not in done.stderr, done.stderr

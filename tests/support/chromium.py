@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import needs
+from project import LIMIT_S
 
 _LIMIT_S = 30.0
 _ASK_AXE = """axe.run().then(found => found.violations
@@ -96,7 +97,7 @@ class Chromium:
         """What somebody reads on the page."""
         return str(self.run("document.body ? document.body.innerText : ''"))
 
-    def await_text(self, said: str, limit: float = 15) -> str:
+    def await_text(self, said: str, limit: float = LIMIT_S) -> str:
         """Wait until it is on the page, which has come as a whole; all that is there."""
         deadline = time.monotonic() + limit
         while said not in (text := self.text()) or not self.run("document.readyState=='complete'"):

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from project import ROOT, environment
+from project import LIMIT_S, ROOT, environment
 from warm.ranks import WarmRanks, keep_place
-
-_LIMIT_S = 480.0  # for what hangs: at the lowest priority a job may take ten times as long
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Jobs:
         self._started.append(job)
         return job
 
-    def wait(self, job: subprocess.Popen[str], limit: float = _LIMIT_S) -> Done:
+    def wait(self, job: subprocess.Popen[str], limit: float = LIMIT_S) -> Done:
         """Wait for a job; the test fails if it takes longer than ``limit`` seconds."""
         start = time.monotonic()
         output, _ = job.communicate(timeout=limit)
@@ -84,7 +82,7 @@ class Jobs:
         start = time.monotonic()
         folder = folder or Path(tempfile.mkdtemp(prefix="ranks-", dir=self.logs.parent))
         argument = {"words": [*map(str, words)], "variables": extra}
-        ended = self._ranks.run(ranks, "warm.script:main", argument, folder, _LIMIT_S)
+        ended = self._ranks.run(ranks, "warm.script:main", argument, folder, LIMIT_S)
         assert not ended.timed_out, ended.output
         code = next((code for code in ended.codes if code), 0)
         return Done(code, ended.output, time.monotonic() - start)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Done
-from project import ROOT, copy_repository, environment, venv
+from project import LIMIT_S, ROOT, copy_repository, environment, venv
 
 TESLA = ROOT / "lab" / "tesla.toml"
 PRIVATE = ROOT / "lab" / "private.toml"
@@ -67,7 +67,7 @@ class Door:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def run(self, *words: object, stdin: str = "", limit: float = 60) -> Done:
+    def run(self, *words: object, stdin: str = "", limit: float = LIMIT_S) -> Done:
         """The same, waited for."""
         start = time.monotonic()
         job = self.start(*words)
@@ -77,7 +77,7 @@ class Door:
             job.kill()
         return Done(job.returncode, output, time.monotonic() - start)
 
-    def do(self, *words: object, stdin: str = "", limit: float = 60) -> str:
+    def do(self, *words: object, stdin: str = "", limit: float = LIMIT_S) -> str:
         """The same, which must succeed; its output."""
         done = self.run(*words, stdin=stdin, limit=limit)
         assert done.code == 0, done.output

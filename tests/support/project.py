@@ -8,6 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DDP = "torch_dist/train_vit.py"
 ZERO = "deepspeed/train_vit.py"
+# Seconds after which a started process hangs. At the lowest priority it may take ten times as long
+# as alone, and a slow machine doubles that.
+LIMIT_S = 480
 
 
 def venv() -> Path:

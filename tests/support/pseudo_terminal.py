@@ -12,7 +12,7 @@ import termios
 import time
 from collections.abc import Callable
 
-from project import ROOT, environment
+from project import LIMIT_S, ROOT, environment
 
 _CODE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -73,7 +73,7 @@ class PseudoTerminal:
         *_, last, _ = ["", "", *self.output.split(HOME)]
         return _CODE.sub("", last).replace("\r\n", "\n").split("\n")
 
-    def await_frame(self, shows: Callable[[str], bool], limit: float = 15) -> list[str]:
+    def await_frame(self, shows: Callable[[str], bool], limit: float = LIMIT_S) -> list[str]:
         """Wait until a whole screen shows something; its lines."""
         deadline = time.monotonic() + limit
         while not shows("\n".join(self.frame())):

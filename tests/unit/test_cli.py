@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from project import ROOT
+from project import LIMIT_S, ROOT
 
 from motley import cli, completion, text
 from motley.errors import HostTrouble, MotleyError
@@ -25,7 +25,7 @@ def motley(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-P", "-c", "from motley.cli import main; main()", *words], check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_the_words_of_a_setup_command_are_its_modules(
 ) -> None:
     (door,) = cli.COMMANDS[name].doors
     by_door = subprocess.run(
-        ["bash", ROOT / door, "--dry-run", "-h"], capture_output=True, text=True, timeout=60,
+        ["bash", ROOT / door, "--dry-run", "-h"], capture_output=True, text=True, timeout=LIMIT_S,
         check=True, env={**os.environ, "MOTLEY_VENV": "/nowhere"},
     )  # fmt: skip
     assert f"bash {door}" in by_door.stdout and by_door.stdout.endswith("\n")
@@ -115,7 +115,7 @@ def read_command_lines(target: str, *command_lines: Sequence[str]) -> tuple[list
     done = subprocess.run(
         [sys.executable, "-P", "-c", READER, target, json.dumps(command_lines), json.dumps(HEAVY)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
-        timeout=60, check=True, cwd=ROOT,
+        timeout=LIMIT_S, check=True, cwd=ROOT,
     )  # fmt: skip
     codes, loaded = json.loads(done.stderr.splitlines()[-1])
     return codes, loaded
@@ -154,7 +154,7 @@ def test_what_a_script_imports_of_motley_loads_no_torch() -> None:
     code = "from motley import *; import sys; print(Task, train_model, *({%s} & {*sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code % str(HEAVY)[1:-1]], capture_output=True, text=True,
-        check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     assert done.stdout.startswith("<class 'motley.tasks.task.Task'> <function train_model")
     assert done.stdout.rstrip().endswith(">")
@@ -179,7 +179,7 @@ def test_a_shell_completes_commands_options_and_their_values(
     assert completion.main() == 0
     done = subprocess.run(
         ["bash", "-c", BASH], input=capsys.readouterr().out, capture_output=True, text=True,
-        timeout=60, check=True,
+        timeout=LIMIT_S, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == [
         "train traces test-gpu test-deepspeed", "--bad-samples --bad-images --batch-size", "fsdp",
@@ -203,7 +203,7 @@ def test_a_rank_has_the_environment_that_the_entry_script_gives(tmp_path: Path) 
     script.write_text(f"import os; print({{n: os.environ.get(n) for n in {names}}})")
     entry = subprocess.run(
         [ROOT / "entry_cn.sh", script], env={**given, "MOTLEY_VENV": sys.prefix},
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=LIMIT_S,
     )  # fmt: skip
     found = rank_environment(given)
     assert entry.stdout == f"{ {name: found.get(name) for name in names} }\n"

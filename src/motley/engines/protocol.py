@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from motley.engines.step_timer import Clock, Laps
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import EngineTraits
-from motley.tasks.model import TaskModel
+
+if TYPE_CHECKING:
+    from motley.tasks.model import TaskModel  # whose timm, 2 s, a reader of checkpoints never needs
 
 
 @dataclass(frozen=True)
@@ -246,5 +248,5 @@ class EngineFactory(Protocol):
     def traits(self) -> EngineTraits:
         """Traits of the engines that this factory makes."""
 
-    def __call__(self, model: TaskModel, context: EngineContext) -> Engine:
+    def __call__(self, model: "TaskModel", context: EngineContext) -> Engine:
         """Set an engine on a model."""

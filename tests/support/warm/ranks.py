@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from project import ROOT
+from project import LIMIT_S, ROOT
 
 FOLDERS = ("tests/support", "src", "torch_dist", "deepspeed")
 
@@ -47,7 +47,9 @@ class WarmRanks:
         }  # fmt: skip
         self._process: subprocess.Popen[str] | None = None  # until somebody needs it
 
-    def run(self, ranks: int, body: str, argument: Any, folder: Path, limit: float = 60.0) -> Ended:
+    def run(
+        self, ranks: int, body: str, argument: Any, folder: Path, limit: float = LIMIT_S
+    ) -> Ended:
         """Run ``body``, as in ``module:function``, on so many ranks, and wait for its end.
 
         Args:

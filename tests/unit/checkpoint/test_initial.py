@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -13,6 +12,7 @@ from motley.errors import MotleyError
 from motley.tasks.builtin import CLASS_NAMES
 from motley.tasks.builtin.image import ImageTask
 from motley.tasks.builtin.text import TextTask
+from motley.tasks.classifiers import vit_digits
 from motley.tasks.net import freeze
 from motley.train.command_line import read_config, training_parser
 
@@ -22,7 +22,7 @@ class Digits(nn.Module):
 
 
 def vit(**options: object) -> nn.Module:
-    return timm.create_model("vit_digits", **options)
+    return vit_digits(**options)
 
 
 def test_the_head_is_made_anew_for_other_classes_and_positions_for_other_sizes() -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from project import LIMIT_S
 
 from motley.checkpoint.run import Run, talks_to_terminal
 from motley.records.run_folder import RunFolder
@@ -56,7 +57,7 @@ def test_each_rank_has_a_file_and_the_terminal_nothing(
     with subprocess.Popen(
         [sys.executable, "-c", SPEAK, nccl], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
-        assert process.communicate(timeout=60)[0] == b""
+        assert process.communicate(timeout=LIMIT_S)[0] == b""
     path = run.folder.path / f"nccl.rank0.{socket.gethostname()}.{process.pid}.log"
     assert "NCCL INFO" in path.read_text()
 

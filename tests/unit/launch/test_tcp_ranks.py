@@ -12,6 +12,7 @@ from multiprocessing.connection import Client
 from pathlib import Path
 
 import pytest
+from project import LIMIT_S
 
 from motley.cluster.launcher import WITHOUT_MPI, Launcher, launch_of
 from motley.errors import MotleyError
@@ -61,7 +62,7 @@ def test_they_exchange_values_though_strangers_are_quicker() -> None:
             line.sendall(b"[" * 1000)
     others = [start(slurm(rank, 4, job)) for rank in (1, 2, 3)]
     for each in (first, *others):
-        _, errors = each.communicate(timeout=60)
+        _, errors = each.communicate(timeout=LIMIT_S)
         assert each.returncode == 0, errors
     for line in strangers:
         line.close()
@@ -91,7 +92,7 @@ def test_who_has_another_secret_is_not_unpickled_and_says_so(
             line.send_bytes(pickle.dumps(Unpickled()))
 
     threading.Thread(target=pickles, daemon=True).start()
-    _, errors = first.communicate(timeout=30)
+    _, errors = first.communicate(timeout=LIMIT_S)
     assert "of 2 ranks, 1 did not come to rank 0 in 8 s" in errors
     assert not (tmp_path / "made").exists()
 

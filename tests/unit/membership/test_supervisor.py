@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from project import ROOT, environment
+from project import LIMIT_S, ROOT, environment
 
 from motley.errors import MotleyError
 from motley.faults import fault_of
@@ -89,7 +89,7 @@ class Rank:
 
     def ended(self) -> tuple[int, str, str]:
         """Its status, and what else it has said."""
-        output, errors = self._process.communicate(timeout=30)
+        output, errors = self._process.communicate(timeout=LIMIT_S)
         return self._process.returncode, output, errors
 
     def kill(self) -> None:

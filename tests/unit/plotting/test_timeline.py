@@ -10,7 +10,7 @@ import pytest
 from forked import run_script
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
-from project import ROOT, environment
+from project import LIMIT_S, ROOT, environment
 from small_runs import START, write_run
 
 from motley.plotting import style
@@ -92,7 +92,8 @@ def test_a_verdict_is_told_on_a_terminal_and_to_a_program(tmp_path: Path) -> Non
     assert all(each["step_s"] == pytest.approx(0.158, abs=0.01) for each in told)
     cut = subprocess.run(
         f"{sys.executable} plots/verdict.py {tmp_path} | true", shell=True, cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT / "src")), capture_output=True, text=True, timeout=60,
+        env=environment(PYTHONPATH=str(ROOT / "src")), capture_output=True, text=True,
+        timeout=LIMIT_S,
     )  # fmt: skip
     assert (cut.returncode, cut.stderr) == (0, "")
 

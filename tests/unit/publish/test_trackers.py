@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import wait_until
 from live_runs import LiveRun
-from project import ROOT
+from project import LIMIT_S, ROOT
 from trackers import (
     accumulator,
     command,
@@ -184,7 +184,7 @@ def test_it_follows_a_run_until_it_dies_and_ends_at_once_on_ctrl_c(live: LiveRun
     take(live, 5)
     live.close()  # its processes die without a word
     began = time.monotonic()
-    said, errors = following.communicate(timeout=60)
+    said, errors = following.communicate(timeout=LIMIT_S)
     assert following.returncode == 0 and not errors and "5 steps" in said
     assert time.monotonic() - began < 30 and "goes on" not in said
     steps = [step for step, *_ in held_by("tensorboard", live.run.path)["all/loss"]]

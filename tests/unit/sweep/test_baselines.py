@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from matrices import KNOWN, matrix_file, measure
-from project import ROOT
+from project import LIMIT_S, ROOT
 
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
@@ -280,7 +280,7 @@ def test_a_table_is_written_by_one_at_a_time(tmp_path: Path) -> None:
         )  # fmt: skip
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(2.0)
-    assert other.communicate(timeout=30)[0] == b"in\n"
+    assert other.communicate(timeout=LIMIT_S)[0] == b"in\n"
 
 
 @pytest.mark.parametrize(

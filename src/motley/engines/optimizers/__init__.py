@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motley.data.import_timm import timm
 from motley.registry import entries
 
 _WRAPPER = "lookahead_"  # begins --opt where Lookahead wraps the optimizer
@@ -90,6 +89,8 @@ def convert(tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dic
         if own.codec and isinstance(optimizer, own.kind):
             return own.codec.encode(tensors)
         if own.codec and own.like:
+            from motley.data.import_timm import timm  # 2 s, which a reader of files need not wait
+
             like = timm.optim.get_optimizer_class(own.like, bind_defaults=False)
             tensors = own.codec.decode(tensors) if type(optimizer) is like else tensors
     return tensors
