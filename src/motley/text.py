@@ -82,9 +82,16 @@ def _read_doors() -> dict[str, str]:
     return found | {Path(door).name: typed for door, typed in found.items()}
 
 
-def did_you_mean(word: str, known: Iterable[str], most: int = 3) -> str:
-    """`` (nearest: a, b)`` for the known names most like ``word``, or nothing."""
-    close = get_close_matches(word, list(known), n=most, cutoff=0.5)
+def did_you_mean(word: str, known: Iterable[str], most: int = 3, least: float = 0.5) -> str:
+    """Return `` (nearest: a, b)`` for the known names most like ``word``, or nothing.
+
+    Args:
+        word: an unknown name.
+        known: the names that there are.
+        most: of them that are named.
+        least: likeness from 0 to 1, as of difflib.SequenceMatcher.
+    """
+    close = get_close_matches(word, list(known), n=most, cutoff=least)
     return f" (nearest: {', '.join(close)})" if close else ""
 
 

@@ -255,9 +255,9 @@ class RecordOptions:
         "default: logs", NOTHING, "logs", metavar="DIR", cell="--out", per_launch=True
     )
     resume: str | None = option(
-        "continue from a checkpoint or a run folder; auto: from --run NAME, else the newest "
-        "unfinished run that has a checkpoint",
-        NOTHING, metavar="PATH|auto", cell="nothing",
+        "continue from a checkpoint or a run folder; auto, also where no value is given: from "
+        "--run NAME, else the newest unfinished run that has a checkpoint",
+        NOTHING, metavar="PATH|auto", bare="auto", cell="nothing",
         usual="continue a run; auto: of --run, or the newest", per_launch=True,
     )  # fmt: skip
     save_every: int | Duration | None = option(
@@ -284,13 +284,6 @@ class RecordOptions:
     )  # fmt: skip
 
 
-# Options that there were, and what to do in their place.
-GONE = {
-    "--tensorboard": (
-        "a run is published while it goes on, or later, by: "
-        "python plots/publish.py logs/RUN --to tensorboard --follow"
-    )
-}
 GROUPS = (ModelOptions, DataOptions, BatchOptions, OptimizationOptions, RecordOptions)
 
 

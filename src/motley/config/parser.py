@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from motley.config import other_tools
 from motley.config.option import NONE, Option, flag_of, options_of
-from motley.config.options import GONE, GROUPS, Config
+from motley.config.options import GROUPS, Config
 from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean, typed_command
@@ -38,6 +39,15 @@ class OneVoice(argparse.ArgumentParser):
     """
 
     all_of_it = "-h"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does. Underscores in an option's name are read as dashes."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(self.own_words(words), namespace)
+
+    def own_words(self, words: Sequence[str]) -> list[str]:
+        """Return a command line with options as this parser spells them."""
+        return [other_tools.with_dashes(word, self._option_string_actions) for word in words]
 
     def format_help(self) -> str:
         """Return the text of -h, with commands as a user types them here."""
@@ -58,14 +68,18 @@ class OneVoice(argparse.ArgumentParser):
                     "), which Motley's ranks do not meet through; start them as in: mpirun -np 2 "
                     f"--hostfile hosts.txt ./entry_cn.sh {sys.argv[0]}"
                 )
-            message = f"unknown option {word}{self.hint(word)}"
+            kind = "unknown option" if word.startswith("-") else "unexpected word"
+            message = f"{kind} {word}{self.hint(word)}"
         stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:
         """Return the hint behind the name of an unknown option."""
-        return did_you_mean(word, self._option_string_actions)
+        known = list(self._option_string_actions)
+        longer = [name for name in known if name.startswith(word)] if len(word) > 4 else []
+        return did_you_mean(word, longer or known, least=0 if longer else _LIKE)
 
 
+_LIKE = 0.85  # of a name and the nearest one: a slip of the pen; less misleads
 _OF_OTHER_LAUNCHERS = ("--local_rank", "--local-rank")
 
 
@@ -77,20 +91,6 @@ class _UsualHelp(argparse.Action):
         assert isinstance(parser, OptionParser)
         parser.print_usual_help()
         parser.exit()
-
-
-# Ours, by what other tools call it.
-_OTHER_NAMES = {
-    "--learning-rate": "--lr", "--optimizer": "--opt", "--wd": "--weight-decay",
-    "--max-grad-norm": "--clip-grad", "--grad-clip": "--clip-grad", "--scheduler": "--sched",
-    "--num-epochs": "--epochs", "--max-epochs": "--epochs", "--num-train-epochs": "--epochs",
-    "--num-workers": "--workers", "--train-batch-size": "--batch-size",
-    "--per-device-train-batch-size": "--micro-batch", "--gradient-checkpointing":
-    "--grad-checkpointing", "--output-dir": "--logs", "--resume-from-checkpoint": "--resume",
-    "--save-steps": "--save-every", "--amp": "--precision", "--fp16": "--precision fp16",
-    "--bf16": "--precision bf16", "--fsdp": "--strategy fsdp",
-    "--torch-compile": "--compile", "--warmup": "--warmup-epochs", "--dropout": "--drop",
-}  # fmt: skip
 
 
 class OptionParser(OneVoice):
@@ -134,13 +134,26 @@ class OptionParser(OneVoice):
 
     def hint(self, word: str) -> str:
         """See OneVoice."""
-        if word in GONE:
-            return f": {GONE[word]}"
-        if word in self.elsewhere:
-            return f": it is one of {self.elsewhere[word]}"
-        if own := _OTHER_NAMES.get(word.replace("_", "-")):
-            return f": it is {own} here"
+        name = other_tools.plain_name(word)
+        if own := other_tools.own_name(word):
+            known = own.split()[0] in self._option_string_actions
+            task = "" if known else self.elsewhere.get(own.split()[0])
+            return f": it is {own}, of {task}" if task else f": it is {own} here"
+        if name in self.elsewhere:
+            return f": it is one of {self.elsewhere[name]}"
+        if name in other_tools.ANSWERS:
+            return f": {typed_command(other_tools.ANSWERS[name])}"
+        if not word.startswith("-"):
+            return (
+                f": each value follows its option; a folder of images is --dataset folder "
+                f"--data-dir {word}" if Path(word).is_dir() else ": each value follows its option"
+            )  # fmt: skip
         return super().hint(word)
+
+    def own_words(self, words: Sequence[str]) -> list[str]:
+        """Return a command line with options as this parser spells them, those of other tools
+        too."""
+        return other_tools.own_words(words, self._option_string_actions)
 
     def add_own(self, group: type, title: str) -> None:
         """Add a group of options besides those of all scripts.

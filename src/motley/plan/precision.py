@@ -114,6 +114,11 @@ def named_hosts(asked: str | tuple[str, ...], known: Sequence[str]) -> tuple[str
 
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# Other tools' names of these: torch's types, Lightning's and Accelerate's values.
+_SPELLINGS = {
+    "float32": "fp32", "32": "fp32", "32-true": "fp32", "no": "fp32", "bfloat16": "bf16",
+    "bf16-mixed": "bf16", "float16": "fp16", "16": "fp16", "16-mixed": "fp16", "half": "fp16",
+}  # fmt: skip
 
 DYNAMIC_START = 2.0**16  # PyTorch's and DeepSpeed's own first guess
 _LARGEST = 2.0**32  # above it, the squares in the norm of a scaled fp32 gradient overflow
@@ -121,14 +126,14 @@ _LARGEST = 2.0**32  # above it, the squares in the norm of a scaled fp32 gradien
 
 def read_precisions(text: str) -> PerRank[str]:
     """Read ``--precision``: one name for all ranks, or one a rank separated by commas."""
-    names = tuple(text.split(","))
+    names = tuple(_SPELLINGS.get(name, name) for name in text.split(","))
     for name in names:
         if name not in (*PRECISIONS, "auto"):
             raise MotleyError(
                 f"--precision {name} is unknown{did_you_mean(name, (*PRECISIONS, 'auto'))}; "
                 f"choose auto, {', '.join(PRECISIONS)}, or one of these for each rank"
             )
-    return PerRank("--precision", text, names, for_all=len(names) == 1)
+    return PerRank("--precision", ",".join(names), names, for_all=len(names) == 1)
 
 
 def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:

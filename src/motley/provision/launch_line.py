@@ -11,6 +11,7 @@ from motley.text import RUN
 
 _TASKS, _NODES, _LIST = ("-n", "--ntasks"), ("-N", "--nodes"), ("-w", "--nodelist")
 _PER_NODE = ("--ntasks-per-node",)
+_BARE = {"--resume": "auto"}  # values of options that are given without one
 NODE_COUNTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")  # variables that say what was granted
 
 
@@ -234,20 +235,19 @@ class LaunchLine:
         """Return the value that the line gives an option of the training script."""
         own = self.words[self._entry :]
         for at, word in enumerate(own):
-            if word == flag and at + 1 < len(own):
-                return own[at + 1]
-            if word.startswith(f"{flag}="):
-                return word.partition("=")[2]
+            name, is_joined, value = word.partition("=")
+            if name.replace("_", "-") == flag:
+                if is_joined:
+                    return value
+                return own[at + 1] if _has_value(own, at) else _BARE.get(flag)
         return None
 
     def _with_option(self, flag: str, value: str) -> "LaunchLine":
         own, line = list(self.words[self._entry :]), list(self.words[: self._entry])
         for at, word in enumerate(own):
-            if word == flag:
-                own[at + 1] = value
-                break
-            if word.startswith(f"{flag}="):
-                own[at] = f"{flag}={value}"
+            name, is_joined, _ = word.partition("=")
+            if name.replace("_", "-") == flag:
+                own[at : at + (1 if is_joined or not _has_value(own, at) else 2)] = [flag, value]
                 break
         else:
             own += [flag, value]
@@ -258,6 +258,11 @@ class LaunchLine:
         if len(self.words) > self._entry or Path(self.words[-1]).name != _ENTRY:
             return self
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))
+
+
+def _has_value(words: Sequence[str], at: int) -> bool:
+    """Return True if a value follows the option at this place."""
+    return at + 1 < len(words) and not words[at + 1].startswith("--")
 
 
 def _find_rank_words(words: Sequence[str]) -> int:

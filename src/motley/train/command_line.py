@@ -324,14 +324,15 @@ def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
 
 def _without_place(words: Sequence[str]) -> Iterator[str]:
     """Yield the words that do not say which run it is, or where."""
-    is_value = False
+    may_be_value = False
     for word in words:
         name, is_joined, _ = word.partition("=")
         if name in _REPLACED:
-            is_value = not is_joined
-        elif is_value:
-            is_value = False
+            may_be_value = not is_joined
+        elif may_be_value and not word.startswith("-"):  # --resume needs none
+            may_be_value = False
         else:
+            may_be_value = False
             yield word
 
 

@@ -373,7 +373,6 @@ def test_a_download_that_fails_says_what_to_do(tmp_path: Path) -> None:
 def test_wrong_options_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         ("--epoch", "3"): "unknown option --epoch (nearest: --epochs",
-        ("--learning_rate", "3"): "unknown option --learning_rate: it is --lr here",
         ("--batch-size", "0"): "0 is not a whole number of 1 or more",
         ("--tensorboard",): "python plots/publish.py logs/RUN --to tensorboard",
         ("--lr", "nan"): "nan is not a number above 0",

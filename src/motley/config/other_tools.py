@@ -1,0 +1,232 @@
+"""Options as users of other tools type them: of timm's ``train.py``, torchvision's references,
+Hugging Face's Trainer, Accelerate, Lightning, nanoGPT, DeepSpeed, torchrun and Ultralytics.
+
+SAME names options of the same meaning; a command line may use these spellings. NAMED and ANSWERS
+are for errors: the option that does the same in another way, and a sentence where none does.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+# Each is replaced by these words. Nothing here names the run's folder: setup/keep_training.sh and
+# the line that continues a run look for --run, --logs and --resume as they are.
+SAME: Mapping[str, tuple[str, ...]] = {
+    "-a": ("--model",),
+    "--amp-dtype": ("--precision",),
+    "--arch": ("--model",),
+    "--auto-augment": ("--aa",),
+    "--bf16": ("--precision", "bf16"),
+    "--block-size": ("--length",),
+    "--checkpoint-hist": ("--keep",),
+    "--clip-grad-norm": ("--clip-grad",),
+    "--cutmix-alpha": ("--cutmix",),
+    "--data-path": ("--data-dir",),
+    "--dataloader-num-workers": ("--workers",),
+    "--dtype": ("--precision",),
+    "--fp16": ("--precision", "fp16"),
+    "--grad-clip": ("--clip-grad",),
+    "--gradient-checkpointing": ("--grad-checkpointing",),
+    "--gradient-clip-val": ("--clip-grad",),
+    "--imgsz": ("--img-size",),
+    "--label-smoothing": ("--smoothing",),
+    "--label-smoothing-factor": ("--smoothing",),
+    "--learning-rate": ("--lr",),
+    "--lora-r": ("--lora",),
+    "--lora-rank": ("--lora",),
+    "--lr-gamma": ("--decay-rate",),
+    "--lr-min": ("--min-lr",),
+    "--lr-scheduler": ("--sched",),
+    "--lr-scheduler-type": ("--sched",),
+    "--lr-step-size": ("--decay-epochs",),
+    "--lr-warmup-epochs": ("--warmup-epochs",),
+    "--max-epochs": ("--epochs",),
+    "--max-grad-norm": ("--clip-grad",),
+    "--max-iters": ("--max-steps",),
+    "--max-length": ("--length",),
+    "--max-seq-length": ("--length",),
+    "--mixed-precision": ("--precision",),
+    "--mixup-alpha": ("--mixup",),
+    "--n-embd": ("--width",),
+    "--n-head": ("--heads",),
+    "--n-layer": ("--depth",),
+    "--num-epochs": ("--epochs",),
+    "--num-train-epochs": ("--epochs",),
+    "--num-workers": ("--workers",),
+    "--optim": ("--opt",),
+    "--optimizer": ("--opt",),
+    "--random-erase": ("--reprob",),
+    "--save-total-limit": ("--keep",),
+    "--scheduler": ("--sched",),
+    "--tf32": ("--precision", "tf32"),
+    "--torch-compile": ("--compile",),
+    "--torchcompile": ("--compile",),
+    "--train-batch-size": ("--batch-size",),
+    "--train-crop-size": ("--img-size",),
+    "--train-file": ("--text",),
+    "--wd": ("--weight-decay",),
+}
+# Ours, where the value may have to be another.
+NAMED: Mapping[str, str] = {
+    "--ckpt-path": "--resume",
+    "--default-root-dir": "--logs",
+    "--experiment": "--run",
+    "--init-from": "--initial-checkpoint",
+    "--input-size": "--img-size",
+    "--model-name-or-path": "--pretrained",
+    "--num-steps": "--max-steps",
+    "--out-dir": "--logs",
+    "--output": "--logs",
+    "--resume-from": "--resume",
+    "--resume-from-checkpoint": "--resume",
+    "--run-name": "--run",
+    "--save-steps": "--save-every",
+    "--weights": "--initial-checkpoint",
+}
+
+_LAUNCH = (
+    "the launcher decides it: mpirun -np N --hostfile hosts.txt ./entry_cn.sh, with N ranks on the "
+    "hosts of hosts.txt; leave it out"
+)
+_TRACKER = (
+    "a run is published while it goes on, or later, by: python plots/publish.py logs/RUN --to {} "
+    "--follow"
+)
+_ONE_BATCH = (
+    "--batch-size is the global batch, which Motley splits by the speeds of the ranks; give it the "
+    "batch of one device times the number of devices"
+)
+_ACCUMULATION = (
+    "Motley accumulates gradients by itself: each rank computes its share of the global "
+    "--batch-size in pieces that fit its memory; leave it out"
+)
+_WARMUP = "the warm-up is counted in epochs: --warmup-epochs E, a fraction too, as in 0.5"
+_EVALUATION = "each epoch ends with an evaluation of all held-out samples; leave it out"
+_PRECISION = (
+    "--precision auto, the default, computes in 16 bits where a device is faster so; leave it out"
+)
+_CLASSES = "the data set says how many classes there are; leave it out"
+_DEEPSPEED = (
+    "DeepSpeed trains by a script of its own: mpirun -np 2 ./entry_cn.sh deepspeed/train_vit.py "
+    "--stage 3"
+)
+_DEVICE = (
+    "each rank takes a GPU of its own, or the CPU where there is none; CUDA_VISIBLE_DEVICES hides "
+    "GPUs"
+)
+_STRATEGY = "it is --strategy fsdp"
+_FOLDER = "the folder of a run is LOGS/NAME: give --logs LOGS --run NAME"
+_PROGRESS = "it is --log-interval, in seconds"
+
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    _LAUNCH: (
+        "--gpu-ids", "--gpus", "--include", "--machine-rank", "--main-process-ip",
+        "--main-process-port", "--master-addr", "--master-port", "--multi-gpu", "--nnodes",
+        "--node-rank", "--nproc-per-node", "--num-gpus", "--num-machines", "--num-nodes",
+        "--num-processes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--world-size",
+        "--dist-url", "--devices", "--hostfile",
+    ),
+    _ONE_BATCH: (
+        "--per-device-batch-size", "--per-device-train-batch-size", "--per-gpu-train-batch-size",
+        "--train-micro-batch-size-per-gpu",
+    ),
+    "an evaluation takes its samples in pieces that fit; leave it out": (
+        "--eval-batch-size", "--per-device-eval-batch-size", "--validation-batch-size",
+    ),
+    "Motley does so by itself; leave it out": (
+        "--dataloader-pin-memory", "--ddp-find-unused-parameters", "--no-prefetcher",
+        "--overwrite-output-dir", "--pin-mem", "--pin-memory",
+    ),
+    "the model's own configuration says how images are prepared; leave it out": (
+        "--crop-pct", "--interpolation", "--mean", "--std",
+    ),
+    "--resume auto goes on after the last saved step": ("--start-epoch",),
+    "it is --paragraphs of --task text": ("--group-by-length",),
+    _ACCUMULATION: (
+        "--accum-iter", "--accumulate-grad-batches", "--grad-accum-steps",
+        "--gradient-accumulation-steps",
+    ),
+    _WARMUP: ("--num-warmup-steps", "--warmup", "--warmup-iters", "--warmup-ratio",
+              "--warmup-steps"),
+    _EVALUATION: (
+        "--check-val-every-n-epoch", "--do-eval", "--do-train", "--eval-interval", "--eval-iters",
+        "--eval-steps", "--eval-strategy", "--evaluation-strategy", "--val-interval",
+    ),
+    _PRECISION: ("--amp", "--use-amp", "--autocast"),
+    _CLASSES: ("--num-classes", "--num-labels", "--vocab-size"),
+    _DEEPSPEED: ("--deepspeed", "--deepspeed-config", "--stage", "--zero-stage"),
+    _DEVICE: ("--accelerator", "--backend", "--ddp-backend", "--device", "--no-cuda",
+              "--use-cpu"),
+    _STRATEGY: ("--fsdp", "--fsdp-config"),
+    _FOLDER: ("--name", "--output-dir", "--project", "--save-dir"),
+    _PROGRESS: ("--log-every-n-steps", "--log-freq", "--logging-steps", "--print-freq"),
+    "batch norm takes its statistics over --bn-group samples, whichever rank computes them": (
+        "--dist-bn", "--split-bn", "--sync-batchnorm", "--sync-bn",
+    ),
+    "a tenth of a text is held out, and the held-out part of other data has a folder of its own; "
+    "leave it out": ("--val-fraction", "--val-split", "--validation-file",
+                     "--validation-split-percentage"),
+    _TRACKER.format("wandb"): (
+        "--log-wandb", "--use-wandb", "--wandb", "--wandb-log", "--wandb-project",
+        "--wandb-run-name",
+    ),
+    _TRACKER.format("tensorboard"): (
+        "--log-tensorboard", "--report-to", "--tensorboard", "--use-tensorboard",
+    ),
+    _TRACKER.format("mlflow"): ("--mlflow",),
+}  # fmt: skip
+ANSWERS: Mapping[str, str] = {
+    word: answer for answer, words in _SPELLINGS.items() for word in words
+}
+_TRAINER = "--trainer."  # Lightning's command line
+# Switches that the Trainer's users give a value.
+_SWITCHES = frozenset(("--bf16", "--fp16", "--gradient-checkpointing", "--tf32", "--torch-compile"))
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def with_dashes(word: str, known: Collection[str]) -> str:
+    """Return an option with dashes for underscores, where that makes it a known one.
+
+    Args:
+        word: as typed, with ``=VALUE`` where that is joined.
+        known: all options of the command.
+    """
+    name, joined, value = word.partition("=")
+    dashed = name.replace("_", "-")
+    return dashed + joined + value if name not in known and dashed in known else word
+
+
+def own_words(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return a command line in this tool's spelling.
+
+    Args:
+        words: as typed.
+        known: all options of the command. An option that is none of these stays as it is.
+    """
+    found, left = list[str](), list(words)
+    while left:
+        name, joined, value = with_dashes(left.pop(0), known).partition("=")
+        other = plain_name(name)
+        own = SAME.get(other, ())
+        if name in known or not own or own[0] not in known:
+            found.append(name + joined + value)
+            continue
+        if other in _SWITCHES and (joined or left[:1]):
+            is_on = _TRUTH.get((value if joined else left[0]).lower())
+            if is_on is not None and not joined:
+                left.pop(0)
+            if is_on is not None:
+                found += own if is_on else ()
+                continue
+        found += [*own[:-1], own[-1] + joined + value]
+    return found
+
+
+def plain_name(word: str) -> str:
+    """Return an option's name with dashes, and without Lightning's ``--trainer.``."""
+    dashed = word.replace("_", "-")
+    return f"--{dashed.removeprefix(_TRAINER)}" if dashed.startswith(_TRAINER) else dashed
+
+
+def own_name(word: str) -> str | None:
+    """Return the option here that does what another tool's does; None if there is none."""
+    name = plain_name(word)
+    return " ".join(SAME[name]) if name in SAME else NAMED.get(name)
