@@ -149,8 +149,10 @@ def main() -> None:
     rows = table(measure(options), options)
     show(rows)
     if options.json:
-        title = f"Five hosts, {options.speeds}, N = {options.n}, {options.emulation}"
-        bars.draw(rows, title, options.json.with_suffix(".png"))
+        hosts = f"Five {options.emulation} hosts, speeds {options.speeds}"
+        bars.draw(rows, f"{hosts}, batch {options.n}", options.json.with_suffix(".png"))
+        if {*bars.NEEDED} <= {*options.modes}:
+            bars.draw_summary(rows, "Five unequal hosts", options.json.with_suffix(".summary.png"))
         result.write(
             options.json, rows, started, emulation=options.emulation, load_before=load,
             accelerate=accelerate_version(options.modes),
