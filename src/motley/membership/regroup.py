@@ -1,5 +1,6 @@
-"""The coordinator's part in going on without a lost rank: it has all ranks keep their state, then
-has the survivors go on.
+"""The coordinator's part in a regroup without a lost rank.
+
+The coordinator makes all ranks keep their state. Then it makes the survivors go on.
 """
 
 import time
@@ -68,8 +69,10 @@ class Regroup:
         return True
 
     def note_kept(self, status: RankStatus, problem: str) -> Fault | None:
-        """Note that a rank has kept its state; return the fault that ends the job if it could
-        not."""
+        """Record that a rank has kept its state.
+
+        Return the fault that ends the job if the rank could not.
+        """
         if problem:
             return self._regrouping.first
         self._regrouping.kept(status.rank)
