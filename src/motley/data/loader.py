@@ -1,5 +1,7 @@
-"""The loader: gives every rank its own micro-batches of the global order (motley.data.source), read
-ahead and copied to the device that computes them.
+"""The loader, which gives every rank its own micro-batches of the global order.
+
+Micro-batches are read ahead and copied to the device that computes them. The order is that of
+motley.data.source.
 
 Without loader processes the training thread itself reads each micro-batch. With them a thread
 takes each micro-batch as soon as it is made, copies it to the device and holds it ready. The
@@ -310,8 +312,11 @@ class Loader:
         self.order = Order(len(self._train), config.seed, config.data_fraction)
 
     def prepare(self, epoch: int, consumed: int, plan: Plan) -> None:
-        """Have loader processes, if there are any, read the first samples of :meth:`steps` with
-        these arguments now; that takes them up if nothing else was read meanwhile."""
+        """Make loader processes, if there are any, read the first samples of :meth:`steps` now.
+
+        A call of :meth:`steps` with these arguments takes them up if nothing else was read
+        meanwhile.
+        """
         if self.workers:
             steps = self._make_steps(epoch, consumed, plan)
             steps.begin()
@@ -472,10 +477,13 @@ def samples_on(samples: Samples, config: Config, device: torch.device) -> Sample
 def workers_of(
     samples: Samples, config: Config, device: torch.device, readers: int | None = None
 ) -> int:
-    """Loader processes of this rank, as far as memory allows.
+    """Return the number of loader processes of this rank, as far as memory allows.
 
     Args:
-        readers: that keep the device busy; None: not measured.
+        samples: the object that reads samples.
+        config: the options.
+        device: device of this rank.
+        readers: number of processes that keep the device busy; None: not measured.
     """
     if config.workers is not None:
         return config.workers
