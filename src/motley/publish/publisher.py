@@ -1,5 +1,6 @@
-"""A publisher of a run's records to a tracker, each once. The position in the records is saved
-beside them.
+"""A publisher of a run's records to a tracker, each once.
+
+The publisher saves its position in the records beside them.
 
     published.<tracker>.json: {"started": 1763693554.1, "position": {...}, "tracker": {...}}
 
@@ -109,10 +110,12 @@ class Publisher:
     # -- following
 
     def publish(self, follow: bool, each_look: Callable[[], bool] = lambda: False) -> Told:
-        """Publish what there is, and with ``follow`` what comes until the run ends.
+        """Publish the present records.
 
         Args:
-            each_look: called after each look at the records; whether to look again soon.
+            follow: True: publish later records too, until the run ends.
+            each_look: called after each look at the records. Its result is True if the next look
+                has to follow at once.
         """
         ended_at = None
         while True:
