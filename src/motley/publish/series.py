@@ -31,7 +31,7 @@ from motley.records.training import EpochRecord, RankGroups
 class Position:
     """The position in a run's records.
 
-    A reader that is given a saved position reads on from there. The saved form is
+    A reader that is given a saved position reads on from there. The saved form:
 
         {"steps": {"0": 119, "1": 119}, "evaluation": 120, "events": 7, "samples": {"tesla0": 64}}
 
