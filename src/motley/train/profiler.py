@@ -35,10 +35,12 @@ _JUDGED_BY = 20  # steps: who is the slowest, whatever disturbs one of them
 
 
 def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
-    """MotleyError if ``--profile`` and ``--profile-ranks`` name what there is not.
+    """Raise MotleyError if ``--profile`` or ``--profile-ranks`` names a missing step or rank.
 
     Args:
-        last: the step before which the run ends.
+        config: the options.
+        workers: the ranks that train.
+        last: step before which the run ends.
     """
     if config.profile is None:
         return
