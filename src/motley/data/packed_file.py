@@ -101,7 +101,8 @@ def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
 def is_packed(path: Path) -> bool:
     """Return True if a file is a packed one, of any version, complete or not.
 
-    Raises: OSError: the file is unreadable.
+    Raises:
+        OSError: the file is unreadable.
     """
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC

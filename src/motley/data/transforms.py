@@ -196,8 +196,9 @@ class ShiftAndFlip:
     def draw(self) -> tuple[int, int, bool]:
         """Draw a random shift and mirroring of an image from torch's generator.
 
-        Returns: The pixels by which the image is shifted down and to the right, and True if it is
-        mirrored after that.
+        Returns:
+            The pixels by which the image is shifted down and to the right, and True if it is
+            mirrored after that.
         """
         down, right = (
             self.padding - int(torch.randint(2 * self.padding + 1, ())) for _ in range(2)
@@ -324,8 +325,9 @@ class Mixing:
     def draw(self) -> Tensor:
         """Draw the mixing of a sample and its neighbour from torch's generator.
 
-        Returns: Four numbers, fp32 [4]: 1 for CutMix and 0 for mixup, the weight of the sample's
-        own image, and the middle of a box, 0 to 1.
+        Returns:
+            Four numbers, fp32 [4]: 1 for CutMix and 0 for mixup, the weight of the sample's own
+            image, and the middle of a box, 0 to 1.
         """
         chance, kind, y, x = torch.rand(4).tolist()
         if chance >= self.probability:

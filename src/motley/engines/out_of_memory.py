@@ -34,7 +34,7 @@ def out_of_memory(error: BaseException) -> bool:
 def set_aside() -> None:
     """Exclude all present objects from later garbage collections.
 
-    A collection of a compiled model takes 50 ms, in the midst of a step.
+    Once a model has been compiled, a collection takes 50 ms, in the midst of a step.
     """
     gc.collect()
     gc.freeze()

@@ -131,7 +131,8 @@ def _check_stage(path: Path, zero: Mapping[str, Any], asked: int | None) -> None
 def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
     """Fill in the sizes of the plan and ``--clip-grad``.
 
-    Raises: MotleyError: the file has another number.
+    Raises:
+        MotleyError: the file has another number.
     """
     sizes = context.plan.micro_batches[context.rank]
     right = dict(

@@ -259,7 +259,7 @@ class OwnRank:
     def tell_reaper(self) -> None:
         """Send the reaper this rank's number, and the address of a rank to inform of its death.
 
-        That rank has to learn that the host outlives this rank.
+        The other rank learns from the reaper that the host outlives this rank.
         """
         if self.reaper is None:
             return

@@ -1,7 +1,7 @@
 """The reaper: a small process on each host that ends a hung launcher.
 
-After its rank has died, the reaper ends an mpirun or daemon that hangs, and removes the files that a
-killed launcher leaves.
+After its rank has died, the reaper ends an mpirun or daemon that hangs, and removes the files that
+a killed launcher leaves.
 
 mpirun ends when its daemon on every host has ended, and waits without end for one that is frozen or
 cut off; a daemon waits for mpirun in the same way. Once mpirun is to stop, it passes on nothing

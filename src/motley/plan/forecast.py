@@ -230,8 +230,8 @@ def choose_machines(
     """Return all ranks that get a sample, or those of the machines with which a step is shortest.
 
     Some machines are left out only if this shortens the step by more than the error of the clocks.
-    Every subset of a few machines is tried. With many machines, the subsets of the fastest and of the
-    best links are tried.
+    Every subset of a few machines is tried. With many machines, the subsets of the fastest and of
+    the best links are tried.
 
     Args:
         global_batch: samples in a step.
