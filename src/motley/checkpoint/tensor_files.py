@@ -234,11 +234,12 @@ class Piece:
 
 
 class Parts:
-    """All tensors of such a checkpoint.
+    """All tensors of a checkpoint that is saved in parts.
 
     Args:
-        folder: of it. indexes: of its parts, in order. reading: says of which file a reader's error
-            is, as a context.
+        folder: folder of the checkpoint.
+        indexes: indexes of its parts, in order.
+        reading: returns a context that names a file in the errors of its reader.
     """
 
     def __init__(

@@ -145,10 +145,11 @@ class _Places:
 
 
 class _OfClasses:
-    """The images of some classes, numbered anew.
+    """The images of some classes, with new class numbers.
 
     Args:
-        source: has ``targets``, the label of each image.
+        source: the images, with ``targets``, the label of each image.
+        classes: labels of these classes, in their new order.
     """
 
     def __init__(self, source: Source, classes: Sequence[int]) -> None:

@@ -81,7 +81,9 @@ class BatchesOnGpu(Batches):
     """Micro-batches that the training thread reads and a stream of their own copies to the GPU.
 
     Args:
-        stream: for the copies.
+        batches: yields the micro-batches.
+        slots: room of the loader processes.
+        stream: stream for the copies.
     """
 
     def __init__(
@@ -123,8 +125,10 @@ class PrefetchedBatches(Batches):
     ends with the pass, with :meth:`close`, or when the last reference to this object is gone.
 
     Args:
-        stream: for the copies to a GPU; None for a CPU.
-        workers: loader processes, for the message when one dies.
+        batches: yields the micro-batches.
+        slots: room of the loader processes.
+        stream: stream for the copies to a GPU; None for a CPU.
+        workers: number of loader processes, for the message when one dies.
     """
 
     def __init__(
@@ -260,13 +264,16 @@ _KEPT = 2**28  # bytes of a process, for its next batch: it makes 256 images 1.2
 
 
 class Loader:
-    """Gives one rank its micro-batches, read ahead by worker processes.
+    """Source of one rank's micro-batches, which worker processes read ahead.
 
     Args:
-        rank: number in the process group.
+        samples: the object that reads samples.
+        config: the options.
+        rank: number of the rank in the process group.
+        device: device of the rank.
         example: samples whose size is that of others; None: any number of processes fits.
         micro_batch: the most samples of this rank at once.
-        readers: processes that keep the device busy, where that was measured.
+        readers: number of processes that keep the device busy; None: not measured.
 
     Attributes:
         note: why there are fewer processes than usual, or too many for the cores; else empty.
@@ -434,10 +441,12 @@ class Loader:
 
 
 class Steps:
-    """The remaining global batches of an epoch, as this rank sees them.
+    """The remaining global batches of an epoch, for this rank.
 
     Args:
-        read: begins a pass over this rank's micro-batches behind so many global batches.
+        plans: plan of each global batch.
+        read: begins a pass over this rank's micro-batches, after so many global batches.
+        rank: number of this rank in the process group.
     """
 
     def __init__(self, plans: list[Plan], read: Callable[[int], Batches], rank: int) -> None:

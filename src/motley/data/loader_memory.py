@@ -71,9 +71,10 @@ class Slots:
     """Room for the batches of each loader process; the rank makes it before there are any.
 
     Args:
-        size: bytes of a batch at most; a larger one is passed in memory of its own.
-        device: the rank's; a GPU copies from there.
-        complete: what the device does with a batch that it has.
+        workers: number of loader processes.
+        size: largest number of bytes of a batch. A larger batch is passed in memory of its own.
+        device: device of the rank. A GPU copies from the slots.
+        complete: the device's work on a batch that it has.
     """
 
     def __init__(
@@ -299,13 +300,14 @@ class Growth:
 
 
 class LoaderGrowth:
-    """Decides from finished steps when a rank adds loader processes: one, then twice as many.
+    """Decision, from finished steps, when a rank adds loader processes: one, then twice as many.
 
     The growth stops for good once an addition has not shortened the wait.
 
     Args:
-        workers: present number. most: largest number.
-        idle_cores: returns how many of the rank's cores did nothing since its last call.
+        workers: present number of processes.
+        most: largest number of processes.
+        idle_cores: returns how many of the rank's cores were idle since its last call.
     """
 
     def __init__(

@@ -420,6 +420,7 @@ class ResidentImages:
         samples: the task; it reads the held-out samples.
         source: the training images.
         shift: the transform of training images.
+        device: the GPU.
     """
 
     needs_workers = False

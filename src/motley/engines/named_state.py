@@ -383,7 +383,8 @@ class ParameterAverage:
 
     Args:
         held: the tensors that the optimizer changes, by the names of their parameters.
-        decay: d. warmup: a smaller decay at first, 1 - (1 + step) ^ (-2/3).
+        decay: decay d of the average.
+        warmup: True: begin with a smaller decay, 1 - (1 + step) ^ (-2/3).
 
     Attributes:
         tensors: the average, by name.

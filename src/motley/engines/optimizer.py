@@ -128,8 +128,12 @@ class _Trial:
     """A layer of two parameters, and its optimizer.
 
     Args:
-        rows: of its matrix. Torch sums equal parts otherwise than parts of several sizes, so both
-            are tried: a matrix of equal ones, and a vector.
+        config: the options. ``--opt`` names the optimizer.
+        device: device of the layer.
+        rows: rows of the layer's matrix. Torch sums equal parts otherwise than parts of several
+            sizes. The trial therefore has a matrix of equal parts, and a vector.
+        fused: True: use one kernel where the optimizer has one.
+        sharding: how ranks shard tensors; None: whole tensors.
     """
 
     def __init__(

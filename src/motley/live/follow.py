@@ -37,11 +37,14 @@ class Appended:
 
 
 class Tail:
-    """Reads only what was appended since the last look, and keeps what is no whole line yet.
+    """Reader of the lines that were appended since the last look.
+
+    An incomplete line is kept until its end arrives.
 
     Args:
-        samples: of a part that is too long to be read, lines that are read; they are evenly spread,
-            and the first of the file is among them. None: every line is read, part by part.
+        path: path of the file.
+        samples: number of lines that are read of a part that is too long. They are evenly spread,
+            and the first line of the file is among them. None: every line is read, part by part.
     """
 
     def __init__(self, path: Path, samples: int | None = SAMPLES) -> None:

@@ -130,7 +130,11 @@ class Copies:
     """The copies of one host's files of a run.
 
     Args:
-        about: run.json. place: their folder. whole: see :class:`Collector`.
+        run: folder of the run.
+        about: content of run.json.
+        host: host of the files.
+        place: folder of the copies.
+        whole: see :class:`Collector`.
     """
 
     def __init__(

@@ -153,7 +153,7 @@ def compile_where_faster(
 
     Args:
         world: the ranks.
-        run: the run, whose rest is weighed against the trial; None: nothing is trained.
+        run: the run, which may be a continued one; None: nothing is trained.
         group: process group of the ranks.
         model: the model; None on a rank that is left out.
         config: the options.

@@ -101,7 +101,10 @@ class JobEnd:
     """The end of a job, from rank 0's watching thread.
 
     Args:
-        on_fault: records the first cause. tell_all: sends a message to all other ranks.
+        own: state of this rank.
+        writer: the thread that writes records.
+        on_fault: records the first cause.
+        tell_all: sends a message to all other ranks.
     """
 
     def __init__(

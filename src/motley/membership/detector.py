@@ -171,10 +171,12 @@ class RankStatus:
 
 
 class Watchdog:
-    """Rank 0's judgement.
+    """Detection of failed ranks, on rank 0.
 
     Args:
-        awake: this process's waking time. number: of this rank in the launch. host: its machine.
+        awake: clock of the time that this process was awake.
+        number: number of this rank in the launch.
+        host: host of this rank.
     """
 
     def __init__(self, awake: AwakeClock, number: int, host: str) -> None:
@@ -345,7 +347,8 @@ class SilentRanks:
     """The ranks whose heartbeats rank 0 misses.
 
     Args:
-        awake: rank 0's waking time. cut_off: see :func:`cut_off`.
+        awake: clock of the time that rank 0 was awake.
+        cut_off: see :func:`cut_off`.
     """
 
     def __init__(self, awake: AwakeClock, cut_off: Callable[[], Collection[str]] = cut_off) -> None:

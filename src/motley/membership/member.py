@@ -37,7 +37,9 @@ class Member:
     """The watching thread of every rank but 0.
 
     Args:
-        line: the connection to rank 0. host: rank 0's.
+        own: state of this rank.
+        line: the connection to rank 0.
+        host: host of rank 0.
         on_fault: called on the standby, with the fault of rank 0.
     """
 
@@ -111,8 +113,8 @@ class Member:
     def _standby_hears(self, quiet: float) -> bool:
         """Return True if the standby lives.
 
-        A dead rank 0 would have ended the standby by now: rank 0 reports to the standby alone that
-        Python is busy there.
+        If rank 0 were dead, the standby would have ended by now. Rank 0 reports to the standby
+        alone that Python is busy there.
 
         Args:
             quiet: seconds since the last message of rank 0.

@@ -140,7 +140,8 @@ class Handshakes:
     """The connections that arrive at a rank's port.
 
     Args:
-        listener: the port, open. host: name of this machine.
+        listener: the open port.
+        host: name of this machine.
         size: number of ranks; the reaper of any of them may come.
 
     Attributes:

@@ -19,11 +19,13 @@ _LAUNCHER_S = 5.0
 
 
 class Regroup:
-    """Played by the watching thread.
+    """The steps of a regroup that the watching thread of rank 0 runs.
 
     Args:
-        regrouping: who is lost, and who is ready.
-        tell_all: sends a message to all other ranks. record: an event of the run.
+        own: state of this rank.
+        regrouping: the lost ranks, and the ranks that are ready.
+        tell_all: sends a message to all other ranks.
+        record: records an event of the run.
     """
 
     def __init__(

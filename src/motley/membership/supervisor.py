@@ -76,10 +76,12 @@ _CONNECT_S = 30.0  # that rank 0 may take to answer, while all start
 
 
 class Watching:
-    """One rank's: :meth:`listen`, then :meth:`start`.
+    """The watching thread of one rank: :meth:`listen`, then :meth:`start`.
 
     Args:
-        own: what the rank says of itself. on_fault, on_event: see Supervisor.
+        own: state of this rank.
+        on_fault: see :class:`Supervisor`.
+        on_event: see :class:`Supervisor`.
     """
 
     def __init__(

@@ -120,7 +120,10 @@ class SupervisedRanks:
     """Implements motley.launch.ranks.Launched for those who are left of a launch.
 
     Args:
-        gather: gives every rank's value, by rank. here: the ranks of this machine.
+        rank: number of this rank among the survivors.
+        size: number of survivors.
+        here: ranks of this machine.
+        gather: gathers the value of every rank, by rank.
     """
 
     def __init__(
@@ -176,7 +179,8 @@ class Regrouping:
     """The first rank's memory of who is lost, who has kept its state, and what was gathered.
 
     Args:
-        machines: which machine each rank is on. survives: ranks may outlive one of them.
+        machines: machine of each rank, by number.
+        survives: True if ranks may outlive one of them.
     """
 
     def __init__(self, machines: Sequence[int], survives: bool) -> None:

@@ -59,6 +59,7 @@ class Evidence:
 
     Args:
         groups: columns of equal devices, whose noise is at least the median of the group.
+        columns: number of columns.
     """
 
     def __init__(self, groups: Groups, columns: int) -> None:

@@ -326,8 +326,10 @@ class Returns:
     """The watch for returning hosts of one job.
 
     Args:
-        folder: the run's folder. asked: answers from before the start. ask: asks all hosts once
-            more.
+        folder: folder of the run.
+        figures: duration of the run's steps and starts.
+        asked: answers of the hosts before the start.
+        ask: asks all hosts once more.
     """
 
     def __init__(

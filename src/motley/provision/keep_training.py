@@ -128,7 +128,9 @@ class Keeper:
     """The loop that keeps one run alive.
 
     Args:
-        restarts: faults in a row without progress before it gives up.
+        line: the line to keep running.
+        restarts: number of faults in a row without progress after which the loop gives up.
+        stop: the user's request to stop.
     """
 
     def __init__(self, line: LaunchLine, restarts: int, stop: Stop) -> None:

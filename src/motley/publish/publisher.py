@@ -58,8 +58,10 @@ class Publisher:
     """A publisher of one run; a context manager, which has the tracker's part of its folder alone.
 
     Args:
-        run: its folder. kind: of tracker. project: what the tracker groups runs by.
-        copies: as of :class:`RunFollower`.
+        run: folder of the run.
+        kind: class of the tracker.
+        project: name by which the tracker groups runs.
+        copies: as in :class:`RunFollower`.
 
     Attributes:
         stop: set by another thread to end publishing; read between two looks.

@@ -92,7 +92,8 @@ class RunReader:
     A step that is taken again, since the run went back to a checkpoint, is not read again.
 
     Args:
-        run: its folder. copies: as of :class:`motley.live.follow.RunFollower`.
+        run: folder of the run.
+        copies: as in :class:`motley.live.follow.RunFollower`.
         after: the position up to which records have been read.
     """
 

@@ -46,7 +46,8 @@ class Header:
     """The first line of a log.
 
     Args:
-        line: that line. path: of the log, for the error.
+        line: the first line.
+        path: path of the log, for the error.
 
     Attributes:
         names: of the columns. columns: the same, as our own logs have them.

@@ -173,7 +173,8 @@ class Reserve:
     """The next version of a file, as zeros: room on the disk, and an open descriptor.
 
     Args:
-        path: of the file. content: of its version of now.
+        path: path of the file.
+        content: content of its present version.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:

@@ -49,10 +49,12 @@ class _Held:
 
 
 class BlockByBlock:
-    """Gives a network its numbers.
+    """Object that gives a network its numbers, block by block.
 
     Args:
-        net: built by motley.tasks.deferred.record, which gave ``recording`` too.
+        net: network built by :func:`motley.tasks.deferred.record`.
+        recording: the recording that :func:`motley.tasks.deferred.record` returned with the
+            network.
         blocks: modules by name, which are sharded and recomputed as one.
     """
 

@@ -46,8 +46,12 @@ class Compiled:
     """Parts of a model that are compiled when they first compute; :meth:`undo` makes them plain.
 
     Args:
-        whole: one that computes all, by the names of its methods; it holds them from now on.
-        blocks: in its place. around: with them; plain where they are given more than tensors.
+        whole: module that computes everything. Its methods ``names`` are compiled, and it holds the
+            compiled ones from now on.
+        names: names of these methods.
+        blocks: blocks that are compiled in place of ``whole``.
+        around: modules that are compiled beside the blocks. Calls with other arguments than tensors
+            are computed plainly.
         counts: numbers of samples that are each compiled for themselves. A pass of another number
             is computed plainly, unless several follow one another. Empty: compile for any number.
     """
@@ -204,8 +208,10 @@ class TaskModel(nn.Module):
     is fp32, so that the wrappers never see a rank's dtype and ranks may differ in it.
 
     Args:
+        task: the task.
         net: the task's network.
-        precision: this rank's; see motley.plan.precision.
+        precision: precision of this rank; see motley.plan.precision.
+        device: device of this rank.
 
     Attributes:
         example: some samples. samples: how many there are to train on.

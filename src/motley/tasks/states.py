@@ -149,7 +149,9 @@ class Forecasts:
     """Samples: two states and the one that follows, a step apart; lists of these by index.
 
     Args:
-        starts: hours of their first states.
+        states: the states.
+        starts: hours of the first state of each sample.
+        step: hours from one state to the next.
     """
 
     def __init__(self, states: States, starts: Sequence[int], step: int) -> None:
@@ -234,7 +236,8 @@ class Files:
     Files are opened for each sample: an open one must not be shared with a worker process.
 
     Args:
-        levels: those that are wanted, hPa; None: all that the files have.
+        paths: paths of the files.
+        levels: pressure levels to read, hPa; None: all levels in the files.
 
     Raises:
         MotleyError: a file cannot be read, or what Aurora needs is not in any.

@@ -117,8 +117,11 @@ class CompileArchive:
     """The archive of one kind of node, in a folder that nodes may share.
 
     Args:
-        place: that folder. below: where in ``folder``, the node's own, compilers keep their files.
-        is_damaged: the archive that is there is to be replaced, whatever is in it.
+        place: folder of the archive.
+        kind: name of the kind of node.
+        folder: the node's own folder of compiled code.
+        below: folders in ``folder`` where compilers keep their files.
+        is_damaged: True: replace the present archive, whatever its content.
     """
 
     def __init__(

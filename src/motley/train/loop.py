@@ -154,11 +154,15 @@ class _Unread:
 
 
 class Loop:
-    """Trains a job, from its state to its last step.
+    """The loop that trains a job from its state to its last step.
 
     Args:
-        state: of the training at the start.
-        rescue: gets each change of the state. profiler: of each step.
+        world: the ranks.
+        job: the objects of the training.
+        recorder: the recorder of the run.
+        state: position of the training at the start.
+        rescue: receives each change of the state.
+        profiler: profiler of the steps.
     """
 
     def __init__(

@@ -58,11 +58,15 @@ def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
 
 
 class StepProfiler:
-    """Has chosen ranks profiled; a context manager, which all ranks enter.
+    """Profiler of chosen ranks; a context manager, which all ranks enter.
 
     Args:
-        machines: which one each rank is on.
-        say: what this rank is at, for the others who wait for it.
+        config: the options.
+        group: process group of the ranks that train.
+        folder: folder of the run.
+        machines: machine of each rank, by number.
+        recorder: the recorder of the run.
+        say: reports the phase of this rank to the others, which wait for it.
     """
 
     def __init__(

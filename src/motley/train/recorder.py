@@ -116,11 +116,12 @@ def _took_s(record: StepRecord, forecast: Forecast) -> float:
 
 
 class Reporter:
-    """Prints the state of one run.
+    """Printer of one run's progress.
 
     Args:
-        task: whose unit and metrics are printed.
-        total_steps: of the whole run.
+        task: the task, with the unit and the metrics that are printed.
+        total_steps: steps of the whole run.
+        done_steps: steps that are taken already.
         interval: seconds between plain lines.
         silent: print nothing (every rank but 0).
     """

@@ -47,7 +47,8 @@ class Rescue:
     """The state of a job that one rank can save, or keep to go on with.
 
     Args:
-        state: of the training.
+        job: the objects of the training.
+        state: position of the training.
 
     Attributes:
         possible: this rank holds all of it, and it is worth to be kept.
