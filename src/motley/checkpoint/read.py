@@ -1,5 +1,6 @@
-"""Readers of checkpoints, which load nothing but bytes that a manifest vouches for, and the check
-of all that a run has left, file by file.
+"""Readers of checkpoints, and the check of all files that a run has left.
+
+Readers load only bytes that a manifest vouches for.
 
 torch.load and safetensors read a flipped bit without a word, so a damaged checkpoint is named, and
 the one before it is used.
@@ -83,9 +84,10 @@ class Opened:
 
 
 def open_checkpoint(folder: Path, needs: Collection[str] = ()) -> Opened:
-    """Look at one checkpoint.
+    """Open one checkpoint, and check its manifest and progress.
 
     Args:
+        folder: folder of the checkpoint.
         needs: entries that the progress must have, besides the step.
 
     Raises:
@@ -115,13 +117,15 @@ def load_checkpoint(
 def newest_whole(
     folders: list[Path], needs: Collection[str] = (), only: Collection[str] = ()
 ) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]]:
-    """Load the first of ``folders`` that is whole.
+    """Load the first of ``folders`` that is complete.
 
     Args:
-        needs, only: as for :func:`load_checkpoint`.
+        folders: folders of checkpoints, the newest first.
+        needs: as in :func:`load_checkpoint`.
+        only: as in :func:`load_checkpoint`.
 
     Returns:
-        The folder, its content, and the faults of those before it.
+        The folder, its content, and the faults of the folders before it.
     """
     problems: list[str] = []
     found, content = first_whole(folders, lambda each: load_checkpoint(each, needs, only), problems)
@@ -131,13 +135,15 @@ def newest_whole(
 def first_whole(
     folders: list[Path], look: Callable[[Path], Seen], problems: list[str]
 ) -> tuple[Path, Seen]:
-    """The first of ``folders`` at which ``look`` finds nothing wrong, and what it gives.
+    """Return the first of ``folders`` that ``look`` accepts, and the result of ``look``.
 
     Args:
-        problems: gets what is wrong with those before it.
+        folders: folders of checkpoints, the newest first.
+        look: reads a checkpoint, and raises MotleyError if it is damaged.
+        problems: list to which the errors of the folders before it are appended.
 
     Raises:
-        MotleyError: something is with all.
+        MotleyError: no folder is accepted.
     """
     for folder in folders:
         try:

@@ -1,5 +1,7 @@
-"""The state that a run begins with: the newest whole checkpoint, given to all ranks or read by
-each, or the weights of another run, of a file, or of a folder of timm's or Hugging Face's.
+"""The state that a run begins with.
+
+The state is the newest complete checkpoint, or the weights of another run, of a file, or of a
+folder of timm's or Hugging Face's. A checkpoint is broadcast to all ranks, or read by each rank.
 """
 
 import os
@@ -38,8 +40,9 @@ _SHOWN = 3  # names in a message
 
 
 def load_initial(model: TaskModel | None, config: Config) -> list[str]:
-    """Begin with ``--initial-checkpoint``, or with the task's weights; all ranks that compute call
-    it.
+    """Begin with ``--initial-checkpoint``, or with the task's weights.
+
+    Rank 0 reads the weights, and broadcasts them. All ranks that compute call this function.
 
     Rank 0 reads, and gives the weights to the others.
 
@@ -85,8 +88,9 @@ def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
 
 
 def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str, Tensor]:
-    """Return new values for the rest, from other random numbers than a run of this seed begins
-    with.
+    """Return new values for the weights that are not taken over.
+
+    They come from other random numbers than those that a run of this seed begins with.
 
     Features that were learnt for a head of the same numbers would be sure of the wrong classes.
     """
@@ -177,7 +181,11 @@ def fit(
     """Return the weights that ``net`` takes as they are, and notes on the others.
 
     Args:
-        keep_head: the head's classes are the same there, if its shape is.
+        weights: the weights that were read.
+        task: the task of this run.
+        net: the network.
+        keep_head: True if the head has the same classes there. Its weights are used if their shape
+            fits.
 
     Raises:
         MotleyError: they are of another model.
@@ -237,7 +245,11 @@ def resume(
     checkpoint in parts is read by each rank that holds parts and sees it.
 
     Args:
+        engine: the engine that loads the state.
+        folders: folders of checkpoints, the newest first.
+        config: the options.
         now: the values of ``config`` that a checkpoint keeps.
+        device: device on which ranks communicate.
 
     Returns:
         The state of the training, and notes for the user.
@@ -280,8 +292,11 @@ def resume(
 
 
 def state_of(folders: list[Path]) -> TrainState | None:
-    """Where :func:`resume` is going to continue, unless it finds the tensors of the newest
-    checkpoint damaged; None: no checkpoint can be read, which it says."""
+    """Return the position at which :func:`resume` will continue.
+
+    The position differs if the tensors of the newest checkpoint turn out to be damaged. None: no
+    checkpoint can be read, which :func:`resume` reports.
+    """
     if not folders:
         return TrainState()
     try:
@@ -303,11 +318,14 @@ def read_saved_options(folders: list[Path]) -> dict[str, Any] | None:
 
 
 def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
-    """A checkpoint's progress and tensors; None: each rank is to read its own, and it is not known
-    yet whether they are whole.
+    """Return a checkpoint's progress and tensors.
+
+    None in place of tensors: each rank reads its own rows. They have not been checked yet in that
+    case.
 
     Args:
-        by_parts: ranks can do so.
+        folder: folder of the checkpoint.
+        by_parts: True if ranks can read their own rows.
     """
     opened = open_checkpoint(folder, _PROGRESS)
     by_each = by_parts and opened.parts is not None
@@ -325,8 +343,11 @@ def _load_whole(
 
 
 def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
-    """Each rank's rows; what is wrong with those of the first rank that cannot have them, if of
-    any, and then nothing is loaded."""
+    """Load each rank's rows; return an error, empty if there is none.
+
+    The error is that of the first rank that cannot have its rows. Nothing is loaded then on any
+    rank.
+    """
     assert isinstance(engine, HoldsParts)
     found: dict[str, Tensor] = {}
     wrong = ""

@@ -1,6 +1,4 @@
-"""The life of a run: its folder and lock, the checkpoint that it continues from, its events, its
-end.
-"""
+"""The life of a run: folder, lock, events and end, and the checkpoint that it continues from."""
 
 import contextlib
 import dataclasses
@@ -84,8 +82,10 @@ def explain_new_run(config: Config) -> str:
 
 
 def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
-    """The run of this task that was started last of those that have not finished, and have a
-    checkpoint; one that is in use is refused when it is taken."""
+    """Return the unfinished run of this task with a checkpoint that was started last.
+
+    A run that is in use is refused later, when it is taken.
+    """
     stopped: list[tuple[float, Path, str]] = []
     for run in find_runs([logs]) if logs.exists() else []:
         try:
@@ -206,8 +206,10 @@ class Run:
             self._lock = self.folder.lock()
 
     def read_continued(self) -> dict[str, Any]:
-        """run.json of the run that is continued; empty for a fresh start, or if it is gone or
-        damaged."""
+        """Return run.json of the run that is continued.
+
+        The result is empty for a fresh start, or if the file is missing or damaged.
+        """
         with contextlib.suppress(MotleyError):  # find_run says it
             return self._continued.read_run() if self._continued else {}
         return {}
@@ -219,11 +221,13 @@ class Run:
         return [record for folder in folders.values() for record in folder.read_epochs()]
 
     def start(self, content: Mapping[str, Any], step: int) -> None:
-        """Make the folder on all machines and write run.json; from here on rank 0 records
-        the events and faults of all.
+        """Make the folder on all machines and write run.json.
+
+        Rank 0 records the events and faults of all ranks from then on.
 
         Args:
-            step: optimizer steps that are taken already.
+            content: further entries of run.json, ``ranks`` among them.
+            step: number of optimizer steps that are taken already.
         """
         world = self._world
         self._make_folder()
@@ -271,9 +275,11 @@ class Run:
         world.from_first(self._take)
 
     def divert_nccl(self) -> None:
-        """Before NCCL is used: where the user has it talk (NCCL_DEBUG), and has named no file, have
-        each rank's go into one in the folder, which is made for it, in place of the one terminal.
-        All ranks call it."""
+        """Divert the output of NCCL to a file per rank in the folder, which is made for it.
+
+        This applies if the user asks for output (NCCL_DEBUG) and has named no file. The output
+        would all go to the one terminal otherwise. All ranks call this method before NCCL is used.
+        """
         own = bool(self._world.nodes[self._world.rank].devices) and talks_to_terminal(os.environ)
         if not any(self._world.allgather(own)):
             return
@@ -288,8 +294,9 @@ class Run:
         self._world.supervisor.tell({"kind": kind, **content})
 
     def is_shared(self) -> bool:
-        """Return True if all ranks see the disk that rank 0 records on, and the one that the run
-        continues from; all ranks call it.
+        """Return True if all ranks see the disk of rank 0 and of the continued run.
+
+        The first is the disk that rank 0 records on. All ranks call this method.
         """
         if len(set(self._world.machines)) == 1:
             return True
@@ -301,8 +308,10 @@ class Run:
         return all(seen)
 
     def check_leader(self, leader: int) -> None:
-        """Raise MotleyError unless ``leader``, a launched rank, which writes and reads checkpoints,
-        sees rank 0's disk; all ranks call it."""
+        """Raise MotleyError unless ``leader`` sees rank 0's disk; all ranks call this method.
+
+        The leader, a launched rank, writes and reads checkpoints.
+        """
         world = self._world
         if world.machines[leader] != world.machines[0] and not self.is_shared():
             raise MotleyError(

@@ -1,5 +1,6 @@
-"""Checkpoints: training state gathered from ranks, saved in one piece or not at all, and never
-loaded unless it is whole.
+"""Checkpoints: training state gathered from ranks and saved in one piece.
+
+A checkpoint is saved completely or not at all, and never loaded unless it is complete.
 
     checkpoints/
       step_00000120/
@@ -124,20 +125,23 @@ class Checkpoints:
         self._writing: Future[Path] | None = None
 
     def save_behind(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
-        """Save a checkpoint while training goes on; first wait for the one before.
+        """Save a checkpoint while training goes on. Wait for the one before it first.
 
         Args:
-            tensors: they do not change any more.
+            tensors: tensors of the state, which do not change any more.
+            progress: entries of the checkpoint besides tensors.
 
         Raises:
-            MotleyError: why the one before could not be saved.
+            MotleyError: the one before could not be saved.
         """
         self.wait()
         self._writing = self._writer.submit(self.save, tensors, progress)
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Until what :meth:`save_behind` was given is on the disk; raises what that has, and
-        TimeoutError after ``limit_s`` seconds."""
+        """Wait until the last call of :meth:`save_behind` has reached the disk.
+
+        The error of that call is raised here, and TimeoutError after ``limit_s`` seconds.
+        """
         if self._writing is not None:
             if not self._writing.done():
                 self._writer.hurry()
@@ -177,13 +181,16 @@ class Checkpoints:
     def save_part_behind(
         self, folder: Path, rank: int, tensors: Mapping[str, Tensor], step: int
     ) -> None:
-        """Write a rank's part, while training goes on.
+        """Write a rank's part while training goes on.
 
         Args:
-            folder: of :meth:`begin_parts`. tensors: see motley.checkpoint.tensor_files.
+            folder: folder of :meth:`begin_parts`.
+            rank: number of the rank.
+            tensors: the rank's rows; see motley.checkpoint.tensor_files.
+            step: step of the checkpoint.
 
         Raises:
-            MotleyError: why the one before could not be saved.
+            MotleyError: the one before could not be saved.
         """
         self.wait()
         self._writing = self._writer.submit(self._write_part, folder, rank, tensors, step)
@@ -191,8 +198,10 @@ class Checkpoints:
     def save_parts_behind(
         self, folder: Path, ranks: int, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
     ) -> None:
-        """Write rank 0's part, wait for those of so many ranks, and have the checkpoint be there,
-        while training goes on."""
+        """Write rank 0's part, and complete the checkpoint, while training goes on.
+
+        The checkpoint is complete once so many ranks have written their parts.
+        """
         self._writing = self._writer.submit(self._unite, folder, ranks, tensors, progress)
 
     def _write_part(
@@ -229,10 +238,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _new(self, step: int, size: int, thread: int, begun: Path | None = None) -> Iterator[Path]:
-        """A folder to write a checkpoint to, which is in its place afterwards, or gone.
+        """Yield a folder to write a checkpoint to; it is in its place afterwards, or removed.
 
         Args:
-            size: bytes of tensors. begun: it is there already.
+            step: step of the checkpoint.
+            size: bytes of tensors.
+            thread: id of the thread that writes, for the name of a new folder.
+            begun: a folder that exists already; None: make one.
         """
         final, temporary = self._final(step), begun or self._temporary(step, thread)
         try:
@@ -268,8 +280,11 @@ class Checkpoints:
             raise MotleyError(f"{wrong}, then continue with --resume") from None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints of later steps to ``aside_...``: those of a branch that a
-        resume from ``step`` leaves, or damaged ones. Else the next resume would take them."""
+        """Rename the checkpoints of later steps to ``aside_...``.
+
+        They belong to a branch that a resume from ``step`` leaves, or are damaged. The next resume
+        would use them otherwise.
+        """
         left = self.found(step)
         later = set(self.found()) - set(left)
         if later and left:
@@ -367,8 +382,11 @@ class Kept:
 def save(
     engine: Engine, checkpoints: Checkpoints, position: TrainState, config: dict[str, Any]
 ) -> None:
-    """Take a checkpoint, which is written behind the training, by rank 0, or of ranks that cut the
-    model and see its disk by each; all ranks call it."""
+    """Take a checkpoint, which is written while training goes on; all ranks call this function.
+
+    Rank 0 writes it. If ranks shard the model and see the disk of rank 0, each rank writes its
+    part.
+    """
     if checkpoints.in_parts and isinstance(engine, HoldsParts):
         _save_parts(engine, engine.state(Scope.ROWS), checkpoints, position, config)
         return
@@ -413,15 +431,20 @@ def progress_of(
     """Return the entries of a checkpoint besides tensors.
 
     Args:
-        ranks: whose own state it has. scale, optimizer: their states.
+        position: state of the training.
+        ranks: number of ranks whose own state the checkpoint has.
+        scale: state of the loss scale.
+        config: values of the options that a checkpoint keeps.
+        optimizer: plain values of the optimizer.
     """
     return {**asdict(position), "ranks": ranks, "scale": scale, "config": config,
             "optimizer": optimizer}  # fmt: skip
 
 
 def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
-    """Continue from the state that each rank has kept of a group that has broken; all ranks call
-    it.
+    """Continue from the state that each rank has kept of a broken group.
+
+    All ranks call this function.
 
     Ranks that were a step ahead have it right: a step that one has finished is finished. Where all
     have finished the same, theirs are equal to the bit, and nothing is sent. Ranks that diverge are

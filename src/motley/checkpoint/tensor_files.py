@@ -1,5 +1,7 @@
-"""Files of tensors in the format of safetensors: whole ones, hashed on their way to the disk, and
-the parts of a checkpoint that no rank put together, of which each rank has written its own.
+"""Files of tensors in the format of safetensors.
+
+A file holds whole tensors, or one rank's part of a checkpoint that no rank puts together. Files are
+hashed on their way to the disk.
 
     part_00000.safetensors      of rank 0: names as in the parts of a whole one, model.<name> and
                                 optimizer.<name>.<slot>; each tensor cut along its first dimension,
@@ -60,9 +62,10 @@ def write_tensors(
     """Write a new file that safetensors reads.
 
     Args:
-        tensors: on the CPU; such as share memory are each written.
-        each: gets the SHA-256 of each tensor, by name.
-        run: does it, piece by piece.
+        file: path of the file.
+        tensors: tensors by name, on the CPU. Tensors that share memory are each written.
+        each: receives the SHA-256 of each tensor, by name; None: hash the file as a whole.
+        run: runs the writing, piece by piece.
 
     Returns:
         ``bytes`` and ``sha256`` of what was to be written; where ``each`` is given, the hash is of
@@ -89,8 +92,10 @@ def write_tensors(
 
 
 def _content(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bytes | memoryview]]:
-    """The length of the header, the header, and the tensors by name, the widest numbers first, so
-    that each lies where a number of its kind may."""
+    """Yield the length of the header, the header, and the tensors by name.
+
+    The tensors with the widest numbers come first, which aligns each tensor to its numbers.
+    """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {}
     end = 0
@@ -143,10 +148,13 @@ def write_part(
     tensors: Mapping[str, Tensor],
     run: Callable[[Iterator[None]], None] = at_once,
 ) -> None:
-    """Write a rank's tensors, and then its index, whole or not at all.
+    """Write a rank's tensors, and then its index, completely or not at all.
 
     Args:
-        run: see write_tensors.
+        folder: folder of the checkpoint.
+        rank: number of the rank.
+        tensors: the rank's rows by name, on the CPU.
+        run: as in :func:`write_tensors`.
     """
     file, final = (folder / name for name in part_names(rank))
     hashes: dict[str, str] = {}
@@ -171,8 +179,12 @@ def telling(folder: Path, rank: int) -> Iterator[None]:
 
 
 def wait_for_parts(folder: Path, ranks: int) -> None:
-    """Until all ranks have written their parts; MotleyError where one could not, or none goes on
-    for so long that nothing can come any more."""
+    """Wait until all ranks have written their parts.
+
+    Raises:
+        MotleyError: a rank could not write its part, or no part has grown for so long that none
+            will.
+    """
     sizes, since = 0, time.monotonic()
     while True:
         there = {path.name: path for path in folder.iterdir()}
@@ -222,11 +234,12 @@ class Piece:
 
 
 class Parts:
-    """All tensors of such a checkpoint.
+    """All tensors of a checkpoint that is saved in parts.
 
     Args:
-        folder: of it. indexes: of its parts, in order. reading: says of which file a reader's error
-            is, as a context.
+        folder: folder of the checkpoint.
+        indexes: indexes of its parts, in order.
+        reading: returns a context that names a file in the errors of its reader.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""The account that this process runs under: its name, its home folder, and the folders that are its
-alone, such as the one in which this machine keeps measured speeds and compiled code.
+"""The account that this process runs under: its name, its home folder, and its own folders.
+
+One of these folders is that in which this machine keeps measured speeds and compiled code.
 
 A container may run under a user number without a name, and without HOME.
 

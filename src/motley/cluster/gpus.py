@@ -1,5 +1,6 @@
-"""The GPUs of this machine and the processes on them, read without torch. NVML serves NVIDIA's
-GPUs, amdsmi (the Python package that comes with ROCm) serves AMD's.
+"""The GPUs of this machine and the processes on them, read without torch.
+
+NVML serves NVIDIA's GPUs, and amdsmi (the Python package that comes with ROCm) serves AMD's.
 
 Return values of amdsmi are those of version 7.0 (amdsmi_interface.py): dictionaries, memory in MiB,
 power in watts, degrees Celsius, and "N/A" where a card has no answer. Not every card has every

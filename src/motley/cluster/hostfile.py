@@ -1,5 +1,6 @@
-"""The hosts of a job: those of ``hosts.txt``, a plain Open MPI hostfile, or those of Slurm's
-allocation.
+"""The hosts of a job, from a hostfile or from Slurm's allocation.
+
+The hostfile is ``hosts.txt``, a plain Open MPI hostfile.
 
 python -m motley.cluster.hostfile hosts.txt        # print the hosts, or say what is wrong
 
@@ -102,8 +103,10 @@ def parse_hosts(text: str, source: str = "hosts.txt") -> tuple[Host, ...]:
 
 
 def read_hosts(path: str | Path) -> tuple[Host, ...]:
-    """Read a hostfile; see :func:`parse_hosts`. Print a note on stderr if it has the marks of a
-    Windows editor."""
+    """Read a hostfile; see :func:`parse_hosts`.
+
+    A note on stderr warns of the marks of a Windows editor.
+    """
     try:
         text = Path(path).read_bytes().decode()
     except FileNotFoundError:

@@ -1,5 +1,7 @@
-"""The launcher's part of this process: its rank of how many, in the variables that launchers set,
-and its cores, of which a rank uses those next to its GPU.
+"""The launcher's part of this process: its rank, and its cores.
+
+The rank and the number of ranks are read from the variables that launchers set. A rank uses the
+cores next to its GPU.
 
 A core that reaches a GPU, or memory, through another processor's memory node is slower at it. On a
 machine with one node there is nothing to choose. Memory follows the cores: Linux takes it from the
@@ -127,7 +129,8 @@ def node_of_device(bus_id: str, root: Path = _ROOT) -> int | None:
     """Return the number of the memory node next to a device on the PCI bus; None: unknown.
 
     Args:
-        bus_id: as NVML writes it, for example ``00000000:3B:00.0``.
+        bus_id: the device's address in the form of NVML, for example ``00000000:3B:00.0``.
+        root: root of the file system.
     """
     match = _BUS_ID.fullmatch(bus_id.lower())
     if match is None:
@@ -153,8 +156,11 @@ def choose_node(
     each node gets as many; one rank alone needs the cores of all.
 
     Args:
-        near: the number of the node next to its GPU; None: unknown.
-        local_rank, local_size: among the ranks of this machine.
+        nodes: memory nodes of this machine.
+        near: number of the node next to the rank's GPU; None: unknown.
+        has_gpu: True if the rank has a GPU.
+        local_rank: number of the rank among the ranks of this machine.
+        local_size: number of ranks on this machine.
         allowed: cores that this process may use. If these are not all, the user or the launcher
             has chosen them.
     """

@@ -1,5 +1,6 @@
-"""A login on a host: how ssh reaches it, by address, user, port and host key, and an sh script that
-runs under any login shell there.
+"""A login on a host, by ssh, and an sh script that runs under any login shell there.
+
+A login has the address, user, port and host key by which ssh reaches the host.
 """
 
 import contextlib
@@ -72,8 +73,9 @@ class Login:
 
 
 def read_login(host: str) -> Login:
-    """Ask ssh itself how it would log in to a host: it alone reads its configuration right
-    (Include, Match).
+    """Ask ssh itself how it would log in to a host.
+
+    No other program reads its configuration correctly (Include, Match).
 
     Raises:
         HostTrouble: ssh refuses its configuration, or reaches the host through another one.
@@ -186,7 +188,10 @@ def refused(
     """Return the trouble of a host that accepts neither our key nor our password.
 
     Args:
-        takes: the login methods that the host offers, where it lists them.
+        host: name of the host.
+        login: the login.
+        by_password: True if a password was refused, False if a key was.
+        takes: login methods that the host offers; None: unknown.
     """
     if not by_password:
         return HostTrouble(
@@ -317,7 +322,9 @@ def run_here(talk: Talk, limit: float, through: Sequence[str] = ()) -> int:
     """Run the script on this machine and return its exit status.
 
     Args:
-        through: the words of a program that runs it elsewhere.
+        talk: the script, its input and its output.
+        limit: largest duration, in seconds.
+        through: words of a program that runs the script elsewhere.
 
     Raises:
         TooLong: after ``limit`` seconds.
@@ -369,8 +376,10 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
     """Run the script at the other end of an open session of ssh and return its exit status.
 
     Args:
-        channel: like paramiko's.
-        alive: whether the connection is.
+        channel: the session, an object like paramiko's channel.
+        alive: returns True while the connection lives.
+        talk: the script, its input and its output.
+        limit: largest duration, in seconds.
 
     Raises:
         TooLong: after ``limit`` seconds.

@@ -1,5 +1,7 @@
-"""The networks that hosts share: the interfaces by which they reach each other, and a trial of
-each network, which opens connections and measures the slowest one's rate.
+"""The networks that hosts share, and a trial of each network.
+
+A network is given by the interfaces by which hosts reach each other. The trial opens connections
+and measures the rate of the slowest one.
 
 In the trial each host opens a port on each network, and sends to the next host in a ring. A
 connection begins with the receiver's token, or is dropped. Needs neither MPI nor any package.
@@ -254,7 +256,8 @@ def measure(targets: Sequence[tuple[str, int]], token: str) -> list[Answer]:
     """Send to the port of one host on each network; connections are opened at once.
 
     Args:
-        targets: addresses and ports of one :class:`Receiver`. token: its own.
+        targets: addresses and ports of one :class:`Receiver`.
+        token: token of that receiver.
     """
     connections: list[socket.socket | str] = ["opens no port there"] * len(targets)
 

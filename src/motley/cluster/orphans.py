@@ -87,6 +87,7 @@ def state(process: Found, mpiruns: Iterable[tuple[str, Sequence[int]]]) -> str:
     """Return ``running``, ``leftover`` (the process that started it is gone) or ``unknown``.
 
     Args:
+        process: the process.
         mpiruns: name of each machine that could be asked, and pids of this user's mpirun there.
     """
     if process.kind == "mpirun":
@@ -149,8 +150,11 @@ def _own_processes() -> dict[int, dict[str, Any]]:
 
 
 def _line(each: Mapping[str, Any]) -> list[str] | None:
-    """Return the words of a rank: a script of this clone, as entry_cn.sh runs it, or the command
-    ``motley``, and what comes after; without a clone any script. None for another process."""
+    """Return the words of a rank's command; None for another process.
+
+    The words are a script of this clone, as entry_cn.sh runs it, or the command ``motley``, and its
+    arguments. Without a clone any script of this environment's Python counts.
+    """
     words = each["cmdline"] or []
     for at in range(len(words) - 2):
         if words[at : at + 4] == ["-m", _BEGIN, "-m", _COMMAND]:

@@ -1,5 +1,7 @@
-"""Processes of this machine: programs that Motley starts and waits for, each with a time limit; the
-signals that end this one; and others, identified by pid and start time.
+"""Processes of this machine.
+
+The module starts programs and waits for them, each with a time limit. Other parts are the signals
+that end this process, and other processes, identified by pid and start time.
 """
 
 import contextlib
@@ -29,6 +31,7 @@ def run_child(
         words: its command line.
         limit_s: seconds that it may take.
         fix: what the user can do where it takes longer.
+        cwd: working directory; None: that of this process.
 
     Raises:
         ChildTimeoutError: it takes longer. The program is killed.
@@ -103,7 +106,9 @@ def send(pid: int, start: int, number: int) -> bool:
     """Send a signal to a process of this user that has a handler for it; return True if sent.
 
     Args:
-        start: its ticks.
+        pid: number of the process.
+        start: start time of the process, in ticks.
+        number: number of the signal.
     """
     with contextlib.suppress(OSError):
         held = os.pidfd_open(pid)  # from here on the signal can reach no other process

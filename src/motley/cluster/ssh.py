@@ -80,8 +80,9 @@ class Remote:
         """Run a POSIX sh script there, whatever the login shell is.
 
         Args:
-            script: sees ``words`` as ``$1 $2 ...``. Without a payload its stdin is empty, and
-                all that it starts ends with it, or with our connection.
+            script: the script. Without a payload its stdin is empty, and all processes that it
+                starts end with it, or with the connection.
+            *words: arguments of the script, ``$1 $2 ...``.
             payload: its stdin, or a file to read that from. Secrets go here: nothing else
                 stays out of a process list.
             limit: seconds that it may take in all.
@@ -150,6 +151,7 @@ def connect(
     """Log in to a host.
 
     Args:
+        host: name of the host.
         password: use this alone, no key.
         key: use this private key alone. Without either: all that ssh would try unasked, or Slurm.
         known: take this for its host key if no known_hosts file holds one.
@@ -235,7 +237,8 @@ def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:
     """Return the key that a host shows, without logging in; raises HostTrouble.
 
     Args:
-        kinds: which of its keys are asked for first, for example ``ssh-rsa``.
+        host: name of the host.
+        kinds: kinds of keys that are asked for first, for example ``ssh-rsa``.
     """
     login = read_login(host)
     sock = open_socket(host, login)
@@ -306,6 +309,8 @@ def run_on_all(
     """Call ``work(host)`` for all hosts at once.
 
     Args:
+        hosts: names of the hosts.
+        work: function that is called with each host.
         limit: seconds after which a host that has not finished is in trouble.
 
     Returns:

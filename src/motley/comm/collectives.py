@@ -1,5 +1,6 @@
-"""Collectives of numbers and values over the process group, and the way out of them where a rank
-is gone.
+"""Collectives of numbers and values over the process group, and a way out of them.
+
+A rank has to leave a collective if another rank is gone.
 
 Gloo does not end a wait for a peer that is silent. A wait does end where this process's own
 connections end, save where two end within a moment. There Gloo left one wait in some sixty
@@ -34,7 +35,8 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
     """Return a future whose wait :func:`abandon_group` ends, whatever the process group does.
 
     Args:
-        device: where its value is; on a GPU the future stays as it is.
+        sent: future of the collective.
+        device: device of its value. On a GPU the future itself is returned.
     """
     if device.type != "cpu":
         return sent

@@ -1,5 +1,6 @@
-"""The reducer of ``--wire powersgd``: torch's hook, given unequal shares, skipped steps and a loss
-scale that changes.
+"""The reducer of ``--wire powersgd``, around torch's hook.
+
+The reducer adds unequal shares, skipped steps and a changing loss scale to the hook.
 
 After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
 """
@@ -156,8 +157,9 @@ class _Lane:
 
 
 class PowerSgdReducer(Reducer):
-    """A reducer that sends two thin matrices in place of each gradient matrix, and adds their error
-    to the next step's gradient.
+    """A reducer that sends two thin matrices in place of each gradient matrix.
+
+    The error of the matrices is added to the next step's gradient.
 
     torch's hook takes the mean over ranks. Each rank passes in W times its part of the sum: the
     mean is then the sum, whatever the shares. The hook's error memory is in the same unit, and

@@ -1,5 +1,6 @@
-"""Buckets of gradients, the plain all-reduce of them, which other reducers build on, and the one
-that spares a slow link.
+"""Buckets of gradients, and two reducers of them.
+
+One is the plain all-reduce, on which other reducers build. The other spares a slow link.
 """
 
 import threading
@@ -69,7 +70,9 @@ class Sums:
         """Begin to sum a tensor over all ranks, in place.
 
         Args:
-            dtype: as whose real numbers; None: as its own. group: whose ranks add up; None: all.
+            whole: the tensor.
+            dtype: dtype of the real numbers that are sent; None: the tensor's own.
+            group: process group of the ranks that add up; None: all ranks.
         """
         real = as_real(whole)
         sent = real.to(dtype or real.dtype)  # itself, where these are its own
@@ -135,7 +138,8 @@ class Reducer:
         """Continue from :meth:`state`.
 
         Args:
-            factor: of the coming step's loss scale to the one that it was kept with.
+            state: the saved state.
+            factor: ratio of the coming step's loss scale to the one of the saved state.
         """
 
 
@@ -162,8 +166,10 @@ class RoundingReducer(Reducer):
 
 
 def as_real(value: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real ones, [..., 2], which share their memory; other
-    tensors as they are."""
+    """Return complex numbers as pairs of real ones, [..., 2], which share their memory.
+
+    Other tensors are returned unchanged.
+    """
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
@@ -174,8 +180,10 @@ def by_type(tensors: Sequence[_T]) -> list[list[_T]]:
 
 
 def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
-    """Return tensors of one dtype in each group, in their order, together as long as they are at
-    most so many numbers, or one tensor."""
+    """Group tensors by dtype, in their order.
+
+    A group has at most so many numbers together, or one tensor.
+    """
     groups: list[list[Tensor]] = []
     for alike in by_type(tensors):
         groups.append([])
@@ -189,10 +197,15 @@ def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
 def empty_bucket(
     place: int, parameters: Sequence[Tensor], final: bool, dtype: torch.dtype | None = None
 ) -> Bucket:
-    """Return room for the gradients, each laid out as its parameter; complex ones as real numbers.
+    """Return an empty bucket with room for the gradients.
+
+    Each gradient has the layout of its parameter. Complex gradients are stored as real numbers.
 
     Args:
-        parameters: all of one dtype. dtype: of the room; None: theirs.
+        place: number of the bucket.
+        parameters: the parameters, all of one dtype.
+        final: True for the last bucket of a step.
+        dtype: dtype of the bucket; None: that of the parameters.
     """
     reals = [as_real(p.detach()) for p in parameters]
     flat = reals[0].new_empty(sum(p.numel() for p in reals), dtype=dtype)
@@ -308,7 +321,8 @@ class SlowRankReducer(Reducer):
         """Post the operations that can start at once; return a function that does the rest.
 
         Args:
-            part: of this rank. into: where the sum is to be; may be ``part``.
+            part: this rank's part of the sum.
+            into: tensor for the sum, which may be ``part``.
         """
         size = max(_PIECE, len(part) // _PIECES)
         pieces = torch.split(part, size)

@@ -1,5 +1,7 @@
-"""The declaration of an option, made once with all that other modules need, and the readers of its
-values: numbers within bounds, and lists.
+"""The declaration of an option, and the readers of its values.
+
+An option is declared once, with everything that other modules need. Readers accept numbers within
+bounds, and lists.
 """
 
 import argparse
@@ -76,8 +78,10 @@ class Option:
     per_launch: bool = False
 
     def text_of(self, value: Any) -> Any:
-        """Return a value as records and checkpoints keep it: JSON, and texts that :attr:`read`
-        reads."""
+        """Return a value in the form that records and checkpoints keep.
+
+        The form is JSON, with texts that :attr:`read` reads.
+        """
         if value is None:
             return self.unset
         if isinstance(value, tuple):

@@ -1,5 +1,6 @@
-"""The command line of a training script, made of groups of options, and ``--config FILE.toml``,
-which gives the same options from a file or from the run.json of a run.
+"""The command line of a training script, made of groups of options.
+
+``--config FILE.toml`` gives options from a file, or from the run.json of a run.
 
 A TOML file has one option a line, as users type it without the dashes. Tables are titles. A
 run.json gives the options that differ from their defaults, but for those of one launch.
@@ -172,8 +173,10 @@ class OptionParser(OneVoice):
         self.own = (*self.own, group)
 
     def print_usual_help(self) -> None:
-        """Print the options that most users need, on the first rank alone. The text fits a
-        screen."""
+        """Print the options that most users need, on the first rank alone.
+
+        The text fits a screen.
+        """
         if launched_rank() != 0:
             return
         told = [each for each in self._actions if each.help != argparse.SUPPRESS]
@@ -235,6 +238,7 @@ class OptionParser(OneVoice):
         """Return an option as a user types it.
 
         Args:
+            name: name of the option, as in the options' classes.
             value: a text, a number, a boolean, a list of these, or None.
 
         Raises:

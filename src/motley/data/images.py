@@ -1,5 +1,6 @@
-"""Images by index, from any source, and folders of images with one folder a class, with an account
-of the files that are not read.
+"""Images by index, from any source, and folders of images with one folder per class.
+
+A folder keeps an account of the files that were not read.
 
 Images stay uint8 and are normalised on the device (motley.tasks.builtin.image): a quarter of the
 bytes through worker processes and over the PCI bus.
@@ -48,8 +49,10 @@ def image_endings() -> tuple[str, ...]:
 
 
 def composed(name: str) -> str:
-    """Return a name in Unicode's composed form (NFC): file systems differ in it, and so would the
-    order of files on two hosts."""
+    """Return a name in Unicode's composed form (NFC).
+
+    File systems differ in the form, and the order of files on two hosts would differ too.
+    """
     return unicodedata.normalize("NFC", name)
 
 
@@ -142,10 +145,11 @@ class _Places:
 
 
 class _OfClasses:
-    """The images of some classes, numbered anew.
+    """The images of some classes, with new class numbers.
 
     Args:
-        source: has ``targets``, the label of each image.
+        source: the images, with ``targets``, the label of each image.
+        classes: labels of these classes, in their new order.
     """
 
     def __init__(self, source: Source, classes: Sequence[int]) -> None:
@@ -208,8 +212,9 @@ def of_files(images: Images, folder: Path) -> Images:
 
 
 def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
-    """Return an image that PIL has opened, read, in these colours, upright as its EXIF tag says;
-    convert() would copy one that has them, and cut 16 bits off at 255.
+    """Return the pixels of an opened PIL image in these colours, upright as its EXIF tag says.
+
+    PIL's convert() would copy an image that has these colours already, and clip 16 bits at 255.
 
     Raises:
         ValueError: its pixels are numbers of an unknown range.
@@ -228,8 +233,11 @@ def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
 
 
 def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return what makes a loaded image upright. Cameras store photos as their sensor lies, and how
-    it lay in a tag; of a TIFF, PIL has done it when it loads."""
+    """Return the transposition that makes a loaded image upright, or None.
+
+    Cameras store photos in the orientation of their sensor, and the orientation in a tag. PIL turns
+    a TIFF itself when it loads one.
+    """
     try:
         return _TURNS.get(int(image.getexif().get(ExifTags.Base.Orientation, 1)))
     except Exception:  # of any type: metadata that is damaged makes no image unreadable
@@ -338,8 +346,11 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
 
 
 def account(train: ImageFolder, test: ImageFolder) -> str:
-    """Return one line of what was read, and what was not: ``16 images of 2 classes, 8 held out; not
-    read: 8 .svg, 1 folder (Permission denied)``."""
+    """Return one line on the images that were read, and the files that were not.
+
+    An example is ``16 images of 2 classes, 8 held out; not read: 8 .svg, 1 folder (Permission
+    denied)``.
+    """
     classes = len(train.classes)
     words = (
         f"{len(train):,} images of {classes} {'class' if classes == 1 else 'classes'}, "

@@ -1,5 +1,7 @@
-"""The one place that imports timm, without W&B, which it has for its own training script: half a
-second of each rank's start."""
+"""The one place that imports timm, without W&B.
+
+Only timm's own training script needs W&B. Its import takes half a second of each rank's start.
+"""
 
 import sys
 

@@ -1,5 +1,7 @@
-"""The loader: gives every rank its own micro-batches of the global order (motley.data.source), read
-ahead and copied to the device that computes them.
+"""The loader, which gives every rank its own micro-batches of the global order.
+
+Micro-batches are read ahead and copied to the device that computes them. The order is that of
+motley.data.source.
 
 Without loader processes the training thread itself reads each micro-batch. With them a thread
 takes each micro-batch as soon as it is made, copies it to the device and holds it ready. The
@@ -79,7 +81,9 @@ class BatchesOnGpu(Batches):
     """Micro-batches that the training thread reads and a stream of their own copies to the GPU.
 
     Args:
-        stream: for the copies.
+        batches: yields the micro-batches.
+        slots: room of the loader processes.
+        stream: stream for the copies.
     """
 
     def __init__(
@@ -121,8 +125,10 @@ class PrefetchedBatches(Batches):
     ends with the pass, with :meth:`close`, or when the last reference to this object is gone.
 
     Args:
-        stream: for the copies to a GPU; None for a CPU.
-        workers: loader processes, for the message when one dies.
+        batches: yields the micro-batches.
+        slots: room of the loader processes.
+        stream: stream for the copies to a GPU; None for a CPU.
+        workers: number of loader processes, for the message when one dies.
     """
 
     def __init__(
@@ -258,13 +264,16 @@ _KEPT = 2**28  # bytes of a process, for its next batch: it makes 256 images 1.2
 
 
 class Loader:
-    """Gives one rank its micro-batches, read ahead by worker processes.
+    """Source of one rank's micro-batches, which worker processes read ahead.
 
     Args:
-        rank: number in the process group.
+        samples: the object that reads samples.
+        config: the options.
+        rank: number of the rank in the process group.
+        device: device of the rank.
         example: samples whose size is that of others; None: any number of processes fits.
         micro_batch: the most samples of this rank at once.
-        readers: processes that keep the device busy, where that was measured.
+        readers: number of processes that keep the device busy; None: not measured.
 
     Attributes:
         note: why there are fewer processes than usual, or too many for the cores; else empty.
@@ -310,8 +319,11 @@ class Loader:
         self.order = Order(len(self._train), config.seed, config.data_fraction)
 
     def prepare(self, epoch: int, consumed: int, plan: Plan) -> None:
-        """Have loader processes, if there are any, read the first samples of :meth:`steps` with
-        these arguments now; that takes them up if nothing else was read meanwhile."""
+        """Make loader processes, if there are any, read the first samples of :meth:`steps` now.
+
+        A call of :meth:`steps` with these arguments takes them up if nothing else was read
+        meanwhile.
+        """
         if self.workers:
             steps = self._make_steps(epoch, consumed, plan)
             steps.begin()
@@ -429,10 +441,12 @@ class Loader:
 
 
 class Steps:
-    """The remaining global batches of an epoch, as this rank sees them.
+    """The remaining global batches of an epoch, for this rank.
 
     Args:
-        read: begins a pass over this rank's micro-batches behind so many global batches.
+        plans: plan of each global batch.
+        read: begins a pass over this rank's micro-batches, after so many global batches.
+        rank: number of this rank in the process group.
     """
 
     def __init__(self, plans: list[Plan], read: Callable[[int], Batches], rank: int) -> None:
@@ -472,10 +486,13 @@ def samples_on(samples: Samples, config: Config, device: torch.device) -> Sample
 def workers_of(
     samples: Samples, config: Config, device: torch.device, readers: int | None = None
 ) -> int:
-    """Loader processes of this rank, as far as memory allows.
+    """Return the number of loader processes of this rank, as far as memory allows.
 
     Args:
-        readers: that keep the device busy; None: not measured.
+        samples: the object that reads samples.
+        config: the options.
+        device: device of this rank.
+        readers: number of processes that keep the device busy; None: not measured.
     """
     if config.workers is not None:
         return config.workers

@@ -1,6 +1,8 @@
-"""Memory and number of loader processes: the slots through which they pass batches to their rank,
-made once for the whole run, the number that a host has room for, and processes that are added while
-a run goes on.
+"""Memory and number of loader processes.
+
+Processes pass batches to their rank through slots, which are made once for the whole run. The
+module limits the number of processes to those that the host has room for, and adds processes during
+a run.
 
 A batch in shared memory of its own costs more than its copy: its pages are zeroed, mapped twice
 and given back, at the rank under Python's lock, so that none of its threads can launch a kernel.
@@ -69,9 +71,10 @@ class Slots:
     """Room for the batches of each loader process; the rank makes it before there are any.
 
     Args:
-        size: bytes of a batch at most; a larger one is passed in memory of its own.
-        device: the rank's; a GPU copies from there.
-        complete: what the device does with a batch that it has.
+        workers: number of loader processes.
+        size: largest number of bytes of a batch. A larger batch is passed in memory of its own.
+        device: device of the rank. A GPU copies from the slots.
+        complete: the device's work on a batch that it has.
     """
 
     def __init__(
@@ -153,8 +156,10 @@ class Slots:
 
 
 def _shared(size: int) -> mmap.mmap | None:
-    """Memory that this process and its children see; None where the system grants no so large one:
-    each batch has its own then."""
+    """Return memory that this process and its children share, or None.
+
+    The system may not grant as much. Each batch has its own memory in this case.
+    """
     try:
         return mmap.mmap(-1, size)
     except OSError:
@@ -210,10 +215,13 @@ def held(workers: int) -> int:
 def workers_that_fit(
     wanted: int, sample: float, micro_batch: int, free: Callable[[], float]
 ) -> tuple[int, str]:
-    """How many of ``wanted`` loader processes fit, and what is said if fewer do.
+    """Return how many of ``wanted`` loader processes fit, and a message if fewer do.
 
     Args:
-        sample: its bytes. micro_batch: samples of one.
+        wanted: number of processes.
+        sample: bytes of a sample.
+        micro_batch: samples in a micro-batch.
+        free: returns this rank's part of the free memory, in bytes.
 
     Raises:
         MotleyError: not even this process alone can hold what it reads.
@@ -292,13 +300,14 @@ class Growth:
 
 
 class LoaderGrowth:
-    """Decides from finished steps when a rank adds loader processes: one, then twice as many.
+    """Decision, from finished steps, when a rank adds loader processes: one, then twice as many.
 
     The growth stops for good once an addition has not shortened the wait.
 
     Args:
-        workers: present number. most: largest number.
-        idle_cores: returns how many of the rank's cores did nothing since its last call.
+        workers: present number of processes.
+        most: largest number of processes.
+        idle_cores: returns how many of the rank's cores were idle since its last call.
     """
 
     def __init__(

@@ -99,8 +99,11 @@ def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
 
 
 def is_packed(path: Path) -> bool:
-    """Return True if a file is a packed one, of any version, whole or not; OSError if it is
-    unreadable."""
+    """Return True if a file is a packed one, of any version, complete or not.
+
+    Raises:
+        OSError: the file is unreadable.
+    """
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
@@ -268,8 +271,10 @@ def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
 
 
 def bytes_of(folder: Folder, keep: Keep) -> int:
-    """Return the bytes of all images: exact for pixels, as far as they can be read; for JPEGs by
-    some of them.
+    """Return the bytes of all images.
+
+    Pixels are counted exactly, as far as they can be read. The size of JPEGs is estimated from some
+    of them.
     """
     if keep.kind == PIXELS:
         return sum(_pixel_bytes(path, keep.longest) for path in folder.paths)
@@ -310,13 +315,17 @@ def _kept(path: Path, keep: Keep) -> _Image:
 def pack(
     folder: Folder, keep: Keep, path: Path, processes: int, tell: Callable[[int], None]
 ) -> tuple[str, ...]:
-    """Pack into a new file, which gets its name when it is whole.
+    """Pack images into a new file, which gets its name when it is complete.
 
     Args:
-        tell: is called with the bytes written so far.
+        folder: the images.
+        keep: form in which images are stored.
+        path: path of the file.
+        processes: number of processes that read images.
+        tell: called with the bytes written so far.
 
     Returns:
-        The names of images that could not be read, with why.
+        The names of images that could not be read, with the reason.
 
     Raises:
         MotleyError: the disk is full, or another process packs into the same file.

@@ -31,8 +31,9 @@ class Shards:
     none. A file is opened for each image: processes that are forked share nothing that moves.
 
     Args:
-        label_key: where else in ``.json`` the label is; who has a label below 0 there is no
-            sample, as for timm.
+        paths: paths of the files.
+        label_key: further key in ``.json`` with the label. Members with a label below 0 there are
+            no samples, as in timm.
 
     Raises:
         MotleyError: a file cannot be read, is cut short, or an image in it has no label.

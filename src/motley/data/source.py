@@ -1,5 +1,6 @@
-"""Samples: the global order of which every rank takes its own share, the answers to their keys in
-any process, and the micro-batches that they are put into.
+"""Samples: their global order, the reading of single samples, and micro-batches.
+
+Every rank takes its own share of the order. Any process answers the key of a sample.
 
 An epoch is one permutation drawn from (seed, epoch); a step takes N consecutive entries
 of it, and the ranks take consecutive slices of those. Augmentation draws from (seed,
@@ -215,6 +216,15 @@ class Key:
 
 @dataclass(frozen=True)
 class Answer:
+    """The answer to the key of a sample.
+
+    Attributes:
+        content: tensors of the sample by name; None: a held-out sample could not be read.
+        index: index of the sample that was read. In training the next readable sample stands in
+            for an unreadable one.
+        unreadable: names of samples that could not be read, with the reason.
+    """
+
     content: Mapping[str, Any] | None
     index: int
     unreadable: tuple[str, ...]

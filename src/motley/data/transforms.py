@@ -1,6 +1,7 @@
-"""Changes to images: those of each image before it goes into a batch, by torchvision's and timm's
-parts; mixup and CutMix of neighbours in the global order; and images that lie on the GPU, which
-shifts and mirrors them itself.
+"""Changes to images before and after they are put into a batch.
+
+Single images are changed by parts of torchvision and timm. Mixup and CutMix join neighbours in the
+global order. Images that lie on the GPU are shifted and mirrored there.
 
 All draw from generators that are seeded for the sample: torch's by the loader, and here Python's
 and NumPy's, from which timm's parts draw. Samples 2k and 2k + 1 of a global batch are mixed with
@@ -74,8 +75,11 @@ class Look:
         return bool(self.auto or self.jitter or self.erase or self.boxes)
 
     def of_training(self, images: Images) -> Transform:
-        """An image to uint8 [C, H, W]: of ``size`` pixels a side, or fewer where all have so few;
-        then :meth:`enlarged` does the rest."""
+        """Return the transform from an image to uint8 [C, H, W], for training.
+
+        The result has ``size`` pixels per side, or fewer if all images have so few.
+        :meth:`enlarged` does the rest then.
+        """
         steps = [self._framing(images)]
         if self.auto:
             steps += [v2.ToPILImage(), self._auto_augment(), v2.ToImage()]
@@ -106,8 +110,7 @@ class Look:
         return changed
 
     def enlarged(self, pixels: Tensor) -> Tensor:
-        """Return a batch as large as the model wants it, [n, C, size, size]; float, if it was
-        smaller.
+        """Return a batch in the size of the model, [n, C, size, size]; float, if it was smaller.
 
         Pixels are not rounded: devices differ in the last bit, and rounding would make a level of
         it. Overshoot of a cubic filter is cut off, as for uint8.
@@ -122,13 +125,14 @@ class Look:
         return large.clamp_(0, 255)
 
     def _fit(self, native: int, whole: bool = False) -> list[Transform]:
-        """Return the transform from images of a known size to the model's.
+        """Return the transforms from images of a known size to the model's.
 
         Small ones are left to the device: enlarged from 32 to 224 pixels a side, they would be 50
         times the bytes on their way to it.
 
         Args:
-            whole: enlarge them all the same.
+            native: pixels per side of the images.
+            whole: enlarge small images here nevertheless.
         """
         if native == self.size or (native < self.size and not whole):
             return []
@@ -177,19 +181,25 @@ class Look:
 
 
 class ShiftAndFlip:
-    """torchvision's RandomCrop of a padded image and RandomHorizontalFlip: the same random numbers,
-    and bit by bit the same pixels, in half the time.
+    """torchvision's RandomCrop of a padded image and RandomHorizontalFlip, in half the time.
+
+    The random numbers are equal to torchvision's, and so are the pixels, bit by bit.
 
     Args:
-        size: pixels a side. between: transforms that come between the two, and draw nothing.
+        size: pixels per side.
+        between: transforms between the two, which draw no random numbers.
     """
 
     def __init__(self, size: int, between: Sequence[Transform]) -> None:
         self.padding, self.between = max(1, size // 8), between
 
     def draw(self) -> tuple[int, int, bool]:
-        """Draw from torch's generator by how many pixels an image is shifted down and to the right,
-        and whether it is mirrored then."""
+        """Draw a random shift and mirroring of an image from torch's generator.
+
+        Returns:
+            The pixels by which the image is shifted down and to the right, and True if it is
+            mirrored after that.
+        """
         down, right = (
             self.padding - int(torch.randint(2 * self.padding + 1, ())) for _ in range(2)
         )
@@ -217,8 +227,9 @@ def _overlap(shift: int, size: int) -> tuple[slice, slice]:
 
 
 class RandomCropAndFlip:
-    """torchvision's RandomResizedCrop and RandomHorizontalFlip of one image: the same random
-    numbers, and bit by bit the same pixels, in half the time.
+    """torchvision's RandomResizedCrop and RandomHorizontalFlip of one image, in half the time.
+
+    The random numbers are equal to torchvision's, and so are the pixels, bit by bit.
 
     Only what is cropped is copied, pixel by pixel as the fastest of torch's kernels wants it; and
     no image is asked at every step what it is.
@@ -245,8 +256,10 @@ class RandomCropAndFlip:
         return found.flip(-1) if mirrored else found
 
     def _box(self, image: Image.Image | Tensor) -> tuple[int, int, int, int]:
-        """Top, left, height and width of a part; torchvision is asked where what it draws first
-        does not fit in."""
+        """Return top, left, height and width of a part.
+
+        The method falls back on torchvision if the first part that it draws does not fit in.
+        """
         height, width = image.shape[1:] if isinstance(image, Tensor) else image.size[::-1]
         before = torch.default_generator.get_state()
         area = height * width * torch.empty(1).uniform_(*self._usual.scale).item()
@@ -261,14 +274,18 @@ class RandomCropAndFlip:
 
 
 def _posterize(image: Any, bits: int, **known: Any) -> Any:
-    """timm asks for 0 bits where it is to change most, which Pillow 12 refuses; before, all was
-    black then."""
+    """Reduce an image to ``bits`` bits per colour, but to one at least.
+
+    For the largest change timm passes 0 bits, which Pillow 12 refuses. Earlier versions made the
+    image all black.
+    """
     return auto_augment.posterize(image, max(1, bits), **known)  # type: ignore[no-untyped-call]
 
 
 def seeded(transform: Transform) -> Transform:
-    """Return the transform, drawing from Python's and NumPy's generators as torch's, which is
-    seeded for the sample.
+    """Return the transform with Python's and NumPy's generators seeded from torch's.
+
+    The loader seeds torch's generator for the sample.
     """
 
     def changed(image: Any) -> Any:
@@ -306,8 +323,12 @@ class Mixing:
     switch: float = 0.5
 
     def draw(self) -> Tensor:
-        """For a sample and its neighbour, from torch's generator, fp32 [4]: whether it is CutMix,
-        the weight of its own image, and the middle of a box, 0 to 1."""
+        """Draw the mixing of a sample and its neighbour from torch's generator.
+
+        Returns:
+            Four numbers, fp32 [4]: 1 for CutMix and 0 for mixup, the weight of the sample's own
+            image, and the middle of a box, 0 to 1.
+        """
         chance, kind, y, x = torch.rand(4).tolist()
         if chance >= self.probability:
             return torch.tensor([0.0, 1.0, y, x])
@@ -318,10 +339,11 @@ class Mixing:
 
 
 def pairs(n: int, grain: int) -> Iterator[tuple[int, int]]:
-    """Rows of a micro-batch that are mixed; one row may be left over, of a ragged batch.
+    """Yield the rows of a micro-batch that are mixed; a ragged batch may leave one row over.
 
     Args:
-        n: rows. grain: of the groups that are interleaved; see motley.data.source.
+        n: number of rows.
+        grain: rows per interleaved group; see motley.data.source.
     """
     groups = n // grain if n % grain == 0 else 1
     for group in range(groups):
@@ -330,11 +352,13 @@ def pairs(n: int, grain: int) -> Iterator[tuple[int, int]]:
 
 
 def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, Tensor]:
-    """A batch whose pairs are mixed.
+    """Return a batch whose pairs are mixed.
 
     Args:
-        images: uint8 [n, C, H, W]; changed. labels: [n].
-        drawn: of :meth:`Mixing.draw`, [n, 4].
+        images: uint8 [n, C, H, W], changed in place.
+        labels: label of each image, [n].
+        drawn: numbers of :meth:`Mixing.draw` for each image, [n, 4].
+        grain: rows per interleaved group; see motley.data.source.
 
     Returns:
         The images, both labels, and ``own``, the weight of the first of them, fp32 [n].
@@ -376,8 +400,10 @@ _MOST = 2**28  # bytes of a GPU, with the margin that images are shifted into
 def resident(
     samples: Samples, source: Source, transform: Transform, device: torch.device
 ) -> "ResidentImages | None":
-    """Return what reads these training images from the device; None if it cannot have or change
-    them."""
+    """Return the object that reads these training images from the device, or None.
+
+    The device may be too small for the images, or unable to make their changes.
+    """
     if not isinstance(source, InMemory) or not isinstance(transform, ShiftAndFlip):
         return None
     count, channels, *sides = source.images.shape
@@ -394,6 +420,7 @@ class ResidentImages:
         samples: the task; it reads the held-out samples.
         source: the training images.
         shift: the transform of training images.
+        device: the GPU.
     """
 
     needs_workers = False

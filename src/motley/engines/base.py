@@ -59,10 +59,13 @@ def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
 
 
 def check_types(model: TaskModel, known: Sequence[torch.dtype], engine: str, instead: str) -> None:
-    """Raise MotleyError if a parameter that is trained has a type that an engine cannot add up.
+    """Raise MotleyError if a trained parameter has a type that an engine cannot add up.
 
     Args:
-        known: the types that it can. engine: as a user names it. instead: what takes any type.
+        model: the model that is trained.
+        known: types that the engine can add up.
+        engine: name of the engine for the message.
+        instead: name of an engine that takes any type, for the message.
     """
     for name, parameter in model.net.named_parameters():
         if parameter.requires_grad and parameter.dtype not in known:
@@ -113,8 +116,11 @@ class EngineBase:
 
     @cached_property
     def average(self) -> ParameterAverage | None:
-        """See :class:`Engine`. Made when it is first asked for: an engine may still put other
-        tensors in the parameters' place while it is built."""
+        """Average of the parameters, None without ``--model-ema``. See :class:`Engine`.
+
+        The average is made at the first access. An engine may still replace the parameters' tensors
+        while it is built.
+        """
         config = self._context.config
         if not config.model_ema:
             return None

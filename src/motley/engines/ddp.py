@@ -1,6 +1,7 @@
-"""The engines of ``--strategy ddp``: DistributedDataParallel with unequal shares, whose gradient
-is sent while the backward pass still runs; and one whose gradient is sent behind the last backward
-pass, or not at all.
+"""Engines of ``--strategy ddp``: DistributedDataParallel, and an engine without overlap.
+
+Both train with unequal shares. DistributedDataParallel sends the gradient while the backward pass
+still runs. The other engine sends it after the last backward pass, or not at all.
 
 DDP's gradients are views of its buckets, which are filled with zeros before a step, and into which
 each is added by a kernel of its own: 0.9 of 73 ms for ViT-B/16 on an H200. Without overlap a
@@ -121,8 +122,10 @@ class DdpEngine(ReducingEngine):
         return losses.detach()
 
     def _without(self) -> list[str]:
-        """Return the names of the parameters that hold the next bucket up. Where a gradient is a
-        view of DDP's bucket it is all zeros."""
+        """Return the names of the parameters that hold up the next bucket.
+
+        A gradient that is a view of DDP's bucket is all zeros in that case.
+        """
         places = {grad.data_ptr() for grad in self._buckets[self._sent].grads}
         return [
             name for name, each in self._trained.items()
@@ -184,8 +187,11 @@ class NoOverlapEngine(ReducingEngine):
 
     @property
     def reads_late(self) -> bool:
-        """See Engine. The host changes a dynamic loss scale and an average itself, and drops
-        gradients that no rank had."""
+        """True if the outcome of a step may be read after the next step has begun. See Engine.
+
+        The host itself changes a dynamic loss scale and an average, and drops gradients that no
+        rank had. Each of them needs the outcome at once.
+        """
         return self._late and not (self.scale.dynamic or self.average or self._may_lack)
 
     def drop_gradients(self) -> None:

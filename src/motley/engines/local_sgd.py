@@ -131,8 +131,10 @@ class LocalEngine(StepEngine):
     # -- averaging rounds
 
     def _average(self, ready_s: float = 0.0) -> None:
-        """Take what the last averaging round sent, which has landed, and send this rank's progress
-        on its way."""
+        """Apply the sum of the last averaging round, and send this rank's progress for the next.
+
+        The sum has arrived already.
+        """
         own = self._agreed.new_zeros(self._context.size, _TOLD)
         own[self._context.rank] = torch.stack([
             self._loss_sum, *own.new_tensor([self._used, ready_s, bool(self._short)])
@@ -168,8 +170,9 @@ class LocalEngine(StepEngine):
         self._heard = table
 
     def sync_parameters(self) -> None:
-        """See Engine. Run an averaging round that waits for its sum, and average the optimizer's
-        memory for a run that continues from a checkpoint.
+        """Run an averaging round and wait for its sum. See Engine.
+
+        The optimizer's memory is averaged too, for a run that continues from a checkpoint.
         """
         super().sync_parameters()
         if self._steps == 0 and self._sum is None:
@@ -240,10 +243,11 @@ class LocalEngine(StepEngine):
                 each[key] = type(each[key])(max(column))
 
     def _step_of_size_0(self, names: set[str], counts: bool) -> None:
-        """Have the optimizer keep something of parameters that it has not stepped yet.
+        """Make the optimizer create state for parameters that it has not stepped yet.
 
         Args:
-            counts: a group that counts its steps counts this one.
+            names: names of the parameters.
+            counts: True if a parameter group that counts its steps counts this one.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
         rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -1,5 +1,7 @@
-"""The state of a model and its optimizer by the names of parameters: tensors, plain values, tensors
-that are cut over ranks along their first dimension, and an exponential moving average.
+"""The state of a model and its optimizer by the names of parameters.
+
+The state consists of tensors, of plain values, of tensors that are cut over ranks along their first
+dimension, and of an exponential moving average.
 
 Most optimizers keep tensors alone, a few of each parameter. Some keep a step in a parameter group
 (LAMB, Adan, Lookahead), Python numbers (RAdam, MARS), lists of tensors, or random numbers of their
@@ -70,9 +72,12 @@ def on_cpu(value: Tensor) -> Tensor:
 
 
 def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
-    """Return a copy on the CPU that shares no memory: training may go on while it is written.
+    """Return a copy on the CPU that shares no memory with the tensor.
+
+    Training may go on while the copy is written to a file.
 
     Args:
+        value: the tensor. A DTensor is gathered first.
         pinned: use memory that a GPU writes to several times as fast. Making some waits for all
             work that the GPU has queued.
     """
@@ -95,10 +100,11 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Return the tensors of one part, without its name before theirs.
+    """Return the tensors of one part, without the name of the part before theirs.
 
     Args:
-        part: as in ``model``, for ``model.<name>``; may have dots itself.
+        tensors: tensors by name.
+        part: name of the part, as ``model`` for ``model.<name>``. The name may contain dots.
     """
     prefix = f"{part}."
     return {
@@ -111,14 +117,17 @@ def model_state(net: nn.Module, keep: Callable[[Tensor], Tensor] = on_cpu) -> di
     """Return parameters and buffers as ``model.<name>``.
 
     Args:
-        keep: what to take of each tensor.
+        net: the network.
+        keep: returns the value to store for each tensor.
     """
     return {f"model.{name}": keep(value) for name, value in net.state_dict().items()}
 
 
 def fill_tied(net: nn.Module, state: dict[str, Tensor]) -> None:
-    """Have a tied parameter be in a :func:`model_state` under all its names, where what is there
-    was found for the first of them alone."""
+    """Store a tied parameter under all its names in a :func:`model_state`.
+
+    A state that was gathered under the first name alone has old values under the others.
+    """
     first: dict[nn.Parameter, str] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
         state[f"model.{name}"] = state[f"model.{first.setdefault(parameter, name)}"]
@@ -169,8 +178,11 @@ def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def seed_random(seed: int, device: torch.device) -> None:
-    """Seed what a pass draws from. torch.manual_seed, which asks every kind of device that torch
-    knows, takes half a millisecond."""
+    """Seed the random numbers of a pass.
+
+    torch.manual_seed takes half a millisecond, because it asks every kind of device that torch
+    supports.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -196,8 +208,11 @@ class State:
 
 
 class OptimizerMemory:
-    """Reads and writes what an optimizer keeps. To be made before its first step: what a parameter
-    group holds then, the options decide, also after a resume; what has changed since is kept."""
+    """Reader and writer of an optimizer's state, to be made before its first step.
+
+    The options decide the values that a parameter group holds then, also after a resume. Values
+    that change later are saved.
+    """
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = {parameter: name for name, parameter in net.named_parameters()}
@@ -219,8 +234,7 @@ class OptimizerMemory:
         return {names[number]: slots for number, slots in sorted(state.items())}
 
     def changed(self) -> list[JsonDict]:
-        """Return the values of each parameter group that have changed since it was made, as a
-        step."""
+        """Return the values of each parameter group that have changed, as a step counter."""
         return [
             {key: value for key, value in group.items()
              if key not in _OPTIONS and (key not in options or options[key] != value)}
@@ -264,8 +278,11 @@ class OptimizerMemory:
         ]  # fmt: skip
 
     def load(self, state: State) -> None:
-        """Continue from :meth:`state`; tensors keep their type, and go to their parameter's
-        device. Slots of more bits, or fewer, are converted; see motley.engines.optimizers."""
+        """Continue from :meth:`state`.
+
+        Tensors keep their type, and move to the device of their parameter. Slots of more bits, or
+        fewer, are converted; see motley.engines.optimizers.
+        """
         state = State(convert(state.tensors, self._optimizer), state.plain)
         names = [name for group in self._names for name in group]
         slots = {number: self._slots_of(name, state) for number, name in enumerate(names)}
@@ -366,7 +383,8 @@ class ParameterAverage:
 
     Args:
         held: the tensors that the optimizer changes, by the names of their parameters.
-        decay: d. warmup: a smaller decay at first, 1 - (1 + step) ^ (-2/3).
+        decay: decay d of the average.
+        warmup: True: begin with a smaller decay, 1 - (1 + step) ^ (-2/3).
 
     Attributes:
         tensors: the average, by name.
@@ -399,8 +417,10 @@ class ParameterAverage:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Put the average in the parameters' place, and them in its; twice, and all is as it was,
-        to the bit."""
+        """Exchange the average and the parameters.
+
+        Two exchanges restore both to the bit.
+        """
         for name, parameter in self._held().items():
             average = self.tensors[name]
             before = average.clone()
@@ -409,8 +429,7 @@ class ParameterAverage:
         self.exchanged = not self.exchanged
 
     def put_back(self, state: dict[str, Tensor]) -> None:
-        """Have ``model.<name>`` and ``ema.<name>`` change places in a state that was taken while
-        they are exchanged."""
+        """Swap ``model.<name>`` and ``ema.<name>`` in a state that was taken during an exchange."""
         for name in self.tensors:
             model, ema = f"model.{name}", f"ema.{name}"
             state[model], state[ema] = state[ema], state[model]
@@ -425,8 +444,10 @@ class ParameterAverage:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from :meth:`state`, cut as this rank holds it; where that has no average, from
-        the parameters."""
+        """Continue from :meth:`state`, cut as this rank holds it.
+
+        The average begins with the parameters if the state has none.
+        """
         self.begin()
         for prefix, own in (("ema", self.tensors), ("ema_numbers", self.numbers)):
             for name, tensor in own.items():

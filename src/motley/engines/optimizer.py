@@ -1,5 +1,6 @@
-"""The optimizer of a model, or of one part where it is sharded; its trial on a small layer before
-step 1; and the learning rate of each step, by timm's schedules.
+"""The optimizer of a model or of a shard, its trial on a small layer, and the learning rate.
+
+The trial runs before step 1. The learning rate of each step follows timm's schedules.
 """
 
 import contextlib
@@ -42,6 +43,8 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
     """Build timm's optimizer ``--opt``, without weight decay on norms and biases.
 
     Args:
+        net: the network. Its parameters are optimised.
+        config: the options.
         fused: use one kernel where the optimizer has one: 3.6 times faster on a CPU too. Complex
             numbers have no such kernel.
     """
@@ -68,8 +71,9 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
 
 
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
-    """Return a parameter of so many numbers with a gradient of zeros, in whole rows where the
-    optimizer steps rows.
+    """Return a module with one parameter of so many numbers and a gradient of zeros.
+
+    The numbers fill whole rows if the optimizer steps rows.
     """
     row = find_row(config.opt)
     shape = (-(-numbers // row), row) if row > 1 else (numbers,)
@@ -124,8 +128,12 @@ class _Trial:
     """A layer of two parameters, and its optimizer.
 
     Args:
-        rows: of its matrix. Torch sums equal parts otherwise than parts of several sizes, so both
-            are tried: a matrix of equal ones, and a vector.
+        config: the options. ``--opt`` names the optimizer.
+        device: device of the layer.
+        rows: rows of the layer's matrix. Torch sums equal parts otherwise than parts of several
+            sizes. The trial therefore has a matrix of equal parts, and a vector.
+        fused: True: use one kernel where the optimizer has one.
+        sharding: how ranks shard tensors; None: whole tensors.
     """
 
     def __init__(
@@ -172,10 +180,15 @@ class _Trial:
 def try_optimizer(
     config: Config, device: torch.device, sharding: Sharding | None = None
 ) -> OptimizerTraits:
-    """Step, save, load and step again. Leaves this process's random numbers as they were.
+    """Try the optimizer on a small layer: step, save, load and step again.
+
+    The random numbers of this process are left unchanged.
 
     Args:
-        sharding: try it like this too; all ranks call it.
+        config: the options. ``--opt`` names the optimizer.
+        device: device of the layer.
+        sharding: how ranks shard tensors. The optimizer is tried on shards too, and all ranks call
+            this function. None: whole tensors alone.
 
     Raises:
         MotleyError: ``--opt`` cannot step, would draw other random numbers on each rank, would
@@ -238,8 +251,9 @@ def _try(
 
 
 def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
-    """Step a small parameter like each of the network that is not fp32, or has no dimension.
-    Leaves this process's random numbers as they were.
+    """Step a small copy of each kind of parameter that is not fp32, or has no dimension.
+
+    The random numbers of this process are left unchanged.
 
     Raises:
         MotleyError: ``--opt`` cannot step one of them.
@@ -398,10 +412,13 @@ def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
 
 
 def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) -> None:
-    """Set the learning rate for the step that comes.
+    """Set the learning rate for the next step.
 
     Args:
-        updates: where the schedule stands; see Length. batch: samples in a full step there.
+        schedule: the schedule.
+        updates: position in the schedule; see Length.
+        batch: samples in a full step at this position.
+        config: the options.
     """
     schedule.step_update(updates)  # type: ignore[arg-type]
     factor = (batch / int(config.batch_size)) ** RAMP_POWERS[config.ramp_lr]

@@ -32,8 +32,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def set_aside() -> None:
-    """Have later collections not look at what there is now: behind a model that was compiled, that
-    takes 50 ms, in the midst of a step."""
+    """Exclude all present objects from later garbage collections.
+
+    Once a model has been compiled, a collection takes 50 ms, in the midst of a step.
+    """
     gc.collect()
     gc.freeze()
 
@@ -49,8 +51,9 @@ def release() -> None:
 
 
 def release_all() -> None:
-    """Release memory as :func:`release` does, and also objects that were set aside. Call it where
-    all ranks do so, or where none waits for this one.
+    """Release memory as :func:`release` does, and also objects that were set aside.
+
+    Call this function where all ranks do so, or where no rank waits for this one.
 
     Python examines all imported objects too, and no thread sends a heartbeat meanwhile: for half a
     second, or fifteen where other programs leave this one a twentieth of a processor.
@@ -104,10 +107,15 @@ def uuid_of(device: torch.device) -> str:
 
 
 def no_second_try(error: BaseException, device: torch.device, words: str, instead: str) -> NoReturn:
-    """Raise the error for memory that ended in a pass that communicates, which cannot be repeated.
+    """Raise the error for memory that ran out in a pass that communicates.
+
+    Such a pass cannot be repeated.
 
     Args:
-        words: what the engine does in such a pass, as its traits say. instead: to take.
+        error: the error of the pass.
+        device: device whose memory ran out.
+        words: what the engine does in such a pass, as its traits say.
+        instead: name of an engine to use instead.
     """
     raise NoMemoryError(
         f"{shortage(error, device)}; in a pass in which {words}, so the step cannot be done again; "

@@ -155,7 +155,8 @@ class Engine(Protocol):
         """The next step may be accumulated before this one's outcome is read; alike on all ranks.
 
         A host that reads each outcome at once has nothing queued for its GPU meanwhile, and each
-        delay of the host from then on is one of the GPU."""
+        delay of the host from then on is one of the GPU.
+        """
 
     def launch_step(self, late: bool) -> LaunchedStep:
         """Begin :meth:`step`, which reads at once.
@@ -168,8 +169,10 @@ class Engine(Protocol):
         """Drop the accumulated gradients: the batch is done again. All ranks call it."""
 
     def sync_parameters(self) -> None:
-        """Make the parameters the same on all ranks, where they are not after every step; all
-        ranks call it, before an evaluation and before :meth:`state`."""
+        """Make the parameters equal on all ranks, if they are not so after every step.
+
+        All ranks call this method, before an evaluation and before :meth:`state`.
+        """
 
     def unite(self) -> None:
         """Have all ranks go on from the mean of what they hold, where they diverge.
@@ -199,6 +202,7 @@ class Engine(Protocol):
             scope: GLOBAL, the same state on all ranks. REPLICATED, another rank's. ROWS, this
                 rank's. RANK, the same rank's of as many ranks, else empty. STATISTICS, after
                 GLOBAL: unites those of the surviving ranks.
+            state: the saved state.
 
         Returns:
             Notes for the user on state that could not be continued.
@@ -213,11 +217,13 @@ class HoldsParts(Protocol):
     """An engine whose ranks may save and load :attr:`Scope.ROWS`, each its own."""
 
     def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Return the rows of a whole tensor that this rank loads, from the first to before the
-        second; None: all.
+        """Return the rows of a whole tensor that this rank loads; None: all.
+
+        The rows go from the first number to before the second.
 
         Args:
-            name: as in the state.
+            name: name of the tensor in the state.
+            shape: shape of the whole tensor.
         """
 
 

@@ -1,5 +1,7 @@
-"""The step of an engine: forward, backward, send, agree on overflow, clip, update; on all ranks or
-on none. DDP and FSDP add gradients up by a wire mode, in buckets; see motley.comm.reducer.
+"""The step of an engine: forward, backward, send, agree on overflow, clip, update.
+
+All ranks take a step, or none does. DDP and FSDP add gradients up by a wire mode, in buckets; see
+motley.comm.reducer.
 """
 
 import math
@@ -54,12 +56,14 @@ def clip_factor(
 ) -> Tensor | None:
     """Return the factor, a scalar, that unscales and clips a gradient; None if there is none.
 
-    Clips as torch.nn.utils.clip_grad_norm_ does; waits for nothing.
+    The gradient is clipped as by torch.nn.utils.clip_grad_norm_. The host does not wait for the
+    device.
 
     Args:
-        norm: of the gradients as they are, scaled; a scalar, the same on all ranks.
-        scale: the loss scale in them. most: the norm to clip to, if any.
-        correction: what else is in them, a scalar; None: nothing.
+        norm: norm of the scaled gradients, a scalar, equal on all ranks.
+        scale: loss scale of the gradients.
+        most: norm to clip to. None: do not clip.
+        correction: a further factor of the gradients, a scalar. None: no such factor.
     """
     if scale == 1.0 and most is None and correction is None:
         return None
@@ -259,8 +263,10 @@ class SynchronousEngine(StepEngine):
         return norms[0]
 
     def _own_norm(self) -> Tensor | float:
-        """Return the norm of the local gradient before the all-reduce; not finite if any entry is
-        not."""
+        """Return the norm of the local gradient before the all-reduce.
+
+        The norm is not finite if any entry is not.
+        """
         return 0.0
 
     def _lacking(self) -> Sequence[int]:
@@ -278,8 +284,9 @@ class SynchronousEngine(StepEngine):
         """Update the state of the wire after a step.
 
         Args:
-            stepped: it was taken. broken_off: on some rank a backward pass was.
-            factor: of the loss scale, from this step to the next.
+            stepped: True if the step was taken.
+            broken_off: True if a backward pass was broken off on some rank.
+            factor: factor of the loss scale from this step to the next.
         """
 
     def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
@@ -334,11 +341,13 @@ class SynchronousEngine(StepEngine):
         return LaunchedStep(read, partial(_was_taken, copy), mark_now(self.device))
 
     def _forget_absent(self, lacking: Sequence[int]) -> None:
-        """Have parameters without a gradient on any rank be as without one on one machine: neither
-        momentum nor weight decay moves them. All ranks call it, since each lacks some.
+        """Remove the gradients of parameters for which no rank has one.
+
+        Neither momentum nor weight decay moves these parameters then, as on one machine. All ranks
+        call this method, because each of them lacks some gradient.
 
         Args:
-            lacking: as :meth:`_lacking` of this rank.
+            lacking: places of the parameters that :meth:`_lacking` gives on this rank.
         """
         absent = torch.zeros(len(self._parameters), device=self._wire_device())
         absent[list(lacking)] = 1.0
@@ -353,7 +362,10 @@ class SynchronousEngine(StepEngine):
         """Wait for the numbers of all ranks, and finish the step.
 
         Args:
-            scale, usual_weight: of the step.
+            copy: copy of the table with one row of numbers per rank.
+            scale: loss scale of the step.
+            usual_weight: weight by which the gradients of the step were divided.
+            late: True if the next step has been queued already.
         """
         if late:
             self.clock.on_phase(Phase.ALL_REDUCE)  # the others may not have launched it yet

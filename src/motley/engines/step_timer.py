@@ -46,17 +46,20 @@ class Clock:
 
     @property
     def ready_s(self) -> float:
-        """Seconds from the step's begin until this rank's own gradient was ready; of the last step,
-        and 0.0 after a pause, if not ``at_once``."""
+        """Seconds from the begin of the last step until this rank's own gradient was ready.
+
+        Unless ``at_once`` is set, the value after a pause is 0.0.
+        """
         if self.at_once:
             return Laps(self._marks).ready_s
         return self._last.ready_s if self._last else 0.0
 
     def lap(self, name: str, ready: bool = False) -> None:
-        """End a lap: the time since the last mark was spent on ``name``, of a step one of LAPS.
+        """End a lap, and attribute the time since the last mark to it.
 
         Args:
-            ready: this rank's own gradient is done, and the others' are needed now.
+            name: name of the lap, in a step one of LAPS.
+            ready: True if this rank's gradient is complete and those of the others are needed now.
         """
         self._marks.append((name, self._now()))
         if name != HOST:

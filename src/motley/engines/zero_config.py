@@ -90,6 +90,7 @@ def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> d
 
     Args:
         path: the JSON file; "auto" where a number comes from the plan, the options or the model.
+        context: plan, options and rank of this run.
         parameters: numbers in the model.
 
     Raises:
@@ -128,8 +129,10 @@ def _check_stage(path: Path, zero: Mapping[str, Any], asked: int | None) -> None
 
 
 def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
-    """Fill in the sizes of the plan and ``--clip-grad``; raise MotleyError where the file says
-    something else.
+    """Fill in the sizes of the plan and ``--clip-grad``.
+
+    Raises:
+        MotleyError: the file has another number.
     """
     sizes = context.plan.micro_batches[context.rank]
     right = dict(

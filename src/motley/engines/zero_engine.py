@@ -1,5 +1,6 @@
-"""The DeepSpeed engines: ZeRO with unequal shares and one loss scale; at stage 3 each rank keeps a
-part of every parameter, from its first numbers on.
+"""The DeepSpeed engines: ZeRO with unequal shares and one loss scale.
+
+At stage 3 each rank keeps a part of every parameter, from the initial numbers on.
 
 DeepSpeed runs with fp32 parameters and without its own precision: autocast is inside the model,
 and the loss scale is Motley's, the same number on every rank. Operations that DeepSpeed runs for
@@ -51,14 +52,15 @@ from motley.tasks.model import TaskModel
 
 
 def work_at_once(optimizer: Any, device: torch.device) -> None:
-    """Change DeepSpeed's optimizer of stage 1, 2 or 3 so that it does.
+    """Replace per-parameter operations in DeepSpeed's optimizer of stage 1, 2 or 3 by joint ones.
 
-    The norm of each gradient was taken by itself, in fp64. At stage 3, what is too small to be cut
-    up was gathered after each step, one by one: it comes with the block that needs it first, in one
-    message.
+    DeepSpeed takes the norm of each gradient separately, in fp64. At stage 3 it gathers parameters
+    that are too small to be cut after each step, one by one. They are gathered here with the block
+    that needs them first, in one message.
 
     Args:
-        device: on which ranks talk.
+        optimizer: DeepSpeed's optimizer, changed in place.
+        device: device on which ranks communicate.
     """
     optimizer.persistent_parameters = []  # of stage 3 alone
     group = optimizer.dp_process_group
@@ -79,14 +81,16 @@ def work_at_once(optimizer: Any, device: torch.device) -> None:
 
 
 def take_in_order(optimizer: Any, parameters: Sequence[Tensor]) -> None:
-    """Have DeepSpeed's optimizer of stage 2 or 3 take gradients in one order on all ranks.
+    """Make DeepSpeed's optimizer of stage 2 or 3 take gradients in one order on all ranks.
 
     DeepSpeed lays gradients side by side as they arrive, and adds up what lies at one place on all
     ranks. Autocast and torch.compile change the order of arrival, so ranks of which some do so
     would add up unlike parameters, silently. A gradient that arrives before its turn waits.
 
     Args:
-        parameters: that are trained, in the order of the model. Each has a gradient in each pass.
+        optimizer: DeepSpeed's optimizer, changed in place.
+        parameters: the trained parameters in the order of the model. Each has a gradient in each
+            pass.
     """
     name = "process_gradients"  # of stage 2
     if not hasattr(optimizer, name):
@@ -371,13 +375,14 @@ class ZeroEngine(StepEngine):
 
 
 def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
-    """Have each rank keep its part of each parameter, and nothing else; all ranks call it.
+    """Cut each parameter, and keep only this rank's part. All ranks call this function.
 
-    A block is given its numbers, if it has none yet, and cut before the next; what is in no block,
-    module by module.
+    A block gets its numbers, if it has none yet, and is cut before the next one. Parameters outside
+    of blocks are handled module by module.
 
     Args:
-        config: DeepSpeed's.
+        model: the model.
+        config: DeepSpeed's configuration.
     """
     blocks = list(model.task.blocks(model.net).values())
     if blocks and _all_hear_of_gradients(model, blocks):  # a block's are then gathered together

@@ -28,12 +28,15 @@ Optimizer = torch.optim.Optimizer
 def whole_state(
     zero: Any, optimizer: Optimizer, net: nn.Module, keep: Callable[[Tensor], Tensor]
 ) -> State:
-    """Return the model of stages 1 to 3, and what the optimizer keeps of each parameter.
+    """Return the model of stages 1 to 3, and the optimizer's state of each parameter.
 
-    All ranks call it. One whole tensor at a time is put together.
+    All ranks call this function. One whole tensor at a time is put together.
 
     Args:
-        zero: DeepSpeed's optimizer, around ours. keep: what this rank takes of each tensor.
+        zero: DeepSpeed's optimizer, which wraps ``optimizer``.
+        optimizer: the wrapped optimizer.
+        net: the network.
+        keep: returns the value that this rank stores for each tensor.
     """
     state = model_state(net, keep)
     steps, numbers, slots = _slots(zero, optimizer)
@@ -50,8 +53,11 @@ def whole_state(
 
 
 def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
-    """Continue from :func:`whole_state`, of which each rank has all, or of what is cut the rows
-    :func:`rows_in`; the slots must be there."""
+    """Continue from :func:`whole_state`.
+
+    Each rank has the whole state, or of cut tensors the rows :func:`rows_in`. The optimizer must
+    have its slots already.
+    """
     *_, of_each = _slots(zero, optimizer)
     if any(map(_is_cut, net.parameters())):
         _load_parts(net, part_of(state.tensors, "model"))
@@ -101,8 +107,9 @@ def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Return the slots of this rank's partition: scalars (AdamW's step), plain numbers (RAdam's),
-    and names of tensor slots.
+    """Return the slots of this rank's partition.
+
+    They are scalars (AdamW's step), plain numbers (RAdam's), and the names of tensor slots.
     """
     if optimizer.state and hasattr(zero, "bit16_groups"):
         # DeepSpeed 0.19.8 links parameters to slots after the first parameter group's first
@@ -150,8 +157,9 @@ def rows_in(parameter: Any) -> tuple[int, int]:
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's part of a whole tensor, or of its rows :func:`rows_in`. All parts are as
-    long; zeros fill the last one up.
+    """Return this rank's part of a whole tensor, or of its rows :func:`rows_in`.
+
+    All parts have one length. Zeros fill up the last one.
     """
     count = parameter.ds_tensor.ds_numel
     begin = count * dist.get_rank()

@@ -175,7 +175,9 @@ class Shards:
     """A folder of shards.
 
     Args:
-        items: number of all items. size: items of a shard; the last may be smaller.
+        folder: the folder.
+        items: number of all items.
+        size: items per shard; the last may be smaller.
         columns: names of the fields of a row.
     """
 

@@ -1,5 +1,7 @@
-"""Begins a rank: ``python -m motley.launch SCRIPT.py [ARGS...]``, as entry_cn.sh does, or
-``python -m motley.launch -m MODULE [ARGS...]``, as the command ``motley`` does.
+"""The start of a rank, by ``python -m motley.launch``.
+
+entry_cn.sh runs ``python -m motley.launch SCRIPT.py [ARGS...]``, and the command ``motley`` runs
+``python -m motley.launch -m MODULE [ARGS...]``.
 
 mpi4py's runner runs the script, and ends all ranks when one raises. Python looks for garbage
 whenever there are a quarter more objects. Importing torch and timm makes hundreds of thousands,

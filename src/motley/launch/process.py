@@ -45,12 +45,16 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
-    """Rank on this machine as the launcher numbers it, which need not be in order of rank.
+    """Return the rank on this machine as the launcher numbers it.
+
+    The launcher's numbers need not be in order of rank. DeepSpeed refuses a LOCAL_RANK that is not
+    Open MPI's.
 
     DeepSpeed refuses a LOCAL_RANK that is not Open MPI's.
 
     Args:
-        found: in order of rank; for a launcher that does not say.
+        found: rank on this machine in order of rank, for a launcher that gives no number.
+        environ: environment of this process.
     """
     local_rank = launch_of(environ).local_rank
     return found if local_rank is None else local_rank
@@ -76,10 +80,11 @@ def keep_freed_memory(size: int) -> None:
 
 
 def allow_files(ranks: int, first: bool) -> None:
-    """Have this process, one of so many ranks, open as many files as it may need.
+    """Let this process open as many files as a job of this size may need.
 
     Args:
-        first: it is rank 0, to which each of the others has a connection.
+        ranks: number of ranks of the job.
+        first: True on rank 0, to which each of the others has a connection.
 
     Raises:
         MotleyError: on rank 0, where the system does not let it have these.
@@ -108,8 +113,11 @@ def keep_caches_local(environ: Any) -> None:
 
 
 def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Where in :func:`cache_folder` compilers keep what they make; none of what the user has put
-    elsewhere, or if that folder is not the one that a later start has."""
+    """Return the folders in :func:`cache_folder` where compilers keep their results.
+
+    Folders that the user has put elsewhere are left out. The tuple is empty if a later start has
+    another cache folder.
+    """
     folder = cache_folder()
     if not is_lasting(folder):
         return ()

@@ -1,5 +1,6 @@
-"""The processes of one launch: joined by MPI, whose only user this is, or by TCP where srun has no
-PMIx, or torchrun starts them.
+"""The processes of one launch, joined by MPI or by TCP.
+
+MPI has no other user than this module. TCP joins ranks that torchrun starts, or srun without PMIx.
 
 Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``.
 
@@ -69,8 +70,11 @@ class MpiRanks:
         self.size: int = self._comm.size
 
     def allgather(self, value: _T) -> list[_T]:
-        """See :class:`Launched`. In round k each sends all that it knows to who is 2^k before it,
-        so that after log2(size) rounds all know all (Bruck et al. 1997)."""
+        """Gather a value from each rank, in rounds. See :class:`Launched`.
+
+        In round k each rank sends all values it has to the rank 2^k before it. After log2(size)
+        rounds all ranks have all values (Bruck et al. 1997).
+        """
         known = {self.rank: value}
         distance = 1
         while distance < self.size:
@@ -187,8 +191,11 @@ class TcpRanks:
         return values
 
     def on_this_machine(self) -> list[int]:
-        """See Launched; by what the kernel calls this boot, and the host's name, which differs in
-        containers of one machine that are to be hosts of their own."""
+        """Return the ranks on this machine. See Launched.
+
+        A machine is identified by the kernel's id of this boot and by the host's name, which
+        differs in containers of one machine that are to be hosts of their own.
+        """
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         own = boot, socket.gethostname()
         return [rank for rank, other in enumerate(self.allgather(own)) if other == own]
@@ -317,10 +324,12 @@ def _call(address: str, ports: range, key: bytes, rank: int, seconds: float) -> 
 
 
 def _proven(line: socket.socket, key: bytes, first: bool) -> Connection:
-    """A connection whose two ends know the key.
+    """Return a connection after both ends have proved that they have the key.
 
     Args:
-        first: this end is challenged first.
+        line: the connected socket.
+        key: the shared key.
+        first: True if this end is challenged first.
     """
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,5 +1,7 @@
-"""A comparison of the code of all ranks: hosts with homes of their own may hold an edited file, an
-older commit or another package, and would train another model without a word.
+"""A comparison of the code of all ranks.
+
+Hosts with homes of their own may hold an edited file, an older commit or another package. They
+would train another model without an error.
 
 Compared are the files that change a rank's results, or its part in collectives: Motley's own files,
 the script, the modules and settings beside it, the files that its options name, and the packages
@@ -37,14 +39,15 @@ _PLACES = {"site-packages", "dist-packages"}
 def compare_code(
     host: str, allgather: Callable[[Any], list[Any]], packages: Sequence[str] = ()
 ) -> None:
-    """Raise MotleyError unless all ranks run the same code; all ranks call it.
+    """Raise MotleyError unless all ranks run equal code; all ranks call this function.
 
-    Only a difference makes more than a few bytes travel: large packets may not pass between all
-    hosts.
+    A difference alone makes more than a few bytes travel, because large packets may not pass
+    between all hosts.
 
     Args:
-        host: name of this machine. allgather: gives every rank's value, by rank.
-        packages: that the script needs, besides those that all do.
+        host: name of this machine.
+        allgather: gathers the value of every rank, by rank.
+        packages: packages that the script needs, besides those that all scripts do.
     """
     own = read_code(host, packages=packages)
     mine = hashlib.sha256(repr([sorted(part.items()) for part in own[1:]]).encode()).hexdigest()
@@ -58,11 +61,12 @@ def compare_code(
 def read_code(
     host: str, command: Sequence[str] | None = None, packages: Sequence[str] = ()
 ) -> Code:
-    """This process's; it takes 20 ms.
+    """Return the code of this process, in 20 ms.
 
     Args:
         host: name of this machine.
         command: the script and its words; None: as this process was started.
+        packages: packages that the script needs, besides those that all scripts do.
     """
     script, *words = sys.argv if command is None else command
     try:
@@ -79,8 +83,7 @@ def read_code(
 
 @functools.cache  # to read what a package says of itself takes a millisecond
 def version(package: str) -> str | None:
-    """Return the version of an installed package, without importing it; None if it is not
-    installed."""
+    """Return the version of an installed package, without importing it, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

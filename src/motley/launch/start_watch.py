@@ -1,5 +1,6 @@
-"""The start of a job: a process beside each rank that ends it where not all ranks start, and the
-clock of the parts of a start.
+"""The watch over the start of a job, and the clock of the parts of a start.
+
+A process beside each rank ends the rank if not all ranks start.
 
 A launcher waits without end for a rank that is stopped, or a host that is frozen, before it has
 joined the others, and so does MPI, inside of which no thread of Python's runs. Each rank that is
@@ -185,8 +186,12 @@ def words(
     """Return a sentence on a start that takes too long.
 
     Args:
-        here: ranks of this machine, ``local_size`` of them if all are there.
-        hosts: the others, where this one knows them.
+        here: ranks of this machine.
+        local_size: number of ranks on this machine if all are there.
+        size: number of ranks of the job.
+        host: name of this machine.
+        hosts: names of the other hosts, if they are available.
+        seconds: seconds since the begin of the start.
     """
     begin = f"not all ranks have started within {seconds:.0f} s: "
     longer = f"give it longer with {TIMEOUT_VARIABLE}=600 (seconds)"

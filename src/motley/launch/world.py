@@ -139,8 +139,10 @@ def run(
     seconds and one line names the first cause.
 
     Args:
-        launched: by something else than MPI, as tests do.
-        packages: that the script needs, besides those that all do.
+        main: the script's function, called with the world of this rank.
+        launched: connection of the ranks by something else than MPI, as in tests; None: by the
+            launch.
+        packages: packages that the script needs, besides those that all scripts do.
     """
     clock = StartClock() if launched else StartClock.of_process()
     gc.freeze()  # see motley.launch
@@ -285,8 +287,10 @@ class World:
         return [value for made, _ in answers for value in made]
 
     def connect(self, packages: Sequence[str] = ()) -> None:
-        """Compare code and exchange facts with all ranks, choose the shared subnet, hold the
-        supervisor."""
+        """Compare code and exchange facts with all ranks, then start the supervisor.
+
+        The method also chooses the shared subnet.
+        """
         self.clock.lap("imports")  # to know its machines, it has waited for all ranks
         compare_code(self.host, self.allgather, packages)  # first: the rest may differ between two
         port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
@@ -326,8 +330,10 @@ class World:
         return chosen
 
     def without_lost(self, survivors: Survivors) -> "World":
-        """Return the world of the survivors, numbered anew. MPI, which knows the others too, is not
-        used again."""
+        """Return the world of the survivors, with new rank numbers.
+
+        MPI is not used again, because the lost ranks belong to it too.
+        """
         ranks, world = survivors.ranks, copy.copy(self)
         world.place = self.place.among(ranks)
         world.nodes = [self.nodes[rank] for rank in ranks]
@@ -430,11 +436,12 @@ def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
 
 
 def port_of_user(said: Sequence[str | None]) -> int | None:
-    """Return the MASTER_PORT that the users of some ranks set, which all are to take; None without
-    one.
+    """Return the MASTER_PORT that the users of some ranks set, or None.
+
+    All ranks take this port.
 
     Args:
-        said: by rank.
+        said: value on each rank, by rank; None: unset.
 
     Raises:
         MotleyError: it is no port, or not the same on all.

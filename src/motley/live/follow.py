@@ -37,11 +37,14 @@ class Appended:
 
 
 class Tail:
-    """Reads only what was appended since the last look, and keeps what is no whole line yet.
+    """Reader of the lines that were appended since the last look.
+
+    An incomplete line is kept until its end arrives.
 
     Args:
-        samples: of a part that is too long to be read, lines that are read; they are evenly spread,
-            and the first of the file is among them. None: every line is read, part by part.
+        path: path of the file.
+        samples: number of lines that are read of a part that is too long. They are evenly spread,
+            and the first line of the file is among them. None: every line is read, part by part.
     """
 
     def __init__(self, path: Path, samples: int | None = SAMPLES) -> None:
@@ -56,11 +59,11 @@ class Tail:
         return clock - self._heard
 
     def look(self, clock: float, wall: float) -> Appended:
-        """Return new lines; none where the file is not there or cannot be read.
+        """Return new lines; none if the file is missing or cannot be read.
 
         Args:
-            clock: monotonic seconds. wall: seconds since the epoch, for the age of a file that is
-                seen for the first time.
+            clock: monotonic seconds.
+            wall: seconds since the epoch, for the age of a file that is seen for the first time.
         """
         # Each read opens the file: only then does an NFS client ask for its size.
         try:
@@ -184,8 +187,11 @@ class RunFollower:
         self._look_at_run()
 
     def glance(self, clock: float, wall: float) -> bool:
-        """Read the new steps of one rank, the one that leads: whether some rank has just become
-        slower, so that a look at all would say which, or an event has been recorded."""
+        """Read the new steps of the leading rank; return True if a look at all ranks is worth it.
+
+        This is so if some rank has just become slower, because a look at all ranks shows which one,
+        or if an event has been recorded.
+        """
         rank = self._leading() if self.about.get("status") == "running" else None
         if rank is None:
             return False
@@ -195,8 +201,10 @@ class RunFollower:
         return told or bool(since_slower(self.tracks[rank])[0])
 
     def may_change(self, clock: float) -> bool:
-        """True if a look may find anything. A run that has ended changes with its run.json, and
-        soon after, when its last records come.
+        """Return True if a look may find anything.
+
+        The records of a run that has ended change together with its run.json, and soon after, when
+        the last records arrive.
         """
         ended = self.about.get("status") not in (None, "running")
         return not ended or clock - self._asked < LAST_WORDS_S or self._signature() != self._seen
@@ -309,8 +317,10 @@ class RunFollower:
         return {rank: max(0.0, self.wall - when) for rank, when in since.items()}
 
     def waited_for(self) -> JsonDict | None:
-        """The straggler that keeps all others from the next step, as the first rank reports it, or
-        None."""
+        """Return the event of the straggler that blocks all others, or None.
+
+        The first rank records this event.
+        """
         lead = self.lead()
         told = [line for line in self.events if line["event"] in ("waited_for", *_ANOTHER_GROUP)]
         if lead is None or lead.last is None or not told or told[-1]["event"] in _ANOTHER_GROUP:
@@ -342,8 +352,10 @@ def size_of(path: Path) -> int:
 def files_in(
     folders: Sequence[RunFolder], files: Callable[[RunFolder], dict[K, Path]]
 ) -> dict[K, Path]:
-    """A run's files by rank or host, of its own folder and of copies; the first folder comes
-    first."""
+    """Return a run's files by rank or host, from its own folder and from copies.
+
+    The first folder takes precedence.
+    """
     found: dict[K, Path] = {}
     for folder in reversed(folders):
         found |= files(folder)

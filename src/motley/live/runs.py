@@ -1,5 +1,7 @@
-"""The runs under a folder: a copy of what hosts with a disk of their own record, and a follower of
-each run. New runs are found as they come.
+"""The runs under a folder: copies of remote records, and a follower of each run.
+
+Hosts with a disk of their own record a part of each run, which is copied from there. New runs are
+found as they begin.
 
 Only what is new is sent, every few seconds, over one connection a host; the copies lie in a folder
 that goes when the watching ends, and the run's own folder is left as it is.
@@ -128,7 +130,11 @@ class Copies:
     """The copies of one host's files of a run.
 
     Args:
-        about: run.json. place: their folder. whole: see :class:`Collector`.
+        run: folder of the run.
+        about: content of run.json.
+        host: host of the files.
+        place: folder of the copies.
+        whole: see :class:`Collector`.
     """
 
     def __init__(
@@ -141,8 +147,11 @@ class Copies:
         self._offsets = {path.name: 0 for path in paths}
 
     def update(self, remote: "Remote") -> bool:
-        """Take what is new, or a piece of it; whether there is more. HostTrouble if the host does
-        not answer."""
+        """Copy the new part of the records, or a piece of it; return True if more is left.
+
+        Raises:
+            HostTrouble: the host does not answer, or lacks the folder.
+        """
         mark = secrets.token_hex(16)
         words = [word for pair in self._offsets.items() for word in pair]
         done = remote.run(_SCRIPT, mark, MOST, self._piece, self._folder, *words, limit=_LIMIT_S)
@@ -199,8 +208,9 @@ class Runs:
         self.hidden = self.looks = 0
 
     def look_if_due(self, clock: float, wall: float) -> bool:
-        """Look once a second, and at once where a rank has just become slower; return True if it
-        looked. Call it each GLANCE_S.
+        """Look once a second, and at once if a rank has just become slower.
+
+        Return True if the method looked. Call it each GLANCE_S seconds.
         """
         if clock < self._due and not any(
             follower.glance(clock, wall) for follower in self.running_followers()
@@ -256,8 +266,9 @@ class Runs:
     def snapshot(
         self, name: str, wall: float, most: int = MOST_ROWS, rank: int | None = None
     ) -> Snapshot | None:
-        """Return the snapshot of a run, see :func:`take_snapshot`; None if there is no such run. A
-        snapshot is taken once a look, however many ask.
+        """Return the snapshot of a run, see :func:`take_snapshot`; None if there is no such run.
+
+        A snapshot is taken once per look, however many callers ask for it.
         """
         follower = self._followers.get(name)
         if follower is None:

@@ -1,5 +1,7 @@
-"""A snapshot of a run for a terminal and for a page: one row a rank with its device, load and step
-times, and what is known of the run as a whole. Pure, but for the follower's clock.
+"""A snapshot of a run for a terminal and for a page. Pure, but for the follower's clock.
+
+The snapshot has one row per rank, with its device, load and step times, and the state of the run as
+a whole.
 """
 
 from collections import deque
@@ -64,8 +66,10 @@ class Row:
 
     @property
     def urgency(self) -> tuple[float, float, float]:
-        """The larger the sooner it is to be seen: who is silent, then who is waited for, then who
-        is slow."""
+        """Sort key of the row; rows with larger keys are shown first.
+
+        Silent ranks come first, then stragglers, then slow ranks.
+        """
         return self.silent_s or 0.0, self.waited, sum(part or 0.0 for part in self.parts[:2])
 
 
@@ -246,7 +250,10 @@ def take_snapshot(
     """Return the state as of the follower's last look.
 
     Args:
-        wall: seconds since the epoch. most: rows. rank: whose history is included.
+        followed: follower of the run.
+        wall: seconds since the epoch.
+        most: largest number of rows.
+        rank: the rank whose history is included; None: no rank.
     """
     about, lead = followed.about, followed.lead()
     task = mapping(about, "task")
@@ -324,8 +331,10 @@ def elapsed(about: Mapping[str, Any], wall: float) -> float | None:
 
 
 def left_s(lead: Track, steps: int) -> float | None:
-    """Seconds that so many steps should take, with the evaluations and saves that the last ones
-    had between them."""
+    """Return the seconds that so many steps should take.
+
+    Evaluations and saves between the last steps count too.
+    """
     recent = list(lead.recent)
     took, taken = 0.0, 0
     for before, step in pairwise(recent):

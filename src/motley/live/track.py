@@ -1,5 +1,7 @@
-"""The steps of each rank that are kept, the last ones whole and all of them thinned out; and what a
-step waits for: a rank, the wire, or input. Pure.
+"""The recorded steps of each rank, and the cause that a step waits for. Pure.
+
+The last steps are kept in full, and all steps thinned out. A step waits for a rank, the wire, or
+input.
 """
 
 import math
@@ -262,8 +264,9 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
     """Return the cause that the last steps waited for.
 
     Args:
-        tracks: of the ranks that write their steps here. lead: whose steps reach furthest.
-        ranks: all that train.
+        tracks: tracks of the ranks that write their steps here.
+        lead: the track whose steps reach furthest.
+        ranks: all ranks that train.
     """
     since, usual_s = since_slower(lead)
     found = _window(since, tracks, ranks)
@@ -275,8 +278,10 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
 
 
 def since_slower(lead: Track) -> tuple[list[Step], float | None]:
-    """The last steps, if some rank has become slower in them; and after how long the last rank was
-    ready before, seconds."""
+    """Return the last steps, if some rank has become slower in them, and the usual time.
+
+    The usual time is the seconds after which the last rank was ready before.
+    """
     ready = [_last_ready(step) for step in lead.recent]
     known = [seconds for seconds in ready if seconds is not None]
     if len(known) < _USUAL:
@@ -320,7 +325,8 @@ def _most(found: _Window, ranks: int) -> Waits:
     """Return the cause that some steps waited for most.
 
     Args:
-        ranks: how many train.
+        found: the steps.
+        ranks: number of ranks that train.
     """
     if not found.seconds:
         return Waits(Held.UNKNOWN, 0.0, found.steps, {})
@@ -342,11 +348,13 @@ def _most(found: _Window, ranks: int) -> Waits:
 
 
 def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int | None, float]:
-    """Return the rank that was ready last in one step, and how long the others waited for it on
-    average, seconds.
+    """Return the rank that was ready last in one step, and how long the others waited for it.
+
+    The time is in seconds, on average over the other ranks.
 
     Args:
-        lines: of the ranks that record the step.
+        lines: records of the step, by rank.
+        ranks: all ranks that train.
 
     Returns:
         None and a time where that rank writes no records; 0.0 seconds where it is unknown.

@@ -145,11 +145,14 @@ class RunVerdict:
 
 
 def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> RunVerdict:
-    """Judge a run by its records: by the steps of its last launch, of which the plan is, or by all
-    where it has taken none; energy is of all.
+    """Judge a run by its records.
+
+    The steps of its last launch count, to which the plan belongs, or all steps if that launch has
+    none. Energy is of all launches.
 
     Args:
-        co2_per_kwh: grams of CO2 for a kWh where it ran; None: energy is not asked for.
+        training: records of the run.
+        co2_per_kwh: grams of CO2 per kWh at its location; None: no energy is computed.
     """
     energy = None if co2_per_kwh is None else _energy(training, co2_per_kwh)
     training = training.last_launch() or training
@@ -186,8 +189,11 @@ def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
 
 
 def _usual(training: Training) -> Callable[[Array], float]:
-    """Return how steps are summed up: by their median; of Local SGD by their mean, for one step in
-    many waits for the wire."""
+    """Return the function that sums up the times of steps.
+
+    The function is the median. With Local SGD it is the mean, because one step in many waits for
+    the wire.
+    """
     wire = str((training.run.get("plan") or {}).get("wire", ""))
     return _mean_without_first if wire.startswith("local") else median
 
@@ -234,8 +240,11 @@ def _slowest(training: Training) -> str:
 
 
 def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None, str]:
-    """Return the rank that takes longest for its samples beside the forecast, how many times as
-    long, and the reason, if ranks share its processors.
+    """Return the rank whose samples take longest beside the forecast.
+
+    Returns:
+        The name of the rank, the ratio of its time to the forecast, and the reason, if ranks share
+        its processors.
     """
     foreseen = _foreseen(training, forecast)
     times = {}
@@ -254,8 +263,10 @@ def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | 
 
 
 def _foreseen(training: Training, forecast: dict[str, Any]) -> dict[int, Callable[[float], float]]:
-    """Return, by rank, the seconds that the plan's speeds expect of any number of samples: after a
-    new split, a rank has others than it was planned for."""
+    """Return for each rank the seconds that the plan expects of any number of samples.
+
+    After a new split a rank has another number of samples than it was planned for.
+    """
     plan, tables = training.run.get("plan") or {}, list[SpeedTable]()
     with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
         tables = [SpeedTable.from_json(each) for each in plan["speeds"]]
@@ -311,7 +322,9 @@ def _sentence(advice: Advice, unit: str, off: str) -> str:
     """Return the advice in words, as in ``--wire powersgd:8: +52 %; it is inexact: ...``.
 
     Args:
-        off: how far the plan was off, in words.
+        advice: the advice.
+        unit: unit that rates count.
+        off: error of the plan, in words.
     """
     if advice.times is None:
         return f"{advice.text}."  # which may begin with a host's name

@@ -1,5 +1,6 @@
-"""Words for what a run does: the sentence at the top, events and evaluations, on one line each,
-with nothing that moves a cursor.
+"""Words for the state of a run: the headline, events and evaluations, on one line each.
+
+The words contain nothing that moves a cursor.
 """
 
 from collections import defaultdict
@@ -19,8 +20,10 @@ _LONGEST = 2000  # characters
 
 
 def plain(text: object) -> str:
-    """A text on one line, without what moves a cursor or turns the direction of writing; None is
-    empty."""
+    """Return a text on one line, without characters that move a cursor or turn the writing.
+
+    None becomes an empty text.
+    """
     said = "" if text is None else " ".join(str(text)[:_LONGEST].split())
     return "".join(each if each.isprintable() else "?" for each in said)
 

@@ -1,5 +1,6 @@
-"""The trial that decides if a model is compiled: each GPU's rank times both ways at the sizes that
-it would use.
+"""The trial that decides if a model is compiled.
+
+Each GPU's rank times both ways at the sizes that it would use.
 """
 
 import json
@@ -63,21 +64,26 @@ class Promise:
         path.write_text(json.dumps({"gain": self.gain, "cost_s": self.cost_s}))
 
     def costs_least(self, passes_s: float, kinds: int) -> float:
-        """Seconds that to compile and time it takes at least: what it took, if that is known; else
-        the passes that are timed, were they as fast as can be, and little for compiling.
+        """Return the least seconds of compiling and timing.
+
+        The value is the measured cost, if it is known. Otherwise it is the time of the timed passes
+        at their highest speed, and a little for compiling.
 
         Args:
-            passes_s: of a micro-batch of each size that is timed, one after the other, plain.
-            kinds: of blocks: those of other stages are of another.
+            passes_s: seconds of one plain micro-batch of each timed size, added up.
+            kinds: number of kinds of blocks. Blocks of other stages are of another kind.
         """
         least_s = PASSES * passes_s / _MOST_FASTER + kinds * _KIND_LEAST_S
         return self.cost_s if self.known else least_s
 
     def costs(self, passes_s: float, kinds: int, blocks: int = 0) -> float:
-        """Seconds that it is expected to take: what it took, if that is known.
+        """Return the expected seconds of compiling and timing: the measured cost, if it is known.
 
         Args:
-            passes_s, kinds: as above. blocks: of a model that is compiled as a whole.
+            passes_s: as in :meth:`costs_least`.
+            kinds: as in :meth:`costs_least`.
+            blocks: number of blocks of a model that is compiled as a whole; 0: it is compiled by
+                blocks.
         """
         usual_s = PASSES * passes_s + (blocks * _BLOCK_S or kinds * _KIND_S)
         return self.cost_s if self.known else max(self.cost_s, usual_s)
@@ -104,8 +110,9 @@ def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s
     """Return True if compiling is expected to save more of a run than it takes. Pure.
 
     Args:
-        counts: samples of each rank in a step. promises: of each; None: it cannot compile.
-        run_s: seconds of the run without it.
+        counts: samples of each rank in a step.
+        promises: promise of each rank; None: the rank cannot compile.
+        run_s: seconds of the run without compiling.
     """
     able = [each for each in promises if each is not None]
     if not able:
@@ -116,11 +123,12 @@ def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s
 
 
 def why_not(promises: Sequence[Promise | None], least_s: float, rest_s: float) -> str:
-    """Why compiling cannot be worth it, whatever it brings; empty: it may be. Pure.
+    """Return the reason why compiling cannot be worth it; empty: it may be. Pure.
 
     Args:
-        promises: see :func:`is_worth_it`. least_s: seconds that to try it takes at least.
-        rest_s: that are left of the run without it.
+        promises: see :func:`is_worth_it`.
+        least_s: least seconds of the trial.
+        rest_s: seconds that are left of the run without compiling.
     """
     most_s = rest_s * max((each.saves_most for each in promises if each), default=0.0)
     if most_s >= least_s:
@@ -141,11 +149,19 @@ def compile_where_faster(
     speeds: Sequence[SpeedTable],
     wire: AllReduceCost,
 ) -> tuple[tuple[SpeedTable, ...], tuple[str, ...]]:
-    """The speeds of all ranks, of compiled models where these are faster, which they are from then
-    on; and what is to be said. Every launched rank calls it.
+    """Compile the models of ranks where this is faster; every launched rank calls this function.
 
     Args:
-        model: None on a rank that is left out.
+        world: the ranks.
+        run: the run, which may be a continued one; None: nothing is trained.
+        group: process group of the ranks.
+        model: the model; None on a rank that is left out.
+        config: the options.
+        speeds: speed of each rank without compiling.
+        wire: cost of an all-reduce.
+
+    Returns:
+        The speeds of all ranks, with those of compiled models, and notes for the user.
     """
     tables, counts, forecast = arrange(config.batch_size, speeds, wire)
     own: _Own | None = None

@@ -38,7 +38,9 @@ def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> 
     passes ``is_available()`` and fails at its first kernel; so a real kernel runs.
 
     Args:
-        seconds: about how long to measure.
+        device: the device.
+        precision: the precision.
+        seconds: approximate duration of the measurement.
     """
     size = 4096 if device.type == "cuda" else 256
     dtype = AUTOCAST[precision] or torch.float32
@@ -80,16 +82,20 @@ def measure_speed(
     make: Callable[[], torch.optim.Optimizer],
     most: int,
 ) -> SpeedTable:
-    """Time forward and backward pass of micro-batches of 1, 2, 4, ... samples, or of so many
-    groups of those that stay together, and one optimizer step.
+    """Time the passes of micro-batches of 1, 2, 4, ... samples, and one optimizer step.
+
+    A pass is forward and backward. Sizes count groups of samples if the task has groups that stay
+    together.
 
     Ends at ``most`` samples, where memory ends, or when the next size would not fit into the
     time; not where larger ones are no faster, for a longer last backward pass hides more of the
     wire. Parameters and random numbers are left as they were, and no memory is held.
 
     Args:
-        make: the optimizer; it takes one step of size 0 to have its state in memory, as in
-            training.
+        model: the model.
+        make: makes the optimizer, which takes one step of size 0 to have its state in memory, as
+            in training.
+        most: largest number of samples.
 
     Raises:
         NoMemoryError: not even one sample fits in memory.
@@ -195,8 +201,11 @@ def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
 
 
 def passes(model: TaskModel, size: int, count: int) -> Iterator[float]:
-    """Seconds of one pass of a micro-batch after another, the first of which may not be warm; as
-    many as are asked for, ``count`` at most. Leaves gradients behind."""
+    """Yield the seconds of one pass of a micro-batch after another.
+
+    The first pass may not be warm. At most ``count`` passes run, as many as the caller takes.
+    Gradients are left behind.
+    """
     run = _micro_batch(model, size)
     for _ in range(count):
         start = time.perf_counter()
@@ -234,10 +243,12 @@ def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) ->
 def _time(
     run: Callable[[], None], device: torch.device, before: Callable[[], None] | None = None
 ) -> float:
-    """Seconds of a run, once warm: the median of some, back to back as in training.
+    """Return the seconds of a run, once warm: the median of some, back to back as in training.
 
     Args:
-        before: is run before each, and not timed.
+        run: the operation.
+        device: device on which it runs.
+        before: operation before each run, which is not timed.
     """
     clock = Clock(device)
     start = time.perf_counter()
@@ -268,7 +279,11 @@ def _fits(
     """Return True if a micro-batch of ``size`` should fit, by the growth of memory so far.
 
     Args:
-        more: MiB that training takes besides.
+        sizes: sizes that were measured, in samples.
+        memory: peak of memory at each size, MiB; None: unknown.
+        size: samples of the next micro-batch.
+        device: the device.
+        more: further memory of training, MiB.
     """
     known = [pair for pair in zip(sizes, memory, strict=True) if pair[1] is not None]
     if len(known) < 2:
@@ -280,10 +295,12 @@ def _fits(
 
 
 def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
-    """Return True if the rest of training has its place beside a micro-batch that was timed.
+    """Return True if the rest of training fits in memory beside a micro-batch that was timed.
 
     Args:
-        peak: of memory, then, MiB. rest: between two passes.
+        model: the model.
+        peak: peak of memory in the micro-batch, MiB; None: unknown.
+        rest: memory between two passes, MiB.
     """
     if peak is None or not model.held_mib:
         return True

@@ -1,5 +1,6 @@
-"""The speed of links between machines, which meet in pairs over TCP, and of the sum of gradients
-over all ranks together.
+"""The speed of links between machines, and of the sum of gradients over all ranks.
+
+Machines measure their links in pairs over TCP.
 """
 
 import math
@@ -40,10 +41,13 @@ _RATE = struct.Struct("!d")
 
 
 def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
-    """Let all machines meet; every launched rank calls it, the first of each machine works.
+    """Measure the links between all machines; every launched rank calls this function.
+
+    The first rank of each machine does the work.
 
     Args:
-        traffic: of other programs on this machine's interface, watched for a while already.
+        world: the ranks.
+        traffic: traffic of other programs on this machine's interface, watched for a while already.
     """
     traffic = traffic or Traffic(world.network.interface)
     ports = world.allgather(traffic.seen() if world.first_here else None)
@@ -51,10 +55,12 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
 
 
 def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
-    """Measure the traffic between machines, which meet in pairs.
+    """Measure the traffic between machines, in pairs.
 
     Args:
-        seconds: of sending, each way; 0: the fewest chunks, which show that large messages pass.
+        world: the ranks.
+        seconds: seconds of sending, each way. 0: send the fewest chunks, which show that large
+            messages pass.
     """
     machines = sorted(set(world.machines))
     own = world.rank if world.first_here else None
@@ -78,7 +84,8 @@ def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links | 
     """Return the links of machines that have met before; every launched rank calls it.
 
     Args:
-        flows: as they were then. The speeds of ports are read anew.
+        world: the ranks.
+        flows: flows that were measured then. The speeds of ports are read anew.
 
     Returns:
         None: a connection does not pass any more.
@@ -97,8 +104,9 @@ def _links_of(
 
 
 class Traffic:
-    """The traffic of other programs through an interface, from here to :meth:`seen`. No measurement
-    uses it meanwhile.
+    """The traffic of other programs through an interface, from the creation to :meth:`seen`.
+
+    No measurement may use the interface meanwhile.
     """
 
     def __init__(self, interface: str) -> None:
@@ -132,10 +140,12 @@ def look_at(interface: str) -> Port:
 
 
 def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> tuple[Flow, Flow]:
-    """Meet the machine that answers at ``address``: the flow to it, and the one from it.
+    """Measure the flow to the machine that answers at ``address``, and the flow from it.
 
     Args:
-        seconds: of sending, each way.
+        address: address and port.
+        token: token that the other machine expects.
+        seconds: seconds of sending, each way.
     """
     try:
         line = socket.socket()
@@ -212,9 +222,12 @@ def _send(line: socket.socket, seconds: float) -> None:
 
 
 def _receive(line: socket.socket) -> float:
-    """Bytes a second of what :func:`_send` sends, without its first quarter, or a little more: what
-    waited while this program was kept from running comes at once, and may be the beginning of one
-    such part, not of most."""
+    """Receive the data of :func:`_send`, and return its rate in bytes per second.
+
+    The rate is the median of three, without the first quarter of the data or a little more. Data
+    that waited while this program was suspended arrives at once. Such a burst may begin one of the
+    three parts, but not most of them.
+    """
     chunk, came = bytearray(_CHUNK), [0.0]
     while True:
         view = memoryview(chunk)
@@ -252,13 +265,16 @@ _PART_S = 3.0  # that sending a part of the gradient should take at most, if it 
 def measure_wire(
     parameters: Sequence[torch.Tensor], mode: WireMode, tries: int = TRIES, group: Any = None
 ) -> AllReduceCost:
-    """Time what it takes to add up next to nothing, and the gradient of these parameters; of a
-    wire so slow that this takes seconds, a part of it.
+    """Time the all-reduce of nearly empty buckets, and of the gradient of these parameters.
 
-    All ranks of the process group must call it, and get the same answer.
+    A part of the gradient is sent if the wire is so slow that all of it would take seconds. All
+    ranks of the process group must call this function, and get one result.
 
     Args:
-        tries: of each, at most. group: whose ranks alone do it, in the exact mode; None: all.
+        parameters: the parameters.
+        mode: the wire mode.
+        tries: largest number of repetitions of each.
+        group: process group whose ranks alone take part, in the exact mode; None: all.
     """
     device = parameters[0].device
     send_s = _Sender(mode, tries, device, group).seconds
@@ -293,11 +309,16 @@ def _bytes_of(mode: WireMode, buckets: Sequence[Bucket]) -> float:
 
 
 def _all_s(first: float, part: float, whole: float, first_s: float, part_s: float) -> float:
-    """Return the seconds of the whole, of which a part was sent. The rest takes as long as the part
-    after the first piece, which fills a pipeline.
+    """Return the seconds of the whole, of which a part was sent.
+
+    The rest takes as long as the part after the first piece, which fills a pipeline.
 
     Args:
-        first, part, whole: bytes. first_s, part_s: measured seconds.
+        first: bytes of the first piece.
+        part: bytes of the part.
+        whole: bytes of the whole.
+        first_s: measured seconds of the first piece.
+        part_s: measured seconds of the part.
     """
     if part == first:
         return part_s * whole / part
@@ -361,10 +382,11 @@ class _Sender:
         """Return the seconds of an all-reduce, the same on all ranks.
 
         Args:
+            buckets: the buckets to send.
             whose: the rank whose time counts. MAX: the slowest rank's, since ranks behind fast
                 links are done before their data has come through a slow one. MIN: the fastest
                 rank's, which excludes waiting for the others to begin.
-            warm: once before it is timed, to make the connections.
+            warm: True: send once before the timing, to make the connections.
         """
         reducer = self.mode.reducer(self.device) if self.group is None else Reducer(self.group)
         reducer.begin_at_once()

@@ -1,5 +1,6 @@
-"""The plan from measurements: which hosts train, in which wire mode, and their shares; the sizes
-that it uses are timed, and faster ways that the user may ask for are named.
+"""The plan from measurements: which hosts train, their shares, and the wire mode.
+
+The sizes of the plan are timed. Faster ways that the user may ask for are named.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,11 +49,15 @@ def faster(
     options: Mapping[WireMode, Choice],
     mode: WireMode,
 ) -> tuple[Advice, ...]:
-    """Other modes, fewer hosts, larger batches.
+    """Advise other modes, fewer hosts and larger batches.
 
     Args:
-        group: those that could train. measured: of them.
-        options: who should train, by mode. mode: the one that was chosen.
+        world: the ranks.
+        group: process group of the ranks that could train.
+        config: the options.
+        measured: measurements of these ranks.
+        options: the ranks that should train, by mode.
+        mode: the chosen mode.
     """
     names, machines = [worker.host for worker in group.workers], group.machines(world)
     advice = better_modes(options, mode, names)
@@ -107,7 +112,14 @@ def refine(
     micro-batches as memory and ``most`` allow is timed. Every launched rank calls it.
 
     Args:
-        most: samples in a micro-batch of this rank; None: as many as fit in memory.
+        world: the ranks.
+        group: process group of the ranks.
+        model: the model; None on a rank that is left out.
+        global_batch: samples in a step.
+        measured: measurements so far.
+        mode: the wire mode of the split.
+        most: largest number of samples in a micro-batch of this rank; None: as many as fit in
+            memory.
     """
     for _ in range(_ROUNDS):
         wire = measured.wires[mode]
@@ -133,10 +145,14 @@ def refine(
 def _with_long(
     model: TaskModel, speed: SpeedTable, own: int, most: int | None, wire: AllReduceCost
 ) -> SpeedTable:
-    """The speed with the longest micro-batch in its table that a share may be cut into.
+    """Return the speed with the time of the longest micro-batch into which a share may be cut.
 
     Args:
-        own: the share. most: samples that a micro-batch may have.
+        model: the model.
+        speed: speed of this rank.
+        own: samples in this rank's share.
+        most: largest number of samples in a micro-batch; None: no limit but memory.
+        wire: cost of an all-reduce.
     """
     is_cpu = next(model.parameters()).device.type == "cpu"
     each_sends = wire.allreduces_per_micro_step > 0
@@ -154,8 +170,11 @@ def _with_long(
 
 
 def _sizes_of_like_parts(count: int, grain: int, limit: int) -> list[int]:
-    """The larger micro-batch of each way to cut ``count`` samples into parts of like size, of
-    ``limit`` samples at most; descending."""
+    """Return the sizes of micro-batches into which ``count`` samples can be cut evenly.
+
+    Each way to cut into nearly equal parts of at most ``limit`` samples adds its larger size. The
+    sizes descend.
+    """
     groups, most = count // grain, limit // grain
     parts = range(-(-groups // most), groups + 1) if most else ()
     return list(dict.fromkeys(grain * -(-groups // each) for each in parts))
@@ -226,7 +245,12 @@ def measure_and_plan(
     """Measure, and decide which ranks train and how much each takes. Every launched rank calls it.
 
     Args:
-        model: None on a rank that is left out.
+        world: the ranks.
+        run: the run; None: nothing is trained.
+        group: process group of the ranks that could train.
+        model: the model; None on a rank that is left out.
+        config: the options.
+        traits: traits of the engine.
         asked: the wire mode that the user wants; None: auto.
 
     Returns:
@@ -308,8 +332,12 @@ def _compiled(job: _Job, measured: Measured, mode: WireMode) -> tuple[Measured, 
 def _measure(
     job: _Job, asked: WireMode | None
 ) -> tuple[Measured, dict[WireMode, Choice], WireMode, WireMemory | None]:
-    """Everything that a plan is made from; who should train, by what travels; which of these; and
-    what the next run may have of it."""
+    """Measure all inputs of a plan, and choose the ranks and the wire mode.
+
+    Returns:
+        The measurements, the ranks that should train for each wire mode, the chosen mode, and the
+        figures that the next run may use.
+    """
     world, group, model, config, traits = job.world, job.group, job.model, job.config, job.traits
     traffic = Traffic(world.network.interface) if world.first_here else None
     speeds = measure_speeds(world, group, model, config, traits)
@@ -343,8 +371,10 @@ def _limited(measured: Measured, config: Config, group: ProcessGroup) -> Measure
 def _beside(
     planned: Planned, options: Mapping[WireMode, Choice], mode: WireMode, choice: Choice
 ) -> Planned:
-    """A plan with what else could be done, and the limit of all machines, those that are left out
-    too."""
+    """Return a plan with its alternatives, and with the limit of all machines.
+
+    Machines that are left out count in the limit too.
+    """
     others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
     forecast = planned.forecast
     assert forecast is not None
@@ -355,8 +385,9 @@ def _beside(
 
 
 def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
-    """Return the ranks that should train, by wire mode. Rank 0 alone computes them, for ranks may
-    share processors.
+    """Return the ranks that should train, by wire mode.
+
+    Rank 0 alone computes them, because ranks may share processors.
     """
     world, config, machines = job.world, job.config, job.group.machines(job.world)
     # The first rank that trains reads and writes checkpoints, and MASTER_ADDR is its host.
@@ -378,8 +409,11 @@ def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
 def _best_mode(
     options: Mapping[WireMode, Choice], asked: WireMode | None, precisions: Sequence[str]
 ) -> WireMode:
-    """Return the mode that changes least among those that the plan may take, or one that is faster
-    by more than clocks err: exact, with a slow link spared, rounded, both.
+    """Return the wire mode that a plan takes.
+
+    The mode is the one that changes least among those that the plan may take, or one that is faster
+    by more than the error of the clocks. The order is exact, exact with a slow link spared,
+    rounded, and both.
     """
     best: WireMode | None = None
     for mode in sorted(options, key=lambda m: (not m.is_exact, m.slow_rank is not None)):

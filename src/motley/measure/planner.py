@@ -1,5 +1,7 @@
-"""The planner: opens the data, builds the model, refuses a model that cannot fit in memory, and
-takes the plan from ``--shares``, from the run that is continued, or from measurements.
+"""The planner: opens the data, builds the model, and makes the plan.
+
+A model that cannot fit in memory is refused. The plan comes from ``--shares``, from the run that is
+continued, or from measurements.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -71,8 +73,9 @@ def estimate_memory(
     traits: EngineTraits,
     planned: Planned,
 ) -> Planned:
-    """The plan, with what each rank is going to hold, if none holds the whole model. Every launched
-    rank calls it.
+    """Return the plan with the memory of each rank, if no rank holds the whole model.
+
+    Every launched rank calls this function.
 
     Raises:
         NoMemoryError: more than there is.
@@ -193,7 +196,10 @@ def open_model(
     """Open the data and build the model; None on a rank that is left out.
 
     Args:
-        traits: of the engine that is to train it; None: it is only measured.
+        group: process group of the ranks.
+        config: the options.
+        make: makes the module around the network.
+        traits: traits of the engine that is to train the model; None: it is only measured.
 
     Raises:
         MotleyError: something is wrong with the task, or the model cannot fit.
@@ -232,9 +238,12 @@ def plan_batch(
     """Plan the share of each rank in every global batch. Every launched rank calls it.
 
     Args:
-        run: may be a continued one; None if nothing is to be trained.
-        model: None on a rank that is left out.
-        traits: of the engine; None: of one that can do all.
+        world: the ranks.
+        run: the run, which may be a continued one; None: nothing is trained.
+        group: process group of the ranks.
+        model: the model; None on a rank that is left out.
+        config: the options.
+        traits: traits of the engine; None: those of an engine without limits.
 
     Returns:
         The ranks that train, all or without hosts that make a step longer; and their plan.
@@ -334,8 +343,9 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
 
 
 def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if these are the ranks of a run, as its run.json has them. Facts that an older
-    run.json lacks are not compared.
+    """Return True if these are the ranks of a run, as recorded in its run.json.
+
+    Facts that an older run.json lacks are not compared.
     """
     pairs = zip(workers, before, strict=False)
     alike = all(old.items() <= asdict(worker).items() for worker, old in pairs)
@@ -345,8 +355,11 @@ def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
 def _plan_before(
     world: World, run: Run, group: ProcessGroup, config: Config, traits: EngineTraits
 ) -> tuple[ProcessGroup, Planned] | None:
-    """The first plan of the run that is continued, if ranks and engine are unchanged, so that the
-    resume is bit-exact; a run that changed its plan on the way does not resume so."""
+    """Return the first plan of the continued run, if ranks and engine are unchanged.
+
+    The resume is bit-exact with it. A run that changed its plan on the way does not resume
+    bit-exactly.
+    """
     content = world.from_first(run.read_continued)
     old: dict[str, Any] = content.get("config", {})
     ranks: list[dict[str, Any]] = content.get("ranks", [])

@@ -56,9 +56,11 @@ def bind_to_device(world: World, device: torch.device) -> str:
 
 
 def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
-    """Return this rank with its device, and a precision in which that really computes.
+    """Return this rank with its device, and a precision in which the device really computes.
 
     Args:
+        own: this rank.
+        device: its device.
         wanted: a precision, or auto.
 
     Raises:
@@ -142,8 +144,10 @@ class ProcessGroup:
 
     @property
     def is_mixed(self) -> bool:
-        """Some ranks have a GPU and some have not, or GPUs of two makers: none can send from its
-        GPU's memory to all others'."""
+        """True if some ranks have a GPU and some have none, or if GPUs are of two makers.
+
+        No rank can send from its GPU's memory to all others' in such a group.
+        """
         return len({worker.maker for worker in self.workers}) > 1
 
     @property
@@ -193,14 +197,16 @@ def join_process_group(
     hosts: str | tuple[str, ...] = "all",
     bind: bool = True,
 ) -> ProcessGroup:
-    """Decide who trains and join the process group; every launched rank calls it.
+    """Decide which ranks train, and join the process group; every launched rank calls it.
 
-    NCCL where every participant owns a GPU, all of one maker (RCCL is AMD's, and torch calls it
-    NCCL too); gloo for all otherwise.
+    The backend is NCCL where every participant owns a GPU, all of one maker (RCCL is AMD's, and
+    torch calls it NCCL too). Otherwise all use gloo.
 
     Args:
-        precision: as ``--precision`` says it; None: auto. hosts: as ``--hosts`` says it.
-        bind: keep ranks on the cores next to their GPUs.
+        world: the ranks.
+        precision: value of ``--precision``; None: auto.
+        hosts: value of ``--hosts``.
+        bind: True: bind ranks to the cores next to their GPUs.
     """
     check_nccl(world)
     known = range(torch.cuda.device_count())
@@ -254,10 +260,13 @@ def _connect(world: World, rank: int | None, workers: Sequence[Rank], device: to
 def shrink_group(
     world: World, group: ProcessGroup, ranks: Collection[int], reasons: Mapping[int, str]
 ) -> ProcessGroup:
-    """Go on with these launched ranks alone; every launched rank calls it.
+    """Continue with these launched ranks alone; every launched rank calls this function.
 
     Args:
-        reasons: why the others are left out, by launched rank.
+        world: the ranks.
+        group: the former process group.
+        ranks: the launched ranks that stay.
+        reasons: reason why each other rank is left out, by launched rank.
     """
     if group.rank is not None:
         leave_process_group()
@@ -278,8 +287,9 @@ def reconnected(world: World, group: ProcessGroup) -> ProcessGroup:
 
 
 def check_nccl(world: World) -> None:
-    """Raise MotleyError unless all ranks with a GPU of one maker have the same NCCL: different
-    versions cannot communicate.
+    """Raise MotleyError unless all ranks with a GPU of one maker have one version of NCCL.
+
+    Different versions cannot communicate.
 
     NCCL is torch's own, and may differ between builds of one release.
     """
@@ -315,10 +325,14 @@ def gpu_logger(
     progress: Callable[[], Progress] = Progress,
     interval: float = 2.0,
 ) -> contextlib.AbstractContextManager[object]:
-    """Samples this machine's GPUs while open, on its lowest rank; does nothing on the others.
+    """Sample this machine's GPUs while open, on its lowest rank; do nothing on the others.
 
     Args:
-        progress: where training is. interval: seconds between samples.
+        world: the ranks.
+        group: process group of the ranks that train.
+        folder: folder of the run.
+        progress: returns the position of the training.
+        interval: seconds between samples.
     """
     if not world.first_here:
         return contextlib.nullcontext()

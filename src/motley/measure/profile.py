@@ -1,5 +1,6 @@
-"""Measurements that a plan is made from: the speeds at which ranks compute and read samples, links,
-and the cost of wire modes.
+"""The measurements from which a plan is made.
+
+They are the speeds at which ranks compute and read samples, the links, and the cost of wire modes.
 """
 
 import math
@@ -65,7 +66,10 @@ def with_readers_of_compiled(
     """Return the speed of a rank with as many loader processes as its compiled model needs.
 
     Args:
-        speed: compiled, with the loader processes that the plain model needs.
+        speed: speed of the compiled model, with the loader processes that the plain model needs.
+        samples: the object that reads samples.
+        config: the options.
+        device: device of this rank.
     """
     if not speed.input_s:
         return speed
@@ -76,10 +80,14 @@ def with_readers_of_compiled(
 def _with_readers(
     speed: SpeedTable, one_s: float, samples: Samples, config: Config, device: torch.device
 ) -> SpeedTable:
-    """Return the speed with its loader processes.
+    """Return a rank's speed with as many loader processes as it needs.
 
     Args:
-        one_s: seconds that one of them takes for a sample.
+        speed: speed of the rank.
+        one_s: seconds that one process takes for a sample.
+        samples: the object that reads samples.
+        config: the options.
+        device: device of this rank.
     """
     readers = math.ceil(_AHEAD * speed.rate * one_s)
     readers = workers_of(samples, config, device, min(_MOST, max(1, readers)))
@@ -190,8 +198,15 @@ def measure_between(
     """Measure links and wires, as far as they are not remembered; every launched rank calls it.
 
     Args:
-        asked: the wire's mode that the user wants; None: auto.
-        traffic: see measure_links.
+        world: the ranks.
+        group: process group of the ranks.
+        model: the model; None on a rank that is left out.
+        config: the options.
+        traits: traits of the engine.
+        asked: the wire mode that the user wants; None: auto.
+        speeds: speed of each rank.
+        traffic: see :func:`measure_links`.
+        remembered: figures of an earlier run; None: measure all.
     """
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = None
@@ -236,10 +251,12 @@ def _without(
 
 
 def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
-    """All links; MotleyError if something does not pass.
+    """Return all links, or raise MotleyError if messages do not pass one of them.
 
     Args:
-        again: measure them once more then; what was remembered has failed once already.
+        world: the ranks.
+        traffic: see :func:`measure_links`.
+        again: True: measure them once more in that case. Remembered links have failed once already.
     """
     links = measure_links(world, traffic)
     if again and links.broken():
@@ -256,12 +273,14 @@ def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
 def _other_modes(
     group: ProcessGroup, asked: WireMode | None, traits: EngineTraits, part: float, slow: int | None
 ) -> list[WireMode]:
-    """Return the modes that may be taken besides the exact wire in a ring, or that are worth
-    advice.
+    """Return the modes besides the exact one in a ring that may be taken or are worth advice.
 
     Args:
-        part: that the exact one takes, in steps without any.
-        slow: the rank that a slow link would be spared for.
+        group: process group of the ranks.
+        asked: the wire mode that the user wants; None: auto.
+        traits: traits of the engine.
+        part: part of a step that the exact mode takes, relative to a step without any wire.
+        slow: the rank behind a slow link that would be spared; None: no such rank.
     """
     if group.size == 1:
         return []
@@ -278,11 +297,15 @@ def _other_modes(
 
 
 def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
-    """Return True if a plan may take a mode: the one that was asked for, else one that costs
-    nothing. The plan itself decides on sparing a slow link.
+    """Return True if a plan may take a mode.
+
+    A plan may take the mode that was asked for, and otherwise one that costs nothing. The plan
+    itself decides on sparing a slow link.
 
     Args:
-        precisions: of those who would train.
+        mode: the wire mode.
+        asked: the wire mode that the user wants; None: auto.
+        precisions: precisions of the ranks that would train.
     """
     if asked is None:
         return mode.is_free(precisions)
@@ -299,11 +322,17 @@ def wires_of(
     remembered: WireFigures | None = None,
     tries: int = TRIES,
 ) -> dict[WireMode, AllReduceCost]:
-    """Measure the sum of all gradients in these modes; every launched rank calls it.
+    """Measure the sum of all gradients in these modes; every launched rank calls this function.
 
     Args:
-        known: of other modes; they are part of the result.
-        remembered: modes in these are not measured. tries: see measure_wire.
+        world: the ranks.
+        group: process group of the ranks.
+        model: the model; None on a rank that is left out.
+        wanted: modes to measure.
+        traits: traits of the engine.
+        known: costs of other modes, which become part of the result.
+        remembered: figures of an earlier run. Modes in them are not measured.
+        tries: see :func:`measure_wire`.
     """
     old = remembered.wires if remembered else {}
     own: dict[WireMode, AllReduceCost] | None = None
@@ -340,10 +369,11 @@ def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllRedu
 
 
 def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
-    """The one rank behind a link that is far slower than the others', if there is such.
+    """Return the one rank behind a link that is far slower than the others', or None.
 
     Args:
-        machines: of the ranks.
+        machines: machine of each rank, by number.
+        links: measured links between the machines; None: not measured.
     """
     slow = None if links is None else links.slow_rank()
     ranks = [rank for rank, machine in enumerate(machines) if machine == slow]
@@ -351,8 +381,10 @@ def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
 
 
 def alike(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
-    """Return equal speeds for CPU ranks of one machine, which share its cores: noise must not part
-    them."""
+    """Return equal speeds for CPU ranks of one machine.
+
+    They share its cores, and noise must not give them different shares.
+    """
     groups: dict[str, list[SpeedTable]] = {}
     for worker, speed in zip(group.workers, speeds, strict=True):
         groups.setdefault(worker.host, []).append(speed)

@@ -1,5 +1,6 @@
-"""Measured speeds of ranks, links and wire modes, remembered from an earlier run of the same
-devices and hosts.
+"""Measured speeds of ranks, links and wire modes, remembered from an earlier run.
+
+The earlier run had the same devices and hosts.
 
 Figures of links and wire modes are taken off the disk when they are read. A run puts them back once
 its first steps took the time that they foretold (motley.train.recorder). Figures that steps do not
@@ -46,10 +47,13 @@ _TELLS = 0.7  # of the best rate, at which a micro-batch shows the time of each 
 
 
 def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int) -> SpeedTable:
-    """This rank's speed, remembered if the device still is as fast.
+    """Return this rank's speed, remembered if the device still is as fast.
 
     Args:
-        shards: of the optimizer, of which this rank has one.
+        group: process group of the ranks.
+        model: the model.
+        config: the options.
+        shards: number of shards of the optimizer, of which this rank has one.
     """
     path, key = _place(group, config, shards)
     if (speed := read_speed(path, key)) is not None:
@@ -114,8 +118,10 @@ def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> Spe
 
 
 def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: SpeedTable) -> None:
-    """Keep this rank's speed, measured beside all of ``group``, for the next run; not that of its
-    disk, which may have the samples in memory by then."""
+    """Save this rank's speed, measured beside all of ``group``, for the next run.
+
+    The speed of its disk is not saved, because the disk's cache may have the samples by then.
+    """
     place = _place(group, config, traits.optimizer_shards(group.size))
     write_speed(*place, speed.computing())
 
@@ -257,8 +263,10 @@ class WireCache:
     machines: Sequence[int]
 
     def take(self) -> WireFigures | None:
-        """Return the remembered figures, once; None if there is none that is young, whole and of
-        this key."""
+        """Return the remembered figures, once; None if there are none that can be used.
+
+        Figures that can be used are young, complete and of this key.
+        """
         try:
             about = self.path.lstat()
             if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
@@ -281,10 +289,13 @@ class WireCache:
 def wire_cache(
     world: World, group: ProcessGroup, model: TaskModel | None, asked: WireMode | None
 ) -> WireCache:
-    """Where the figures of these hosts are; every launched rank calls it.
+    """Return the place of the figures of these hosts; every launched rank calls this function.
 
     Args:
-        model: None on a rank that is left out. asked: the wire mode that the user wants.
+        world: the ranks.
+        group: process group of the ranks.
+        model: the model; None on a rank that is left out.
+        asked: the wire mode that the user wants; None: auto.
     """
     shapes = model and [[list(p.shape), p.requires_grad] for p in model.every_parameter()]
     own = (world.network.address, world.network.interface, digest_of(shapes) if shapes else None)

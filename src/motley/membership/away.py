@@ -1,5 +1,7 @@
-"""The mark of a machine whose user has asked that it take part in no training for now, and the
-reasons to set one: another user at its console, or another user's process on its GPU.
+"""The mark of a machine that takes part in no training for now.
+
+Its user sets the mark, or the machine itself does while another user is at its console, or runs a
+process on its GPU.
 
 The mark is a small file in a folder of this user's on this machine, outside of any run. The mark
 holds for all runs, and any login of this user can set it:
@@ -109,8 +111,9 @@ class Away:
     boot: str = ""
 
     def words(self) -> str:
-        """Return the end of a sentence that begins with the host's name, as in "leaves as asked
-        (leave_cn.sh, until 14:20)".
+        """Return the end of a sentence that begins with the host's name.
+
+        An example is "leaves as asked (leave_cn.sh, until 14:20)".
         """
         if self.polite:
             return f"gives way ({self.polite})"

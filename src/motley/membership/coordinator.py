@@ -1,5 +1,7 @@
-"""The coordinator, a thread of rank 0: receives from all ranks, judges which failed first, has the
-survivors go on without a lost rank, or ends the job in one line.
+"""The coordinator, a thread of rank 0 that receives from all ranks.
+
+The coordinator decides which rank failed first. The survivors go on without a lost rank, or the job
+ends with one line.
 
 A job ends in this order: the coordinator records and prints the first cause, has the common state
 saved, and sends all ranks the end. A signal to stop comes from the user, whose launcher sends it to
@@ -99,7 +101,10 @@ class JobEnd:
     """The end of a job, from rank 0's watching thread.
 
     Args:
-        on_fault: records the first cause. tell_all: sends a message to all other ranks.
+        own: state of this rank.
+        writer: the thread that writes records.
+        on_fault: records the first cause.
+        tell_all: sends a message to all other ranks.
     """
 
     def __init__(
@@ -115,10 +120,11 @@ class JobEnd:
     def end(
         self, fault: Fault, phases: Mapping[int, str], others: Mapping[socket.socket, RankStatus]
     ) -> NoReturn:
-        """Record the first cause, say it, and end all ranks.
+        """Record and print the first cause, and end all ranks.
 
         Args:
-            phases: what each rank last said that it is at, by its number in the launch.
+            fault: the first cause.
+            phases: phase that each rank last reported, by its number in the launch.
             others: all ranks but 0.
         """
         fault = self._launchers_loss(fault)
@@ -135,8 +141,7 @@ class JobEnd:
         self._own.leave(fault.code)
 
     def _launchers_loss(self, fault: Fault) -> Fault:
-        """Return the fault of the launcher's lost host where a rank died of that, else the same
-        fault."""
+        """Return the fault of the launcher's lost host if a rank died of that, else ``fault``."""
         own = self._own
         if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
@@ -159,11 +164,16 @@ _GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
 
 
 class Coordinator:
-    """The watching thread of rank 0. Another thread writes records, so that this one never waits
-    for a disk.
+    """The watching thread of rank 0.
+
+    Another thread writes records, so this one never waits for a disk.
 
     Args:
-        on_fault: records the first cause. on_event: records an event that a rank reports.
+        own: state of this rank.
+        handshakes: connections of the other ranks.
+        writer: the thread that writes records.
+        on_fault: records the first cause.
+        on_event: records an event that a rank reports.
         standby: the rank that takes over when rank 0 fails.
         regrouping: the state of a regroup without lost ranks.
         lost: the fault of the former rank 0, if this rank takes its place.

@@ -112,8 +112,9 @@ class Heartbeat:
         return self.phase is Phase.ALL_REDUCE
 
     def message(self) -> list[Any]:
-        """Return the heartbeat as JSON, without names: rank 0 of a thousand reads two thousand a
-        second.
+        """Return the heartbeat as JSON, without names.
+
+        Short messages matter, because rank 0 of a thousand ranks reads two thousand a second.
         """
         rest = [self.detail, self.unanswered] if self.detail or self.unanswered else []
         return [self.step, self.phase.key, self.moves, self.timeout_s, *rest]
@@ -161,7 +162,8 @@ class RankStatus:
         """Append received bytes and return the complete messages.
 
         Args:
-            now: in rank 0's waking seconds.
+            data: the received bytes.
+            now: time of arrival, in seconds that rank 0 was awake.
         """
         found = self.messages.feed(data)
         self.wrote, self.heard = now, now if found else self.heard
@@ -169,10 +171,12 @@ class RankStatus:
 
 
 class Watchdog:
-    """Rank 0's judgement.
+    """Detection of failed ranks, on rank 0.
 
     Args:
-        awake: this process's waking time. number: of this rank in the launch. host: its machine.
+        awake: clock of the time that this process was awake.
+        number: number of this rank in the launch.
+        host: host of this rank.
     """
 
     def __init__(self, awake: AwakeClock, number: int, host: str) -> None:
@@ -192,7 +196,8 @@ class Watchdog:
         """Return the fault of a rank without a message for ``limit`` seconds, or None.
 
         Args:
-            statuses: all ranks but 0.
+            statuses: status of each rank but 0.
+            limit: seconds without a message.
         """
         now = self._awake.seconds
         if now - min((status.lived for status in statuses), default=now) <= limit:
@@ -210,11 +215,12 @@ class Watchdog:
         return silent(first.number, first.host, first.heartbeat.step, now - first.lived, like)
 
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
-        """Return the fault of two machines that do not reach each other, though this one receives
-        from both, or None.
+        """Return the fault of two machines that do not reach each other, or None.
+
+        This machine receives from both of them.
 
         Args:
-            ranks: all, with rank 0.
+            ranks: status of each rank, with rank 0.
         """
         now = self._awake.seconds
         if self.silent(ranks[1:], SUSPECT_AFTER_S):
@@ -288,7 +294,8 @@ def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list
     """Return the addresses of other machines that do not answer, in 2 ms for 1,000 connections.
 
     Args:
-        after_s: seconds without an answer. tries: how often something was sent again, or more.
+        after_s: seconds without an answer.
+        tries: least number of retransmissions.
     """
     found = set()
     for number, info in _connections():
@@ -299,10 +306,12 @@ def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list
 
 
 def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
-    """Return True if a connection has sent in vain for too long, and too often.
+    """Return True if a connection has retransmitted in vain for too long, and too often.
 
     Args:
         info: struct tcp_info.
+        after_s: seconds since the last acknowledgement.
+        tries: least number of retransmissions.
     """
     unacked = struct.unpack_from("=I", info, _UNACKED)[0]
     last_ack_ms = struct.unpack_from("=I", info, _LAST_ACK_MS)[0]
@@ -338,7 +347,8 @@ class SilentRanks:
     """The ranks whose heartbeats rank 0 misses.
 
     Args:
-        awake: rank 0's waking time. cut_off: see :func:`cut_off`.
+        awake: clock of the time that rank 0 was awake.
+        cut_off: see :func:`cut_off`.
     """
 
     def __init__(self, awake: AwakeClock, cut_off: Callable[[], Collection[str]] = cut_off) -> None:
@@ -443,10 +453,14 @@ class StopSignals:
         step: int | None,
         how_to_continue: str,
     ) -> Fault:
-        """Take a signal that came to a rank; return its fault, as far as is known by now.
+        """Record a signal that came to a rank, and return its fault, as far as it is known by now.
 
         Args:
-            number: of the signal. statuses: of all ranks. step: that training is at.
+            status: status of the rank.
+            number: number of the signal.
+            statuses: status of each rank.
+            step: current step of the training; None: before step 1.
+            how_to_continue: remedy for the user.
         """
         self._ranks.add(status.rank)
         name = signal.Signals(number).name

@@ -1,5 +1,7 @@
-"""Causes of faults that no rank reports itself: a rank died, left or fell silent. The first of
-several is blamed, since one leads to others, and its echo may arrive before it. Pure.
+"""Causes of faults that no rank reports itself. Pure.
+
+A rank died, left or fell silent. The first of several faults is the cause, since one leads to
+others. Its echo may arrive before it.
 """
 
 import re
@@ -42,7 +44,10 @@ def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
     end has broken.
 
     Args:
-        said: by Python's fault handler, if anything.
+        rank: number of the rank in the launch.
+        host: host of the rank.
+        step: step of the rank; None: before step 1.
+        said: message of Python's fault handler, if there is one.
     """
     if crash := re.search(r"Fatal Python error: (.+)", said):
         kind = next((kind for kind, name in _CRASHES if re.search(name, crash[1])), FaultKind.ERROR)
@@ -63,8 +68,10 @@ def stopped(step: int | None, number: int, by: str, remedy: str) -> Fault:
     """Return the fault of a launcher that was stopped, and has stopped the ranks.
 
     Args:
-        number: of the signal that came to the ranks; ``by``: its name, who may have sent it,
-            and the phases of the ranks. remedy: how to go on.
+        step: step of the training; None: before step 1.
+        number: number of the signal that came to the ranks.
+        by: name of the signal, its possible senders, and the phases of the ranks.
+        remedy: how to go on.
     """
     return Fault(
         0, "", step, f"stopped by {by}", remedy,
@@ -73,10 +80,13 @@ def stopped(step: int | None, number: int, by: str, remedy: str) -> Fault:
 
 
 def left(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
-    """Return the fault of hosts that leave; the job ends with all that it has trained saved.
+    """Return the fault of hosts that leave. The job saves its whole state before it ends.
 
     Args:
-        rank: one of the first host's. who: leaves and why, as "b leaves as asked".
+        rank: a rank on the first host.
+        hosts: names of the hosts.
+        step: step of the training; None: before step 1.
+        who: the hosts and their reason, as "b leaves as asked".
     """
     names = " and ".join(hosts)
     return Fault(
@@ -103,7 +113,9 @@ def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
     mpirun also ends so, at once and with status 0, when it loses a host: see :func:`daemon_gone`.
 
     Args:
-        launcher: its name and process.
+        host: host of rank 0 and the launcher.
+        launcher: name and process of the launcher.
+        step: step of the training; None: before step 1.
     """
     return Fault(
         0, host, step, f"the launcher ({launcher} on {host}) was killed, or it gave up a host that "
@@ -124,7 +136,11 @@ def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "
     """Return the fault of a rank without messages for a while.
 
     Args:
-        like: who else is silent, as ", and so are ranks 4, 5".
+        rank: number of the rank in the launch.
+        host: host of the rank.
+        step: last step that the rank reported; None: before step 1.
+        seconds: seconds since its last message.
+        like: other silent ranks, as ", and so are ranks 4, 5".
     """
     return Fault(
         rank, host, step,
@@ -136,10 +152,16 @@ def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "
 
 
 def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -> Fault:
-    """Return the fault of a host that receives from no other, so that it may be the cause itself.
+    """Return the fault of a host that receives from no other host.
+
+    Such a host may be the cause itself.
 
     Args:
-        others: their names.
+        rank: number of the rank in the launch.
+        host: host of the rank.
+        step: step of the rank; None: before step 1.
+        seconds: seconds since the last message.
+        others: names of the other hosts.
     """
     return Fault(
         rank, host, step, f"all other hosts are silent for {seconds:.0f} s ({others})",
@@ -162,10 +184,14 @@ def link_lost(rank: int, host: str, step: int | None, other: str) -> Fault:
 
 
 def stuck(rank: int, host: str, step: int | None, seconds: float, where: str) -> Fault:
-    """Return the fault of a job whose ranks all live, and of which none moves.
+    """Return the fault of a job whose ranks all live, but make no progress.
 
     Args:
-        where: what the ranks are doing.
+        rank: number of the blamed rank in the launch.
+        host: host of the blamed rank.
+        step: step of the training; None: before step 1.
+        seconds: seconds without progress.
+        where: current phases of the ranks, in words.
     """
     return Fault(
         rank, host, step, f"no rank has moved for {seconds:.0f} s: {where}",
@@ -208,8 +234,11 @@ class FirstCause:
 
 
 def _weight(fault: Fault) -> int:
-    """Return how much a cause counts: an abort more than an error that follows it, that more than
-    the launcher's stop, and that more than a signal to one rank."""
+    """Return the weight of a cause; the heaviest of several is the first cause.
+
+    An abort weighs more than the error that follows it. Next come the launcher's stop and a signal
+    to one rank, in this order.
+    """
     if fault.signal:
         return int(fault.kind is FaultKind.STOPPED)
     return 3 if fault.kind is FaultKind.ABORTED else 2

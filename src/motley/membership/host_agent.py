@@ -1,5 +1,7 @@
-"""The agent on a host, by which it leaves training and comes back: setup/leave_cn.sh, join_cn.sh
-and keep_training.sh run it there by ssh. Each command prints one line of JSON.
+"""The agent on a host, by which the host leaves training and comes back.
+
+setup/leave_cn.sh, join_cn.sh and keep_training.sh run it there by ssh. Each command prints one line
+of JSON.
 
     python -m motley.membership.host_agent ranks             # this user's ranks here, and away?
     python -m motley.membership.host_agent ask FOLDER        # is it away; does it see the folder

@@ -37,7 +37,9 @@ class Member:
     """The watching thread of every rank but 0.
 
     Args:
-        line: the connection to rank 0. host: rank 0's.
+        own: state of this rank.
+        line: the connection to rank 0.
+        host: host of rank 0.
         on_fault: called on the standby, with the fault of rank 0.
     """
 
@@ -109,11 +111,13 @@ class Member:
         return None
 
     def _standby_hears(self, quiet: float) -> bool:
-        """Return True if the standby lives. Else it would have ended by now: rank 0 reports to it
+        """Return True if the standby lives.
+
+        If rank 0 were dead, the standby would have ended by now. Rank 0 reports to the standby
         alone that Python is busy there.
 
         Args:
-            quiet: seconds without a word of rank 0.
+            quiet: seconds since the last message of rank 0.
         """
         own = self._own
         if own.place.is_standby or quiet > _BUSY_MOST_S:
@@ -132,8 +136,10 @@ class Member:
             return False
 
     def _lost(self, seconds: float) -> Fault:
-        """Return the fault: rank 0's host is silent, or, where no other machine answers either,
-        this one is cut off. The standby asks the other machines, since only it reports.
+        """Return the fault: rank 0's host is silent, or this host is cut off.
+
+        This host is cut off if no other machine answers either. The standby probes the other
+        machines, since it alone reports.
         """
         own = self._own
         known = {self._line.getpeername()[0], self._line.getsockname()[0]}

@@ -85,10 +85,12 @@ _NO_FILES_S = 0.05  # to wait where this process can open no more
 
 
 def greeting(token: str, rank: int, host: str) -> bytes:
-    """Return the bytes that a rank sends first; they begin with :func:`_opening`.
+    """Return the first bytes that a rank sends; they begin with :func:`_opening`.
 
     Args:
-        rank: ~K: not rank K itself, but the reaper that outlives it on its host.
+        token: shared token of the job.
+        rank: number of the rank. ~K stands for the reaper that outlives rank K on its host.
+        host: name of the sender's host.
     """
     return encode({"token": token, "rank": rank, "host": host})
 
@@ -138,7 +140,8 @@ class Handshakes:
     """The connections that arrive at a rank's port.
 
     Args:
-        listener: the port, open. host: name of this machine.
+        listener: the open port.
+        host: name of this machine.
         size: number of ranks; the reaper of any of them may come.
 
     Attributes:

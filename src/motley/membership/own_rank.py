@@ -1,5 +1,6 @@
-"""The state of this rank that its supervisor reports: its phase, step, messages and end. Before a
-job ends by a lost rank, a surviving one saves the state that all of them hold.
+"""The state of this rank that its supervisor reports: phase, step, messages and end.
+
+Before a lost rank ends a job, a surviving rank saves the state that all of them hold.
 """
 
 import contextlib
@@ -104,19 +105,20 @@ class Outbox:
 
 
 class GroupChange:
-    """The passage of this rank from a group that a lost rank has broken to the next one. The
-    watching thread begins it, and the training's thread takes it.
+    """The passage of this rank from a group that a lost rank has broken to the next one.
+
+    The watching thread begins the passage, and the training thread completes it.
 
     Attributes:
-        group: how often this rank has gone on without others. Messages of earlier groups are void.
-        trains_in: the same, as far as the training's thread knows: it may fail in the broken group
-            while the watching thread goes on.
-        survivors: the ranks with which the training's thread is to go on, until it does; None: no
+        group: number of regroups that this rank has begun. Messages of earlier groups are void.
+        trains_in: number of regroups that the training thread has completed. This thread may fail
+            in the broken group while the watching thread goes on.
+        survivors: the ranks with which the training thread has to go on, until it does; None: no
             rank is lost.
         begun: set while there are survivors to go on with.
         gathered: receives the values of :meth:`Supervisor.gather`; None: the group broke meanwhile.
-        freeing: has the training's thread leave a collective. Until it has, the group must not be
-            left in another way.
+        freeing: makes the training thread leave a collective. Until this is done, the group must
+            not be left in another way.
     """
 
     def __init__(self) -> None:
@@ -222,8 +224,10 @@ class OwnRank:
             print(text, file=sys.stderr, flush=True)
 
     def save_what_is_known(self) -> str:
-        """Call the hook ``rescue``, whatever it raises, from the watching thread; return what it
-        did."""
+        """Call the hook ``rescue`` from the watching thread, and return a note on its result.
+
+        The note also describes an error of the hook, which is not raised.
+        """
         self.write_last_words()  # first: the launcher may soon end this rank
         if self.hooks.rescue is None:
             return ""
@@ -253,8 +257,10 @@ class OwnRank:
         self.change.begin(survivors, self.hooks.free)
 
     def tell_reaper(self) -> None:
-        """Send the reaper this rank's number, and the rank that must learn that the host outlives
-        it."""
+        """Send the reaper this rank's number, and the address of a rank to inform of its death.
+
+        The other rank learns from the reaper that the host outlives this rank.
+        """
         if self.reaper is None:
             return
         place = self.place
@@ -307,10 +313,13 @@ def save_before_end(
     lost: int,
     tell_all: Callable[[Message], None],
 ) -> None:
-    """Have the state saved, by rank 0 or another rank that can, while the others wait.
+    """Make rank 0, or another rank that can, save the state while the others wait.
 
     Args:
-        others: all ranks but 0. lost: who cannot, by its number in the launch.
+        own: state of this rank.
+        others: all ranks but 0.
+        lost: number in the launch of the rank that cannot save.
+        tell_all: sends a message to all other ranks.
     """
     able = [line for line, each in others.items() if each.rescues and each.number != lost]
     if not able and own.hooks.rescue is None:

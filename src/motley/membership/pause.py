@@ -41,8 +41,10 @@ def request_of(number: int) -> Message | None:
 
 
 class OwnPause:
-    """The step before which this rank stops: the training's thread asks, the watching thread sets
-    it."""
+    """The step before which this rank stops.
+
+    The training thread asks for the step, and the watching thread sets it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -104,20 +106,23 @@ class PauseAgreement:
         self._begun.clear()
 
     def want(self, rank: int, host: str, leaves: str | None) -> None:
-        """Note that a rank wants it.
+        """Record that a rank wants the pause.
 
         Args:
-            rank: its number in the launch. leaves: why its host does; None: the job is to pause.
+            rank: number of the rank in the launch.
+            host: host of the rank.
+            leaves: reason for which the host leaves; None: the job is to pause.
         """
         self.wanted = True
         if leaves is not None:
             self._leaving.setdefault(host, (rank, leaves))
 
     def ask(self, others: Mapping[socket.socket, RankStatus], own: OwnPause) -> bool:
-        """Ask every rank that has come and was not asked yet, where a pause is wanted.
+        """Ask every rank that has connected and was not asked yet, if a pause is wanted.
 
         Args:
-            others: all ranks but 0, whose is ``own``.
+            others: all ranks but 0.
+            own: pause of rank 0.
 
         Returns:
             True if all have answered now.

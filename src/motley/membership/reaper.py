@@ -1,5 +1,7 @@
-"""The reaper: a small process on each host, which ends a hung mpirun or daemon after its rank has
-died, and removes the files that a killed launcher leaves.
+"""The reaper: a small process on each host that ends a hung launcher.
+
+After its rank has died, the reaper ends an mpirun or daemon that hangs, and removes the files that
+a killed launcher leaves.
 
 mpirun ends when its daemon on every host has ended, and waits without end for one that is frozen or
 cut off; a daemon waits for mpirun in the same way. Once mpirun is to stop, it passes on nothing
@@ -160,8 +162,9 @@ class LauncherReaper:
         )  # fmt: skip
 
     def tell(self, **news: Any) -> bool:
-        """Send the reaper facts for the time when this rank and mpirun are gone; see
-        :class:`_Told`.
+        """Send the reaper facts for the time when this rank and mpirun are gone.
+
+        See :class:`_Told`.
 
         Returns:
             True if there is such a process.
@@ -180,7 +183,8 @@ class LauncherReaper:
         """Return True if mpirun's ssh session to a host has ended, or ends in time.
 
         Args:
-            names: of that host, one of which may be that in hosts.txt. limit_s: seconds to wait.
+            names: names of that host, one of which may be that in hosts.txt.
+            limit_s: seconds to wait.
         """
         return any(
             host in names and _gone(session, limit_s) for session, host in self._sessions.items()
@@ -314,8 +318,9 @@ def _say(line: str, terminal: str | None) -> None:
 
 
 def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:
-    """Inform the first rank that this host lives, though its rank does not, and wait while the
-    others train: mpirun's daemon serves their job still.
+    """Inform the first rank that this host lives, though its rank does not.
+
+    The process then waits while the others train, because mpirun's daemon still serves their job.
     """
     with contextlib.suppress(OSError), socket.create_connection((address, port), 3.0) as line:
         line.sendall(greeting(token, ~rank, host))
@@ -366,8 +371,10 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_Told, bool]:
 
 
 def _record(folder: RunFolder, fault: Fault, first: int) -> None:
-    """Record the fault unless it is recorded: another host's rank, which lost the first one, knows
-    less than this process.
+    """Record the fault unless a better one is recorded.
+
+    A rank on another host that lost the first rank has fewer facts than this process. A fault that
+    it has recorded is replaced.
     """
     time.sleep(_RECORD_AFTER_S)
     try:

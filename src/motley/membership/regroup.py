@@ -1,5 +1,6 @@
-"""The coordinator's part in going on without a lost rank: it has all ranks keep their state, then
-has the survivors go on.
+"""The coordinator's part in a regroup without a lost rank.
+
+The coordinator makes all ranks keep their state. Then it makes the survivors go on.
 """
 
 import time
@@ -18,11 +19,13 @@ _LAUNCHER_S = 5.0
 
 
 class Regroup:
-    """Played by the watching thread.
+    """The steps of a regroup that the watching thread of rank 0 runs.
 
     Args:
-        regrouping: who is lost, and who is ready.
-        tell_all: sends a message to all other ranks. record: an event of the run.
+        own: state of this rank.
+        regrouping: the lost ranks, and the ranks that are ready.
+        tell_all: sends a message to all other ranks.
+        record: records an event of the run.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class Regroup:
         return True
 
     def note_kept(self, status: RankStatus, problem: str) -> Fault | None:
-        """Note that a rank has kept its state; return the fault that ends the job if it could
-        not."""
+        """Record that a rank has kept its state.
+
+        Return the fault that ends the job if the rank could not.
+        """
         if problem:
             return self._regrouping.first
         self._regrouping.kept(status.rank)

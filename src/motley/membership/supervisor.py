@@ -76,10 +76,12 @@ _CONNECT_S = 30.0  # that rank 0 may take to answer, while all start
 
 
 class Watching:
-    """One rank's: :meth:`listen`, then :meth:`start`.
+    """The watching thread of one rank: :meth:`listen`, then :meth:`start`.
 
     Args:
-        own: what the rank says of itself. on_fault, on_event: see Supervisor.
+        own: state of this rank.
+        on_fault: see :class:`Supervisor`.
+        on_event: see :class:`Supervisor`.
     """
 
     def __init__(
@@ -165,8 +167,9 @@ class Watching:
         return connected
 
     def _guard(self) -> None:
-        """Run the watching thread, and end the job if it fails: no other part notices failures or
-        acts on signals.
+        """Run the watching thread, and end the job if the thread fails.
+
+        No other part detects failures or acts on signals.
         """
         try:
             while isinstance(self._watch, Member) and (lost := self._watch.run()):
@@ -218,10 +221,11 @@ class Supervisor:
         return self._own.pause.begin(step)
 
     def pause(self, said: str, first: bool) -> NoReturn:
-        """End with the job, now that all is saved; all ranks that train call it.
+        """End with the job, after all state is saved; all ranks that train call this method.
 
         Args:
-            said: what was saved, for people. first: this is the rank that has written it.
+            said: description of the saved state, for the user.
+            first: True on the rank that has written the state.
         """
         own = self._own
         if first:
@@ -267,19 +271,23 @@ class Supervisor:
         self.on_event(event)
 
     def records_in(self, folder: Path) -> None:
-        """Pass on where rank 0 records the run, for the reaper to record its end if rank 0 is
-        killed."""
+        """Pass the folder of the run's records to the reaper.
+
+        The reaper records the end of the run there if rank 0 is killed.
+        """
         if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.tell(folder=str(folder.absolute()))
 
     # -- what a rank says
 
     def set_status(self, phase: Phase, timeout_s: float | None, detail: str = "") -> None:
-        """Say what this rank is at from now on, or that it has got on with it.
+        """Set the phase of this rank, or report progress within it.
 
         Args:
-            timeout_s: seconds in which some rank should move; see motley.membership.detector.
-            detail: as in "rank 3 is measuring links", in place of the phase's own words.
+            phase: the phase from now on.
+            timeout_s: seconds in which some rank should make progress; see
+                motley.membership.detector.
+            detail: words in place of the phase's own, as in "rank 3 is measuring links".
 
         Raises:
             RankLostError: what this rank is at is void.
@@ -307,8 +315,11 @@ class Supervisor:
     def before_end(
         self, last_words: Callable[[], None], how_to_continue: Callable[[], str]
     ) -> None:
-        """Set the functions that the watching thread calls before this rank ends with the job: one
-        writes the last records, the other returns for the user how the run goes on.
+        """Set the functions that the watching thread calls before this rank ends with the job.
+
+        Args:
+            last_words: writes the last records.
+            how_to_continue: returns for the user how the run goes on.
         """
         self._own.hooks.last_words, self._own.hooks.how_to_continue = last_words, how_to_continue
 

@@ -120,7 +120,10 @@ class SupervisedRanks:
     """Implements motley.launch.ranks.Launched for those who are left of a launch.
 
     Args:
-        gather: gives every rank's value, by rank. here: the ranks of this machine.
+        rank: number of this rank among the survivors.
+        size: number of survivors.
+        here: ranks of this machine.
+        gather: gathers the value of every rank, by rank.
     """
 
     def __init__(
@@ -176,7 +179,8 @@ class Regrouping:
     """The first rank's memory of who is lost, who has kept its state, and what was gathered.
 
     Args:
-        machines: which machine each rank is on. survives: ranks may outlive one of them.
+        machines: machine of each rank, by number.
+        survives: True if ranks may outlive one of them.
     """
 
     def __init__(self, machines: Sequence[int], survives: bool) -> None:
@@ -204,11 +208,12 @@ class Regrouping:
         return list(self._lost.values())
 
     def lose(self, rank: int, fault: Fault, left: Collection[Status]) -> bool:
-        """Note that a rank is lost; return True if the others can go on, as far as is known.
+        """Record that a rank is lost; return True if the others can go on, as far as is known.
 
         Args:
-            rank: its number in the group that is left.
-            left: all others, this one among them.
+            rank: number of the rank in the group that is left.
+            fault: fault of the rank.
+            left: status of all other ranks, this one among them.
         """
         ready = all(status.regroups for status in left)
         if not (self._survives and ready and fault.kind in _LOST):
@@ -268,11 +273,12 @@ class Regrouping:
 
 
 def standby_of(machines: Sequence[int]) -> int:
-    """Return the rank that speaks when rank 0 cannot: best one that does not freeze with its
-    machine.
+    """Return the rank that reports when rank 0 cannot.
+
+    A rank on another machine is preferred, because it does not freeze with the machine of rank 0.
 
     Args:
-        machines: which machine each rank is on.
+        machines: machine of each rank, by number.
     """
     return min((rank for rank, machine in enumerate(machines) if machine != 0), default=1)
 

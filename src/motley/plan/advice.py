@@ -48,11 +48,14 @@ class Advice:
 def better_modes(
     options: Mapping[WireMode, Choice], mode: WireMode, names: Sequence[str]
 ) -> tuple[Advice, ...]:
-    """Return wire modes that would be faster than ``mode``: the fastest that only rounds, and the
-    fastest of all.
+    """Return wire modes that would be faster than ``mode``.
+
+    These are the fastest of the modes that only round, and the fastest of all modes.
 
     Args:
-        options: the ranks that would train in each mode. names: of the ranks' hosts.
+        options: the ranks that would train in each mode.
+        mode: the planned wire mode.
+        names: host of each rank.
     """
     found_better = []
     best = planned_s = options[mode].chosen.step_s
@@ -83,8 +86,11 @@ def fewer_hosts(
     """Advise that a step would be shorter without some hosts that the user asked for.
 
     Args:
-        choice: the ranks that would train without that wish. planned_s: a step with all of them.
-        names, machines: of the ranks.
+        choice: the ranks that would train without that wish.
+        planned_s: seconds of a step with all of them.
+        names: host of each rank.
+        machines: machine of each rank, by number.
+        links: measured links between the machines; None: not measured.
     """
     times = planned_s / choice.chosen.step_s
     out = [rank for rank in range(len(names)) if rank not in choice.ranks]
@@ -105,10 +111,12 @@ def fewer_hosts(
 def better_engine(
     traits: EngineTraits, predicted: Forecast, engines: Mapping[str, Forecast]
 ) -> tuple[Advice, ...]:
-    """An engine that sends otherwise and would be faster.
+    """Advise an engine that would be faster because it sends gradients otherwise.
 
     Args:
-        engines: forecasts, by what a user writes to have them.
+        traits: traits of the engine in use.
+        predicted: forecast for the engine in use.
+        engines: forecasts for other engines, by the option that selects each.
     """
     best = min(engines, key=lambda name: engines[name].step_s, default=None)
     if best is None or engines[best].step_s > (1 - _WORTH_A_WORD) * predicted.step_s:
@@ -130,15 +138,18 @@ def larger_batch(
     wire: AllReduceCost,
     links: Links | None = None,
 ) -> tuple[Advice, ...]:
-    """Advise a larger batch where this one is too small for the machines to beat the best of them.
+    """Advise a larger batch if these machines together hardly beat the best of them.
 
-    Return no advice where the batch suffices, or where none would.
+    The advice is empty if the batch suffices, or if no larger batch would.
 
     Args:
-        names, machines: of the ranks.
-        wire: of the planned mode.
+        global_batch: samples in a step.
+        names: host of each rank.
+        machines: machine of each rank, by number.
+        speeds: speed of each rank.
+        wire: cost of an all-reduce in the planned mode.
+        links: measured links between the machines; None: not measured.
     """
-
     rates = rates_of(machines, speeds)
     fastest = sorted(rates, key=lambda machine: -rates[machine])[:_FASTEST]
     ranks_of = [[r for r, m in enumerate(machines) if m == machine] for machine in fastest]
@@ -173,11 +184,13 @@ def larger_batch(
 def bound_by_input(
     names: Sequence[str], speeds: Sequence[SpeedTable], counts: Sequence[int], packs: bool
 ) -> tuple[Advice, ...]:
-    """Name the hosts whose ranks wait for their samples, and the remedy.
+    """Advise a remedy for each host whose ranks wait for their samples.
 
     Args:
-        names: of the ranks' hosts. counts: samples of each in a step.
-        packs: the samples are image files, which ``--dataset packed`` reads sooner.
+        names: host of each rank.
+        speeds: speed of each rank.
+        counts: samples of each rank in a step.
+        packs: True if the samples are image files, which ``--dataset packed`` reads faster.
     """
     packed = typed_command("--dataset packed reads images sooner (see setup/stage_cn.sh -h)")
     found = {}

@@ -59,6 +59,7 @@ class Evidence:
 
     Args:
         groups: columns of equal devices, whose noise is at least the median of the group.
+        columns: number of columns.
     """
 
     def __init__(self, groups: Groups, columns: int) -> None:
@@ -92,10 +93,11 @@ class Evidence:
             self._estimate_noise()
 
     def explain_steps(self, steps: int, change: Floats) -> None:
-        """Take a change for the cause of the last steps before :meth:`clear`, which are no noise.
+        """Attribute the last steps before :meth:`clear` to a change instead of noise.
 
         Args:
-            steps: how many. change: ratio of each column in these steps.
+            steps: number of steps.
+            change: ratio of each column in these steps.
         """
         end = self._end - self.steps
         rows = slice(max(0, end - steps), max(0, end))

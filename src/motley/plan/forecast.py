@@ -75,7 +75,8 @@ class Forecast:
         """Return the forecast in words, for the log.
 
         Args:
-            unit: that a rate counts. weight: of a sample, in these.
+            unit: unit that rates count.
+            weight: weight of a sample in this unit.
         """
         rate, most = weight * self.samples_per_s, weight * self.global_batch / self.limit_s
         causes = ", ".join(
@@ -116,7 +117,11 @@ def forecast(
     produces gradients.
 
     Args:
-        buckets: to send the gradient in; None: as few as do about as well as any.
+        counts: samples of each rank in a step.
+        speeds: speed of each rank.
+        wire: cost of an all-reduce.
+        buckets: number of buckets to send the gradient in. None: the fewest that do about as well
+            as any.
     """
     total = sum(counts)
     compute = tuple(Speeds(speeds).seconds_of(np.array(counts, dtype=float)).tolist())
@@ -178,9 +183,12 @@ def arrange(
 def _longer(
     speeds: Sequence[SpeedTable], counts: Sequence[int], wire: AllReduceCost
 ) -> Iterator[tuple[SpeedTable, ...]]:
-    """The speeds with larger micro-batches, so that shares need few; whole ones, and, where each
-    micro-step has its part of the wire, as many as the rank that has most would take with each of
-    its sizes."""
+    """Yield the speeds with larger micro-batches, with which each share needs few of them.
+
+    The first entries have one micro-batch per share. If each micro-step has its part of the wire,
+    there are more entries. These have as many micro-batches as the rank with most of them needs at
+    each of its sizes.
+    """
     pairs, few, mores = list(zip(speeds, counts, strict=True)), {1}, {0}
     if wire.allreduces_per_micro_step > 0:
         last, n = max(pairs, key=lambda pair: pair[1] / pair[0].micro_batch)
@@ -219,14 +227,20 @@ def choose_machines(
     needed: int | None = None,
     fixed: bool = False,
 ) -> Choice:
-    """All ranks that get a sample, or those of some machines alone with which a step is shortest,
-    if that is shorter than with all by more than clocks err.
+    """Return all ranks that get a sample, or those of the machines with which a step is shortest.
 
-    Tries every subset of a few machines; of many, those of the fastest and of the best links.
+    Some machines are left out only if this shortens the step by more than the error of the clocks.
+    Every subset of a few machines is tried. With many machines, the subsets of the fastest and of
+    the best links are tried.
 
     Args:
-        machines: which machine each rank is on. links: of them, if measured.
-        needed: a machine that has to stay. fixed: all have.
+        global_batch: samples in a step.
+        machines: machine of each rank, by number.
+        speeds: speed of each rank.
+        wire: cost of an all-reduce among all ranks.
+        links: measured links between the machines; None: not measured.
+        needed: a machine that has to stay; None: no such machine.
+        fixed: True if all machines have to stay.
     """
     everyone = tuple(range(len(speeds)))
 
@@ -292,11 +306,18 @@ def what_if(
     wire: AllReduceCost,
     links: Links | None = None,
 ) -> dict[str, Forecast]:
-    """Other ways to do it, predicted: for a person who wonders.
+    """Predict other ways to train, for comparison with the plan.
 
     Args:
-        names, machines: of the ranks; names are for the rows.
-        wire: the exact one, of all in a ring.
+        global_batch: samples in a step.
+        names: host of each rank, for the names of the rows.
+        machines: machine of each rank, by number.
+        speeds: speed of each rank.
+        wire: cost of the exact mode among all ranks in a ring.
+        links: measured links between the machines; None: not measured.
+
+    Returns:
+        Forecasts by a description of each way.
     """
     ranks = range(len(speeds))
     best = min(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))

@@ -1,5 +1,6 @@
-"""The length of a run and the batches that it consists of, counted in samples, since the global
-batch may grow, as in ``512:2048:32/100M``. Pure.
+"""The length of a run and its batches, counted in samples. Pure.
+
+Steps do not measure a length, because the global batch may grow, as in ``512:2048:32/100M``.
 """
 
 import dataclasses
@@ -42,8 +43,10 @@ class Ramp:
         return range(self.first, self.most + 1, self.by)
 
     def steps(self, used: int, until: int) -> int:
-        """How many it takes from one number of samples to another within an epoch; the last step
-        may be smaller."""
+        """Return how many steps lead from one number of samples to another within an epoch.
+
+        The last step may be smaller.
+        """
         count = 0
         while used < min(until, self.over):
             used += self.at(used)
@@ -131,16 +134,19 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Length:
-    """Epochs of samples, taken in batches. A run that goes on with another batch still uses each
-    sample once an epoch; its steps only count how often the optimizer stepped.
+    """Epochs of samples, taken in batches.
+
+    A run that goes on with another batch still uses each sample once per epoch. Its steps only
+    count how often the optimizer stepped.
 
     Attributes:
-        epochs: of the whole run. epoch_samples: in each.
+        epochs: epochs of the whole run.
+        epoch_samples: samples in each epoch.
         batch: samples in a step; the last one of an epoch may have fewer.
-        ramp: how the batch grows up to that; None: it does not.
-        max_steps: where the run ends if that comes before; None: nowhere.
+        ramp: growth of the batch up to ``batch``; None: the batch does not grow.
+        max_steps: step after which the run ends at the latest; None: no such limit.
         save_every: steps between checkpoints, 0 for none; None: one at the end of each epoch.
-        by_clock: checkpoints are due by the clock, which is not asked here, and at the end.
+        by_clock: True if checkpoints are due by the clock, which is not read here, and at the end.
     """
 
     epochs: int
@@ -197,8 +203,11 @@ class Length:
         return self._growth.batches()
 
     def updates(self, position: TrainState) -> float:
-        """Where the schedule stands, in steps of this batch since the start; whole numbers, the
-        steps themselves, unless the batch changed in the middle of the current epoch."""
+        """Return the position in the schedule, in steps of this batch since the start.
+
+        The position is the number of steps, a whole number, unless the batch changed in the middle
+        of the current epoch.
+        """
         return position.epoch * self.steps_an_epoch + position.consumed / self.batch
 
     def updates_at(self, step: int) -> float:

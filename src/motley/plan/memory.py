@@ -103,8 +103,11 @@ class MemoryNeed:
 
     @property
     def peak(self) -> float:
-        """MiB of the device, at most: when the backward pass begins, with all activations, or when
-        it ends, with all gradients."""
+        """Largest memory on the device, in MiB.
+
+        The peak is at the start of the backward pass, with all activations, or at its end, with all
+        gradients.
+        """
         begins = self.beside_activations + (self.activations or 0.0)
         return max(begins, self.gathered + self.state - self.host)
 
@@ -168,8 +171,11 @@ def need_of(
     """Estimate the memory of a rank besides activations.
 
     Args:
-        narrow: parameters are gathered in 16 bits. wire_bytes: of a number of a gradient that is
-            scattered.
+        size: numbers in the model.
+        traits: traits of the engine.
+        ranks: number of ranks over which the state is sharded.
+        narrow: True if parameters are gathered in 16 bits.
+        wire_bytes: bytes per number of a gradient that is scattered.
     """
     gathered = 0.0
     if traits.gathered is not None:
@@ -187,8 +193,9 @@ def need_of(
 
 
 def enough_ranks(need: MemoryNeed, ranks: int, room: float) -> int | None:
-    """Return the number of ranks from which on the model fits in ``room`` MiB of each, where all of
-    the state is cut; None if there is no such number.
+    """Return the number of ranks from which on the model fits; None if there is no such number.
+
+    Each rank has ``room`` MiB, and all of the state is sharded.
     """
     left = room - need.gathered - (need.activations or 0.0)
     return None if left <= 0 else max(ranks + 1, -int(-need.state * ranks // left))

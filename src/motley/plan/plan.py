@@ -64,10 +64,12 @@ class Speeds:
     def ready_s(
         self, samples: Floats, slowdown: Floats | float = 1.0, computed_s: Floats | None = None
     ) -> Floats:
-        """:meth:`SpeedTable.seconds_of` less ``step_s``.
+        """Return :meth:`SpeedTable.seconds_of` less ``step_s``, for all ranks.
 
         Args:
-            computed_s: of these samples, where it is known.
+            samples: samples of each rank in a step.
+            slowdown: factor of each rank on the time.
+            computed_s: seconds in which each rank computes these samples; None: not known yet.
         """
         computed = self.computed_s(samples) if computed_s is None else computed_s
         read = slowdown * self._beside * samples - self.step_s
@@ -75,9 +77,10 @@ class Speeds:
         return ready
 
     def seconds_of(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
-        """:meth:`SpeedTable.seconds_of`.
+        """Return :meth:`SpeedTable.seconds_of`, for all ranks.
 
         Args:
+            samples: samples of each rank in a step.
             slowdown: factor on all but ``step_s``.
         """
         return self.step_s + self.ready_s(samples, slowdown)
@@ -137,8 +140,9 @@ def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
 
 
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
-    """Samples of each rank so that the slowest takes the shortest time; they sum to the batch, and
-    are multiples of the tables' grain, as the batch is.
+    """Return the samples of each rank with which the slowest takes the shortest time.
+
+    The samples sum to the batch. They are multiples of the tables' grain, as the batch is.
 
     Holds for thousands of ranks: one bisection over the time, and one sample after another
     taken from who would be last.
@@ -183,8 +187,11 @@ def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
 
 
 def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
-    """The smallest time, to 1e-12 of itself, in which the ranks do the batch together; or a longer
-    one in which they do no sample more, so that the shares are the same."""
+    """Return the smallest time, to 1e-12 of itself, in which the ranks do the batch together.
+
+    The result may be a longer time in which they do no further sample, because the shares are equal
+    then.
+    """
     low = 0.0
     high = 1.000001 * float(speeds.seconds_of(np.full(ranks, float(global_batch))).max())
     for _ in range(_BISECTIONS):
@@ -262,7 +269,8 @@ def choose_participants(
     A launcher may show all GPUs to every rank, or each rank its own.
 
     Args:
-        hosts: names of those that may train; None: all.
+        launched: the ranks of the job.
+        hosts: names of the hosts that may train; None: all.
 
     Returns:
         All ranks, by number, each with its ``gpu`` or the ``reason`` why it does not train.
@@ -388,11 +396,12 @@ class Plan:
         return self if n == self.global_batch else replace(self, global_batch=n)
 
     def by_cost(self, costs: Sequence[float]) -> "Plan":
-        """Return this plan with the global batch cut so that each rank's part of the cost is its
-        part of the shares, as nearly as whole samples can.
+        """Return this plan with the global batch cut by the cost of its samples.
+
+        Each rank's part of the cost is its part of the shares, as closely as whole samples allow.
 
         Args:
-            costs: of each sample of the global batch, in order.
+            costs: cost of each sample of the global batch, in order.
         """
         starts = range(0, len(costs), self.grain)
         costs = [sum(costs[start : start + self.grain]) for start in starts]

@@ -1,6 +1,7 @@
-"""The precision that each rank computes in, and the one loss scale that all ranks share. Readers of
-``--shares``, ``--micro-batch`` and ``--hosts``, which have one value for all ranks or one
-each. Pure.
+"""The precision of each rank, and the loss scale that all ranks share. Pure.
+
+The module also reads ``--shares``, ``--micro-batch`` and ``--hosts``, which have one value for all
+ranks or one each.
 
 Parameters, gradients and optimizer state are fp32 everywhere; only the forward and
 backward passes run under autocast. Every rank, fp32 ones too, multiplies its loss by the
@@ -96,10 +97,11 @@ def read_named_hosts(text: str) -> str | tuple[str, ...]:
 
 
 def named_hosts(asked: str | tuple[str, ...], known: Sequence[str]) -> tuple[str, ...] | None:
-    """The names of those that may train; None for ``auto`` and ``all``.
+    """Return the names of the hosts that may train; None for ``auto`` and ``all``.
 
     Args:
-        known: names of the hosts that were started.
+        asked: value of ``--hosts``.
+        known: names of the started hosts.
     """
     if isinstance(asked, str):
         return None
@@ -214,8 +216,9 @@ class LossScale:
 
     @property
     def may_clear(self) -> bool:
-        """True if a lower scale may still clear an overflow; below 1 the gradients themselves are
-        too large.
+        """True if a lower scale may still clear an overflow.
+
+        Below a scale of 1 the gradients themselves are too large.
         """
         return self.dynamic and self.value >= 1
 
@@ -235,7 +238,9 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, unless its scale was or this one is fixed: the ranks'
-        precisions may be others now."""
+        """Continue from a checkpoint, unless its scale or this one is fixed.
+
+        A scale may be fixed in one of them because the ranks' precisions have changed.
+        """
         if self.dynamic and state["dynamic"]:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

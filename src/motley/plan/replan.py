@@ -1,5 +1,8 @@
-"""The re-planner: proposes another split while training runs, once the noise of the steps cannot
-explain a gain, and waits longer after a move that brought nothing.
+"""The re-planner, which proposes another split while training runs. Pure.
+
+A split is proposed once the noise of the steps cannot explain a gain. The re-planner waits longer
+after a move that brought nothing. Every rank passes in the numbers that all ranks have exchanged,
+and all ranks therefore propose one split.
 
 Pure. Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
 """
@@ -41,7 +44,8 @@ class BackOff:
         """Add a failed move.
 
         Args:
-            change: ratio of each rank's slowdown that was seen; above 1 is slower.
+            change: measured ratio of each rank's slowdown; above 1 is slower.
+            step: the current step.
         """
         ranks = np.array([change > 1, change < 1])
         is_calm = step > self._until + _CALM * self._wait

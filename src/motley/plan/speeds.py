@@ -54,8 +54,10 @@ class SpeedTable:
     rest_mib: float | None = None
 
     def activations_mib(self, samples: int) -> float | None:
-        """Return the memory of a micro-batch besides that between two, on a straight line between
-        sizes and beyond; None where unknown.
+        """Return the memory of a micro-batch in MiB, less that between two of them.
+
+        The memory is interpolated linearly between the measured sizes and beyond them. None:
+        unknown.
         """
         pairs = zip(self.sizes, self.memory_mib, strict=False)
         known = [(size, mib) for size, mib in pairs if mib is not None]
@@ -311,11 +313,12 @@ class Links:
         return min(self.sends(machine), self.receives(machine))
 
     def ring_s(self, size: float, ranks: int, among: Collection[int] | None = None) -> float:
-        """Seconds that a ring all-reduce needs at least: 2 (n - 1) / n of it over each link.
+        """Return the shortest time of a ring all-reduce: 2 (n - 1) / n of the size over each link.
 
         Args:
-            size: of what is summed, bytes. ranks: n, in the ring.
-            among: the machines of these ranks; None: all.
+            size: size of the summed tensor, in bytes.
+            ranks: number n of ranks in the ring.
+            among: machines of these ranks; None: all.
         """
         machines = set(self.hosts if among is None else among)
         if len(machines) < 2:
@@ -373,8 +376,10 @@ class Links:
         return self._nearest_s.get(machine, float("inf"))
 
     def remark(self, machine: int) -> str:
-        """Return a sentence on a machine whose link is slower than the others': the direction, the
-        factor and a known reason; empty if it is not.
+        """Return a remark on a machine whose link is slower than the others'.
+
+        The remark is a sentence with the direction, the factor and a known reason. An empty string
+        stands for a link that is not slower.
         """
         rate = self.carries(machine)
         usual = self._usual_of_others(rate)
@@ -443,8 +448,9 @@ class Links:
         return [*filter(None, found), *self.broken()]
 
     def broken(self) -> list[str]:
-        """Return a sentence for each link that passes nothing: ranks there would wait for each
-        other without end, in MPI too.
+        """Return a sentence for each link that passes no data.
+
+        Ranks at both ends would wait for each other without end, in MPI too.
         """
         return [
             f"from {self.hosts[sender]} to {self.hosts[receiver]}: {flow.error}"

@@ -1,5 +1,6 @@
-"""Wire modes: what each is, how long an all-reduce takes with one, and what an engine can do with
-it. Pure.
+"""Wire modes: their properties, and the time of an all-reduce in each. Pure.
+
+The traits of an engine, on which this time depends, are here too.
 
 The modes that a user may ask for with ``--wire`` are in motley.comm.modes, one file a kind.
 """
@@ -65,12 +66,11 @@ class WireMode(ABC):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence["WireMode"]:
-        """Return modes that are measured and advised where they would be faster, though the user
-        did not ask for them.
+        """Return modes that are measured unasked, and advised if they would be faster.
 
         Args:
-            precisions: of the ranks.
-            part: that the exact mode takes, in steps without any wire.
+            precisions: precisions of the ranks.
+            part: part of a step that the exact mode takes, relative to a step without any wire.
         """
         return ()
 
@@ -101,9 +101,10 @@ class WireMode(ABC):
 
     @property
     def lost_points(self) -> tuple[float, int] | None:
-        """Points of top-1 lost against the exact mode, and the number of seeds in this mean, on
-        digits or textures, whichever lost more (benchmarks/results/accuracy_wire*.json); None:
-        unknown.
+        """Points of top-1 lost against the exact mode, and the number of seeds in this mean.
+
+        The data set is digits or textures, whichever lost more
+        (benchmarks/results/accuracy_wire*.json). None: unknown.
         """
         return None
 
@@ -128,8 +129,9 @@ class WireMode(ABC):
         return self
 
     def is_free(self, precisions: Collection[str]) -> bool:
-        """Return True if a plan may take it unasked: exact, or without a new kind of rounding in
-        such a job.
+        """Return True if a plan may use the mode unasked.
+
+        Such a mode is exact, or adds no new kind of rounding to a job of these precisions.
         """
         return False
 
@@ -138,8 +140,11 @@ class WireMode(ABC):
         return None
 
     def reducer(self, device: Any) -> Any:
-        """A motley.comm.reducer.Reducer for buckets on a torch.device; all ranks call it. Torch is
-        imported here, and not by what only asks for a mode's name or price."""
+        """Return a motley.comm.reducer.Reducer for buckets on a torch.device; all ranks call it.
+
+        Torch is imported by this method alone, since the name or the price of a mode does not need
+        it.
+        """
         raise NotImplementedError(f"--wire {self} gives no bucket to a reducer")
 
     def __str__(self) -> str:
@@ -209,14 +214,16 @@ class AllReduceCost:
     def exposed(
         self, buckets: int, backward_s: float, compute_s: float = 0.0, micro_steps: int = 1
     ) -> float:
-        """Return the seconds that a backward pass cannot hide; of a mode that sends once in some
-        steps, of those steps.
+        """Return the seconds that a backward pass cannot hide.
 
-        A bucket is ready when its part of the backward pass is done, and travels once those
-        before it have.
+        A mode that sends once in several steps counts the seconds per step. A bucket is ready when
+        its part of the backward pass is done, and travels once those before it have.
 
         Args:
-            compute_s: of a whole step. micro_steps: in it.
+            buckets: number of buckets.
+            backward_s: seconds of the last micro-batch's backward pass.
+            compute_s: seconds of computing in a whole step.
+            micro_steps: micro-batches in a step.
         """
         if self.sync_every > 1:
             hidden = self.sync_every * compute_s if self.overlaps else 0.0
@@ -230,8 +237,10 @@ class AllReduceCost:
         return late_s
 
     def _cut(self, buckets: int) -> Iterator[tuple[float, float]]:
-        """Parts of the computing and of the bytes, bucket by bucket: as DDP fills them, each with
-        gradients until they are 1 / ``buckets`` of all numbers."""
+        """Yield the part of the computing and of the bytes in each bucket.
+
+        DDP fills each bucket with gradients until they are 1 / ``buckets`` of all numbers.
+        """
         if not self.tensors:
             yield from [(1 / buckets, 1 / buckets)] * buckets
             return
@@ -254,16 +263,17 @@ class AllReduceCost:
     def among(
         self, machines: Sequence[int], ranks: Sequence[int], links: Links | None
     ) -> "AllReduceCost":
-        """Return the cost among some of the ranks: as a ring, which sends 2 (n - 1) / n of the
-        gradient over each link.
+        """Return the cost among some of the ranks.
 
-        The part that the slowest link does not account for, such as the processors' own work,
-        shrinks with n alone. The nearest measurement that holds all of them counts: beside one slow
-        link the whole measurement does not show the speed of the others.
+        The all-reduce is taken for a ring, which sends 2 (n - 1) / n of the gradient over each
+        link. The part that the slowest link does not account for, such as the processors' own work,
+        shrinks with n alone. The nearest measurement that holds all of the ranks counts: beside one
+        slow link the whole measurement does not show the speed of the others.
 
         Args:
-            machines: of all ranks. ranks: those left.
-            links: of the machines; None: all alike.
+            machines: machine of each of all ranks, by number.
+            ranks: the ranks that are left.
+            links: measured links between the machines; None: all links are equal.
         """
         if len(ranks) == 1:
             return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0, fewer=None)
@@ -341,8 +351,11 @@ class EngineTraits:
         """Return the measured cost of a mode, as the engine uses it.
 
         Args:
-            precisions: of all ranks. exact: the measured cost of fp32, in which parameters are
-                gathered; None: as long for each byte.
+            wire: the measured cost.
+            mode: the wire mode.
+            precisions: precisions of all ranks.
+            exact: the measured cost of fp32, in which parameters are gathered; None: each byte
+                takes as long as in ``wire``.
         """
         wide = 1.0 if mode.dtype == "fp32" else 2.0
         if self.narrow_parameters and set(precisions) in ({"bf16"}, {"fp16"}):

@@ -26,9 +26,10 @@ def run_script(
 
     Args:
         doc: the script's docstring, shown by ``-h``.
-        draw: takes the paths to look in and, where it ``draws``, the folder of ``--out``; by name
-            what ``add_options`` adds; returns the exit code.
-        add_options: adds what only this script has.
+        draw: takes the paths to look in and, if the script ``draws``, the folder of ``--out``. The
+            options of ``add_options`` are passed by name. Returns the exit code.
+        add_options: adds the options that only this script has.
+        draws: True if the script draws pictures, and has ``--out``.
     """
     escape_unprintable()
     parser = argparse.ArgumentParser(

@@ -144,7 +144,10 @@ def draw_marks(ax: "Axes", row: Row, place: int, shown: dict[str, str]) -> float
     """Draw marks at a bar's mean and limit; return the position of the last of them.
 
     Args:
-        shown: labels that the legend has by now.
+        ax: the axes.
+        row: row of the table.
+        place: position of the bar.
+        shown: labels that the legend has already, which is extended.
     """
     end = 0.0
     for label, rate, look in (

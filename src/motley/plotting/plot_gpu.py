@@ -111,11 +111,15 @@ def to_series(samples: list[GpuSample], colours: dict[str, str]) -> list[Series]
 
 
 def find_pauses(samples: Sequence[GpuSample], usual: float) -> list[tuple[float, float]]:
-    """Return when samples began again after a pause of all machines, seconds since 1970, and how
-    many seconds are left out for it.
+    """Return the pauses of all machines.
 
     Args:
-        samples: all, in order of time. usual: seconds between two of a device.
+        samples: all samples, in order of time.
+        usual: seconds between two samples of a device.
+
+    Returns:
+        The time at which samples began again, in seconds since 1970, and the seconds that are left
+        out for each pause.
     """
     least = least_pause(usual)
     return [
@@ -233,7 +237,10 @@ def draw_panel(ax: "Axes", panel: Panel, series: list[Series], starts: list[floa
     """Draw one quantity of all machines.
 
     Args:
-        starts: seconds at which epochs start; none where they are too many.
+        ax: the axes.
+        panel: the quantity.
+        series: samples of each machine.
+        starts: seconds at which epochs start; empty if they are too many.
     """
     unit, seconds = style.time_unit(max(one.seconds[-1] for one in series))
     ax.grid(not starts, axis="x")

@@ -129,8 +129,10 @@ def draw_timeline(
     """Draw some steps of a run.
 
     Args:
-        asked: the first, and the one before which it ends; None: around the longest.
-        width: inches; a narrow one has no title.
+        training: records of the run.
+        asked: the first step, and the one before which the picture ends; None: the steps around the
+            longest.
+        width: width in inches. A narrow picture has no title.
     """
     if asked is None:
         middle = longest(training.lead)

@@ -136,7 +136,10 @@ def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]
     In a run with many ranks, these are the first rank and three of the others.
 
     Args:
-        usual, chosen: see :func:`run_steps.usual_steps`.
+        ax: the axes.
+        usual: see :func:`run_steps.usual_steps`.
+        chosen: see :func:`run_steps.usual_steps`.
+        colours: colour of each host.
     """
     ranks, more = sorted(usual.steps), others(usual)
     ends, unknown = np.zeros(len(ranks) + len(more)), set()

@@ -96,8 +96,10 @@ class Session:
         return self._publisher.publish(self._args.follow, self._look)
 
     def _look(self) -> bool:
-        """Print the destination, fetch missing records, name those missing; return True to look
-        again."""
+        """Print the destination, fetch missing records, and name those that stay missing.
+
+        Return True to look again.
+        """
         follower, where = self._publisher.follower, self._publisher.look
         if where and not self._said:
             self._said.add(where)

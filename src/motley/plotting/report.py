@@ -207,10 +207,11 @@ def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> li
 
 
 def panels(alt: str, figures: "Callable[[], Iterable[tuple[str, Figure]]]") -> list[Picture]:
-    """Return pictures of a panel each; those that can be drawn, and a word on the others.
+    """Return pictures of one panel each, and warn of those that cannot be drawn.
 
     Args:
-        alt: whose they are; empty: of all. figures: each with what it shows.
+        alt: name of the run; empty: the pictures are of all runs.
+        figures: yields each figure, with a description.
     """
     found = []
     try:
@@ -238,7 +239,12 @@ def details(
     """Return a run's pictures and profiles.
 
     Args:
-        summary: its line; empty: made from its records.
+        run: folder of the run.
+        name: name of the run.
+        training: records of the run; None: no step was recorded.
+        colours: colour of each host.
+        co2: grams of CO2 per kWh.
+        summary: line on the run; empty: make it from the records.
     """
     pictures: list[Picture] = []
     said: list[str] = []

@@ -1,5 +1,7 @@
-"""The look of all pictures: one colour per host, the parts of a step, axes with units, smooth
-curves, legends. Where two colours differ, a pattern or a line differs too, for prints in grey.
+"""The look of all pictures.
+
+Pictures share one colour per host, the parts of a step, axes with units, smooth curves, and
+legends. Where two colours differ, a pattern or a line differs too, for prints in grey.
 
 Matplotlib is imported when the first picture is made, so that ``-h`` need not wait for it.
 """
@@ -143,7 +145,8 @@ def new_figure(width: float, height: float) -> "Figure":
     """Return an empty picture, which needs no screen.
 
     Args:
-        width, height: inches.
+        width: width in inches.
+        height: height in inches.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -194,8 +197,10 @@ def smooth(values: Array, window: int) -> Array:
 
 
 def _moving_sum(values: Array, window: int) -> Array:
-    """Return centred sums over ``window`` values. Unlike a convolution, half a million values take
-    milliseconds, however wide the window is."""
+    """Return centred sums over ``window`` values.
+
+    Unlike a convolution, half a million values take milliseconds, however wide the window is.
+    """
     before: Array = np.concatenate([[0.0], np.cumsum(np.pad(values, window // 2))])
     return before[window:] - before[:-window]
 

@@ -1,5 +1,6 @@
-"""The live view as lines of text for a terminal of any width: a run with its table of ranks, one
-rank of it, or all runs.
+"""The live view as lines of text for a terminal of any width.
+
+The view shows a run with its table of ranks, one rank of it, or all runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +79,10 @@ def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool =
     """Draw a curve of one line, by means where there are more values than columns.
 
     Args:
-        zero: the lowest sign is 0, else the least value.
+        values: values of the curve; None: unknown.
+        width: number of columns.
+        signs: characters of the terminal.
+        zero: True: the lowest character stands for 0. False: it stands for the least value.
     """
     known = [value for value in values if value is not None]
     if not known or width < 1:
@@ -333,7 +337,11 @@ def screen(now: Snapshot, view: View, width: int, height: int | None, signs: Sig
     """Return the lines of one run.
 
     Args:
+        now: the snapshot.
+        view: choice of rank, order and history.
+        width: number of columns.
         height: number of lines; None: no limit.
+        signs: characters of the terminal.
     """
     top = _top(now, width, signs)
     foot = _foot(

@@ -1,7 +1,7 @@
-"""Measure many ways to train, one after the other, and say which is best here.
+r"""Measure many ways to train, one after the other, and say which is best here.
 
     python torch_dist/baseline_measure.py --matrix precision --steps 10 --repeats 1
-    python torch_dist/baseline_measure.py --matrix strategies -- --model vit_base_patch16_224 \\
+    python torch_dist/baseline_measure.py --matrix strategies -- --model vit_base_patch16_224 \
         --dataset synthetic
     python torch_dist/baseline_measure.py --matrix my.toml --dry-run
 
@@ -84,10 +84,11 @@ class Launcher:
             )
 
     def line(self, hosts: Sequence[Host], hostfile: Path) -> list[str]:
-        """Return the words before the ranks' own.
+        """Return the words before those of the ranks.
 
         Args:
-            hostfile: is written, where it is of use.
+            hosts: hosts of the ranks.
+            hostfile: path of a hostfile, which is written if the launcher needs one.
         """
         ranks = sum(host.slots for host in hosts)
         if self.slurm:
@@ -198,6 +199,8 @@ def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cel
     """Return the runs that are left: cells and numbers of repeats, every other round backwards.
 
     Args:
+        matrix: the matrix.
+        folder: folder of the results.
         retry: run failed cells again.
     """
     turns = [(cell, 0) for cell in matrix.references]
@@ -300,6 +303,7 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
     """Raise MotleyError for options that no run of the cell accepts, before the first run starts.
 
     Args:
+        cell: the cell.
         shared: options of all cells.
     """
 

@@ -1,6 +1,7 @@
-"""Find your own leftover training processes on all hosts of hosts.txt at once, and
-end them after your yes. Other processes that hold GPU memory are shown beside,
-with their users.
+"""End your own leftover training processes on all hosts of hosts.txt at once.
+
+Nothing is ended before your yes. Other processes that hold GPU memory are
+shown too, with their users.
 
   bash setup/clean_cn.sh
   bash setup/clean_cn.sh --dry-run      # only look

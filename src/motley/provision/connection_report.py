@@ -1,5 +1,6 @@
-"""Faults of hosts, found by pure functions of their reports, and the table of the connection test:
-properties are rows, hosts are columns.
+"""Faults of hosts, found by pure functions of their reports, and the connection test's table.
+
+Properties are the rows of the table, and hosts are its columns.
 """
 
 import itertools

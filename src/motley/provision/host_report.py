@@ -1,5 +1,6 @@
-"""The report of a host on itself. One sh script asks for it, so that it works with no Python
-there.
+"""The report of a host on itself.
+
+One sh script makes the report, and therefore no Python is needed there.
 
     with token_file() as token:
         reports = probe_all(["ecetesla0", "ecetesla1"], token=token)
@@ -290,9 +291,10 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
     """Return the report of a host.
 
     Args:
-        token: from :func:`token_file`.
-        next_host: a host that it tries to ssh to.
-        limit: seconds that it may take.
+        remote: connection to the host.
+        token: token from :func:`token_file`.
+        next_host: another host, to which the host tries to ssh.
+        limit: largest duration, in seconds.
 
     Raises:
         HostTrouble: it took longer, hung up, or runs no script.
@@ -345,7 +347,9 @@ def probe_all(
     """Connect to all hosts at once and probe them.
 
     Args:
-        ring: each also tries to ssh to the next.
+        hosts: names of the hosts.
+        token: token from :func:`token_file`.
+        ring: True: each host also tries to ssh to the next one.
         limit: seconds for all of them together.
     """
     names = list(hosts)

@@ -1,5 +1,6 @@
-"""Make the same environment, with the same versions, at the same path on every
-host of hosts.txt.
+"""Make the same environment, with the same versions, on every host of hosts.txt.
+
+The environment is at the same path on all hosts.
 
   bash setup/install_cn.sh
   bash setup/install_cn.sh --dry-run            # what each host lacks
@@ -128,6 +129,7 @@ def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
     """Return the build for a lab, and the reason.
 
     Args:
+        gpus: GPUs of all hosts.
         installed: torch's version here, such as "2.9.1+cu126"; its build stays if it fits.
 
     Raises:

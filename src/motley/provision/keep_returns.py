@@ -28,12 +28,13 @@ from motley.text import typed_command
 def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
     """Compute the seconds that a step takes once more hosts share its batch.
 
-    Each host's samples a second add up, as of a split by speed; what the wire costs is in what was
-    measured, and taken to stay as it is.
+    The samples per second of the hosts add up, as in a split by speed. The cost of the wire is part
+    of the measured time, and is assumed to stay the same.
 
     Args:
-        batch: samples in a step, of all ranks. step_s: what it takes now.
-        rates: samples a second of each host that is added.
+        batch: samples in a step, over all ranks.
+        step_s: seconds of a step now.
+        rates: samples per second of each added host.
 
     Raises:
         MotleyError: a number is not above 0.
@@ -110,10 +111,12 @@ class Asked:
 
 
 def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozenset()) -> Asked:
-    """Ask all hosts at once; it takes no longer than one.
+    """Ask all hosts at once; it takes no longer than one host.
 
     Args:
-        folder: of the run. unwanted: hosts that do not take part in any case.
+        hosts: the hosts.
+        folder: folder of the run.
+        unwanted: names of hosts that take no part in any case.
     """
     place = folder.absolute()
     found, troubles = split(run_on_all([h.name for h in hosts], lambda h: _ask(h, place), ASK_S))
@@ -144,8 +147,10 @@ def _why(mark: dict[str, Any]) -> str:
 
 
 def be_polite(hosts: Sequence[Host]) -> None:
-    """Have all hosts give way to others from now on, each watched by a process of its own there,
-    which ends with this one."""
+    """Make all hosts leave while another user is there, from now on.
+
+    A process on each host watches it, and ends with this process.
+    """
     for host in hosts:
         threading.Thread(target=_be_polite, args=(host.name,), daemon=True).start()
 
@@ -199,8 +204,10 @@ class Figures:
         self._end_s = time.time() - asked
 
     def resume_point(self) -> str:
-        """Return where the run goes on, and which finished steps it repeats, as far as they are
-        recorded."""
+        """Return the step at which the run goes on, and the finished steps that it repeats.
+
+        Steps that are not recorded are not counted.
+        """
         saved = progress(self._folder.path)
         done = max((int(step["step"]) + 1 for step in self._folder.last_steps()), default=0)
         where = f"from step {saved}" if saved >= 0 else "from the start"
@@ -208,8 +215,10 @@ class Figures:
         return f"{where}; steps {first} to {done} are repeated" if done >= first else where
 
     def look(self) -> None:
-        """See when the first step since the launch was taken, and how fast the first ones are, of
-        all ranks; cheap once it is known."""
+        """Record the time of the first step since the launch, and the speed of the first steps.
+
+        The speed is that of all ranks. A call is cheap once it is known.
+        """
         if self._first:
             self._knows = self._knows or self.read()
             return
@@ -237,8 +246,7 @@ class Figures:
         return True
 
     def lost(self) -> set[str]:
-        """Return the hosts, by their own names, without a rank of which the present job has gone
-        on."""
+        """Return the hosts with a rank that the present job has lost, by their own names."""
         events = self._folder.read_events()
         return {
             str(event["host"]) for event in events
@@ -318,8 +326,10 @@ class Returns:
     """The watch for returning hosts of one job.
 
     Args:
-        folder: the run's folder. asked: answers from before the start. ask: asks all hosts once
-            more.
+        folder: folder of the run.
+        figures: duration of the run's steps and starts.
+        asked: answers of the hosts before the start.
+        ask: asks all hosts once more.
     """
 
     def __init__(

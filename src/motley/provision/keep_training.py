@@ -1,5 +1,6 @@
-"""Keep a training alive over lost machines: run an mpirun line, and run it again
-with the machines that are left when one of them dies.
+"""Keep a training alive over lost machines: run an mpirun line again after a loss.
+
+The next start uses the machines that are left when one of them dies.
 
   bash setup/keep_training.sh mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
   bash setup/keep_training.sh --restarts 3 mpirun -np 2 ./entry_cn.sh torch_dist/train.py --lr 1e-3
@@ -115,6 +116,7 @@ class Stop:
     job: subprocess.Popen[bytes] | None = None
 
     def __call__(self, number: int, _: object) -> None:
+        """Store the signal, and pass it on to the launcher if the launcher has not received it."""
         self.number = number
         # Ctrl-C reaches mpirun from the terminal, if that has one; what is sent to this process
         # alone is passed on.
@@ -126,7 +128,9 @@ class Keeper:
     """The loop that keeps one run alive.
 
     Args:
-        restarts: faults in a row without progress before it gives up.
+        line: the line to keep running.
+        restarts: number of faults in a row without progress after which the loop gives up.
+        stop: the user's request to stop.
     """
 
     def __init__(self, line: LaunchLine, restarts: int, stop: Stop) -> None:
@@ -204,8 +208,10 @@ class Keeper:
         return RunFolder(self._line.folder).read_run()
 
     def _has_failed(self, started: str | None) -> bool:
-        """Return True if the running job has failed, not the one before, which began at
-        ``started``."""
+        """Return True if the running job has failed.
+
+        The job before it, which began at ``started``, does not count.
+        """
         content = self._content()
         return content.get("status") == "failed" and content.get("started") != started
 
@@ -213,8 +219,9 @@ class Keeper:
         """Return why the line is not started again. If it is, print that and return an empty text.
 
         Args:
-            content: contents of run.json. before: the step of the checkpoint that it went on from.
-            asked: answers from after its end.
+            content: contents of run.json.
+            before: step of the checkpoint from which the job went on.
+            asked: answers of the hosts after the end of the job.
         """
         failure = content.get("failure") or {}
         kind = failure.get("kind", "")
@@ -315,11 +322,13 @@ class Keeper:
         """Run a line to its end.
 
         Args:
-            asked: the hosts of this start. started: start time of the job before, from run.json.
+            line: the line.
+            asked: answers of the hosts of this start.
+            started: start time of the job before, from run.json.
 
         Returns:
-            Its status, and the hosts' answers after a fault. A dead host takes its time not to
-            answer, and so does mpirun, which waits for the dead host.
+            The status of the line, and the hosts' answers after a fault. A dead host takes some
+            time not to answer, and so does mpirun, which waits for the dead host.
         """
         early, failed = None, 0.0
         self._figures.launched()

@@ -18,10 +18,11 @@ NODE_COUNTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")  # variables that say what
 def hosts_of_step(
     words: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[Host, ...]:
-    """Return the nodes that srun starts ranks on, with how many; empty outside of an allocation.
+    """Return the nodes on which srun starts ranks, and how many; empty outside of an allocation.
 
     Args:
         words: srun and its options.
+        environ: environment with Slurm's variables.
     """
     nodes = allocated_nodes(environ)
     if named := _value(words, _LIST):
@@ -57,8 +58,10 @@ def _number(value: str | None) -> int | None:
 
 
 def _value(words: Sequence[str], flags: Sequence[str]) -> str | None:
-    """Return the value of the last of these options: ``-n 3``, ``-n3``, ``--ntasks 3`` or
-    ``--ntasks=3``."""
+    """Return the value of the last of these options, or None.
+
+    Values have the forms ``-n 3``, ``-n3``, ``--ntasks 3`` and ``--ntasks=3``.
+    """
     found = None
     for at, word in enumerate(words):
         for flag in flags:
@@ -164,8 +167,7 @@ class LaunchLine:
         return self if self.save_every else self._with_option("--save-every", interval)
 
     def trial(self) -> tuple[str, ...]:
-        """Return the words that start the same ranks for a trial, in which one of them is
-        killed."""
+        """Return the words that start the same ranks for a trial, in which one rank is killed."""
         *start, last = self.words[: self._entry]
         program = (last, "setup/hello_mpi.py") if Path(last).name == _ENTRY else ("hello",)
         return (*start, *program, "--lose-one")
@@ -200,6 +202,7 @@ class LaunchLine:
         """Return the line for some of its hosts alone.
 
         Args:
+            alive: the hosts that stay.
             hostfile: file for the names of these hosts, if some are left out.
         """
         if len(alive) == len(self.hosts):
@@ -276,8 +279,11 @@ def _find_rank_words(words: Sequence[str]) -> int:
 
 
 def _hosts_of_list(text: str) -> tuple[Host, ...]:
-    """Return the hosts of ``a:2,b``; a host that is named twice has two slots. Empty for a list
-    of places in an allocation (``+n0``) or of as many slots as there are cores (``a:*``)."""
+    """Return the hosts of ``a:2,b``; a host that is named twice has two slots.
+
+    The result is empty for a list of places in an allocation (``+n0``) or of as many slots as there
+    are cores (``a:*``).
+    """
     slots = dict[str, int]()
     for word in filter(None, text.split(",")):
         name, _, count = word.partition(":")

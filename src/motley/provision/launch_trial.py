@@ -61,7 +61,8 @@ def survive_environment(line: LaunchLine, environ: Mapping[str, str]) -> dict[st
     A value that the user has set stays.
 
     Args:
-        line: the line, with its launcher. environ: this process's environment.
+        line: the line, with its launcher.
+        environ: this process's environment.
     """
     ours = {**_KEEPALIVE, **SURVIVE}
     if line.under_slurm:  # whose ranks may have no home in common, where a secret would be
@@ -73,7 +74,9 @@ def try_line(line: LaunchLine, environ: Mapping[str, str], stop: Job) -> Outcome
     """Start a line's ranks, kill one, and return the fate of the others; takes 3 s.
 
     Args:
-        stop: holds the launcher meanwhile, for signals.
+        line: the line.
+        environ: environment of the launcher.
+        stop: holder of the launcher during the trial, for signals.
     """
     job = subprocess.Popen(
         line.trial(), env={**environ, "MOTLEY_START_TIMEOUT": f"{_LIMIT_S / 2:.0f}"},
@@ -99,7 +102,8 @@ def read_outcome(output: str, code: int) -> Outcome:
     """Return the outcome of a trial that has ended.
 
     Args:
-        output: the output of all ranks. code: the launcher's status.
+        output: output of all ranks.
+        code: exit status of the launcher.
     """
     said = _SAID.findall(output)
     if not said:
@@ -145,7 +149,9 @@ def loss_warning(outcome: Outcome, launcher: str, save_every: str | None) -> str
     """Return the line on the cost of a lost rank; empty if it costs no finished step.
 
     Args:
-        launcher: its version. save_every: the user's own option.
+        outcome: outcome of the trial.
+        launcher: version of the launcher.
+        save_every: the user's own option; None: not given.
     """
     if outcome in (Outcome.LIVE, Outcome.FAILED):  # the start itself says why it fails
         return ""

@@ -94,7 +94,8 @@ def try_networks(
     """Return the place of each host on the fastest network that connects all, and the findings.
 
     Args:
-        only_choice: a network that is the only one is tried too.
+        reports: report of each host.
+        only_choice: True: try the network even if it is the only one.
 
     Raises:
         MotleyError: no network connects all hosts.
@@ -181,10 +182,11 @@ class Shared:
 
 
 def find_shared(reports: Mapping[str, HostReport], at: Mapping[str, Network]) -> Shared:
-    """Return the subnet of each host's address on the network that was chosen.
+    """Return the subnet of each host's address on the chosen network.
 
     Args:
-        at: from :func:`try_networks`.
+        reports: report of each host.
+        at: result of :func:`try_networks`.
     """
     infiniband = all(each.infiniband for each in reports.values())
     if len(reports) == 1:

@@ -1,5 +1,6 @@
-"""From a password to keys: afterwards ssh, and so mpirun, reaches every host of
-hosts.txt without asking.
+"""From a password to keys: let ssh reach every host of hosts.txt without asking.
+
+mpirun, which uses ssh, then reaches them too.
 
   bash setup/passwordless_ssh.sh                    # asks for the password once
   bash setup/passwordless_ssh.sh --dry-run          # says what it would do
@@ -107,8 +108,10 @@ def pinned(keys: Mapping[str, HostKey]) -> list[str]:
 
 
 def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
-    """Return OpenSSH's answer on ``remote`` for reaching each host without asking; ``works`` is the
-    best."""
+    """Return OpenSSH's answer on ``remote`` for reaching each host without asking.
+
+    ``works`` is the best answer.
+    """
     names = list(hosts)
     lines = do(remote, "try_ssh", *names) if names else []
     said = dict(line.partition(" ")[::2] for line in lines)

@@ -1,5 +1,6 @@
-"""The frame of a setup command: its options, all hosts at once, a table, a question, and the end;
-and runs of a module of the library on a host, in the environment there.
+"""The frame of a setup command: options, all hosts at once, a table, a question, and the end.
+
+The module also runs a module of the library on a host, in the environment there.
 
 Each command visits all hosts of a hostfile at once, prints one table, and for each host that is
 not well what was found and the fix. Exit status: 0 all is well, 1 some host is not, 2 nothing was
@@ -102,7 +103,10 @@ def run_module(
     """Return the output of ``python -m MODULE WORDS...`` on a host.
 
     Args:
-        limit: seconds that it may take.
+        host: name of the host.
+        module: name of the module.
+        *words: command-line arguments of the module.
+        limit: largest duration, in seconds.
         tell: called with each line of output, at once.
 
     Raises:
@@ -152,9 +156,14 @@ class Trouble(Protocol):
     """A finding and its fix."""
 
     @property
-    def found(self) -> str: ...
+    def found(self) -> str:
+        """Description of the finding."""
+        ...
+
     @property
-    def fix(self) -> str: ...
+    def fix(self) -> str:
+        """Command or advice that removes the trouble."""
+        ...
 
 
 def print_troubles(troubles: Mapping[str, Trouble]) -> None:

@@ -82,14 +82,18 @@ class Array:
 
     @classmethod
     def of(cls, line: Sequence[str], nodes: int, ranks: int, mpi: str, dry_run: bool) -> "Array":
-        """Make the folder of the results ready for tasks on so many nodes, of so many ranks each.
+        """Prepare the folder of the results for tasks on so many nodes, of so many ranks each.
 
         Args:
-            line: as the user wrote it, from baseline_measure.py or ``motley baselines`` on.
-            dry_run: make nothing.
+            line: the line as the user wrote it, from baseline_measure.py or ``motley baselines``
+                on.
+            nodes: nodes of a task.
+            ranks: ranks on each node.
+            mpi: kind of MPI that srun uses.
+            dry_run: True: make nothing.
 
         Raises:
-            MotleyError: it is no such line, its matrix is wrong, or all is measured.
+            MotleyError: the line is of another kind, its matrix is wrong, or all is measured.
         """
         if [Path(line[0]).name, *line[1:2]] == ["motley", "baselines"]:
             line = ["-P", "-m", "motley.cli", *line[1:]]
@@ -361,8 +365,11 @@ def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
 
 
 def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
-    """Return the partition of this name, or the usual one. Raise MotleyError if none of these is
-    up."""
+    """Return the partition of this name, or the usual one.
+
+    Raises:
+        MotleyError: there is no such partition, or it is down.
+    """
     known = {each.name: each for each in found}
     if name is None:
         usual = [each for each in found if each.usual] or list(found)

@@ -1,5 +1,6 @@
-"""Pack a folder of images into one file, shrunk once, and copy that to every
-host's own disk, for --dataset packed.
+"""Pack a folder of images into one file, and copy that to every host's own disk.
+
+The images are shrunk once. The file is for --dataset packed.
 
   bash setup/stage_cn.sh --data-dir flowers
   bash setup/stage_cn.sh --data-dir flowers --dry-run   # bytes, and free disk

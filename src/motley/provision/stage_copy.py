@@ -1,5 +1,6 @@
-"""A copy of one packed file to a host, block by block, with a progress bar on a terminal: blocks
-that it has already are not sent again.
+"""A copy of one packed file to a host, block by block, with a progress bar on a terminal.
+
+Blocks that the host has already are not sent again.
 """
 
 import hashlib
@@ -46,7 +47,9 @@ def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Itera
     """Yield missing or different blocks, in runs of at most so many.
 
     Args:
-        wanted: the hash of each block. there: hashes of the present blocks, by number.
+        wanted: hash of each block.
+        there: hashes of the present blocks, by number.
+        most: largest number of blocks in a run.
     """
     first = None
     for number in range(len(wanted) + 1):
@@ -215,11 +218,12 @@ def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
 
 
 def read_source(path: Path, images: tuple[int, int, str], tell: Callable[[int], None]) -> Source:
-    """Hash a file here.
+    """Hash a file on this machine.
 
     Args:
-        images: where they begin and end in it, and their SHA-256.
-        tell: is called with the bytes read so far.
+        path: path of the file.
+        images: begin and end of the images in the file, in bytes, and their SHA-256.
+        tell: called with the bytes read so far.
 
     Raises:
         MotleyError: the images are no longer those that were packed.
@@ -245,7 +249,9 @@ def copy(host: str, source: Source, sample: int, tell: Callable[[str, int], None
     """Copy a file to a host, to the same path, and measure how fast its disk reads.
 
     Args:
-        sample: bytes of one.
+        host: name of the host.
+        source: the file.
+        sample: bytes of a sample.
         tell: called with the host and its bytes that are right there up to then.
 
     Raises:

@@ -1,5 +1,6 @@
-"""Bring this repository's files to every host of hosts.txt that has a folder of
-its own.
+"""Bring this repository's files to every host of hosts.txt.
+
+A host gets them if it has a folder of its own.
 
   bash setup/sync_cn.sh
   bash setup/sync_cn.sh --dry-run         # what differs, and where

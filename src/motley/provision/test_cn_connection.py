@@ -1,5 +1,6 @@
-"""Ask every host of hosts.txt, at once and within 10 s, whether it is ready to
-train: one table of what each is, and what is wrong with which fix.
+"""Ask every host of hosts.txt, at once and within 10 s, if it is ready to train.
+
+One table shows the properties of each host, and every fault with its fix.
 
   bash setup/test_cn_connection.sh
   bash setup/test_cn_connection.sh --hostfile my_hosts.txt

@@ -67,8 +67,9 @@ def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
 
 
 def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, float, float]:
-    """Return the seconds of this rank's own product and of the sum over ranks, and the largest
-    error.
+    """Return the seconds of this rank's own product and of the sum over ranks, and the error.
+
+    The error is the largest of all entries.
     """
     import torch
 

@@ -1,5 +1,6 @@
-"""See that MPI works over all hosts of hosts.txt, and make the plain mpirun line
-work there.
+"""See that MPI works over all hosts of hosts.txt, and set up plain mpirun there.
+
+The plain mpirun line works there afterwards.
 
   bash setup/test_mpi.sh
   bash setup/test_mpi.sh --dry-run        # what would be written, and where
@@ -230,8 +231,15 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of an mpirun: greetings by host, of how many ranks, its end, and its lines on
-    links."""
+    """The outcome of an mpirun.
+
+    Attributes:
+        ranks: number of greetings by host.
+        asked: number of started ranks.
+        end: description of the end of mpirun, as "ended with status 1".
+        words: last lines of the output.
+        links: lines of the output on links.
+    """
 
     ranks: Counter[str | None]
     asked: int

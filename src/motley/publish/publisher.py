@@ -1,5 +1,6 @@
-"""A publisher of a run's records to a tracker, each once. The position in the records is saved
-beside them.
+"""A publisher of a run's records to a tracker, each once.
+
+The publisher saves its position in the records beside them.
 
     published.<tracker>.json: {"started": 1763693554.1, "position": {...}, "tracker": {...}}
 
@@ -57,8 +58,10 @@ class Publisher:
     """A publisher of one run; a context manager, which has the tracker's part of its folder alone.
 
     Args:
-        run: its folder. kind: of tracker. project: what the tracker groups runs by.
-        copies: as of :class:`RunFollower`.
+        run: folder of the run.
+        kind: class of the tracker.
+        project: name by which the tracker groups runs.
+        copies: as in :class:`RunFollower`.
 
     Attributes:
         stop: set by another thread to end publishing; read between two looks.
@@ -109,10 +112,12 @@ class Publisher:
     # -- following
 
     def publish(self, follow: bool, each_look: Callable[[], bool] = lambda: False) -> Told:
-        """Publish what there is, and with ``follow`` what comes until the run ends.
+        """Publish the present records.
 
         Args:
-            each_look: called after each look at the records; whether to look again soon.
+            follow: True: publish later records too, until the run ends.
+            each_look: called after each look at the records. Its result is True if the next look
+                has to follow at once.
         """
         ended_at = None
         while True:

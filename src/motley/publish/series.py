@@ -1,5 +1,6 @@
-"""The series that are published of a run, and their names. Each record of a run is read once, while
-it is written.
+"""The series of a run that are published, and their names.
+
+Each record of a run is read once, while it is written.
 
 Names sort as they are read: ``all/`` is of all ranks together, then ``cpu/HOST/``, ``evaluation/``,
 ``gpu/HOST_NUMBER/``, ``others/``, ``rank/NUMBER_HOST/``. With many ranks, the first rank's records
@@ -28,13 +29,17 @@ from motley.records.training import EpochRecord, RankGroups
 
 @dataclass
 class Position:
-    """The position in a run's records. A reader that is given a saved one reads on from there:
+    """The position in a run's records.
 
-    ``{"steps": {"0": 119, "1": 119}, "evaluation": 120, "events": 7, "samples": {"tesla0": 64}}``
+    A reader that is given a saved position reads on from there. The saved form:
+
+        {"steps": {"0": 119, "1": 119}, "evaluation": 120, "events": 7, "samples": {"tesla0": 64}}
 
     Attributes:
-        steps: the last step of each rank. evaluation: the steps taken before the last one.
-        events, samples: lines that are read of events.jsonl, and of each host's GPU log.
+        steps: the last step of each rank.
+        evaluation: number of steps before the last evaluation.
+        events: number of lines that were read of events.jsonl.
+        samples: number of lines that were read of each host's GPU log.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
@@ -87,7 +92,8 @@ class RunReader:
     A step that is taken again, since the run went back to a checkpoint, is not read again.
 
     Args:
-        run: its folder. copies: as of :class:`motley.live.follow.RunFollower`.
+        run: folder of the run.
+        copies: as in :class:`motley.live.follow.RunFollower`.
         after: the position up to which records have been read.
     """
 
@@ -220,9 +226,11 @@ class Note:
 
 
 def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row]:
-    """Return a row a step, over all ranks whose records have it.
+    """Return a row per step, over all ranks whose records have it.
 
     Args:
+        about: the run's record.
+        new: records since the last look.
         known: the last step whose values over all ranks are published already.
     """
     rows: dict[int, Row] = {}
@@ -290,6 +298,7 @@ def notes(new: NewRecords, now: float) -> list[Note]:
     """Return events in words.
 
     Args:
+        new: records since the last look.
         now: time of events without one, seconds since the epoch.
     """
     found = []

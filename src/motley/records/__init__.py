@@ -30,9 +30,10 @@ _SAMPLES = {
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """The records of a run. Each of the four is a dict of columns, all of one length, of one type
-    each; None is what is not known. ``pandas.DataFrame(run.steps)`` and
-    ``polars.DataFrame(run.steps)`` take it as it is.
+    """The records of a run, as four dicts of columns.
+
+    All columns of a dict have one length, and each has one type. None stands for an unknown value.
+    ``pandas.DataFrame(run.steps)`` and ``polars.DataFrame(run.steps)`` accept such a dict.
 
     Times of day (``time``) are seconds since 1970-01-01 UTC; pandas makes dates of them with
     ``pandas.to_datetime(run.steps["time"], unit="s")``.

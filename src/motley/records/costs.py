@@ -1,5 +1,6 @@
-"""The records of one training run as columns, one a field, and its totals: samples per second,
-growth of memory, and energy. Pure.
+"""The records of one training run as columns, one per field, and its totals. Pure.
+
+The totals are samples per second, growth of memory, and energy.
 
 The rate is a mean over the steps, since a median hides long ones.
 """
@@ -31,9 +32,10 @@ def mean_rate(
     epoch. This rate is what a user waits for, where the median is what the hardware does.
 
     Args:
-        steps: of one rank, in order. of: the field that is added up.
-        starts: when a job began, seconds since the epoch; the pause that one of them ended, in
-            which nothing ran, is left out.
+        steps: steps of one rank, in order.
+        of: name of the field that is added up.
+        starts: times at which a job began, in seconds since the epoch. The pause before such a
+            time, in which nothing ran, is left out.
 
     Returns:
         None for fewer than two steps.
@@ -47,11 +49,13 @@ def mean_rate(
 
 
 def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[float, float]]:
-    """When a job went on from a checkpoint, seconds since the epoch, and for how many seconds
-    nothing had run before; ascending.
+    """Return when a job continued from a checkpoint, and for how long nothing had run before.
+
+    The times are in seconds since the epoch, ascending, and the pauses in seconds.
 
     Args:
-        steps: of one rank, in order. starts: when a job went on.
+        steps: steps of one rank, in order.
+        starts: times at which a job continued, in seconds since the epoch.
     """
     found = []
     for before, step in pairwise(steps):
@@ -104,8 +108,11 @@ def leak(steps: Steps) -> float | None:
 
 
 def joules(folder: RunFolder, steps: Steps) -> float | None:
-    """Return the energy of the GPUs that trained, in joules for a sample, while the steps that
-    count ran; None where one of them did not say. A lost rank counts until its last step."""
+    """Return the energy of the GPUs that trained, in joules per sample.
+
+    The steps that count limit the time. A lost rank counts until its last step. None: the energy of
+    one of the GPUs is unknown.
+    """
     lines = lead(steps)
     groups = RankGroups(folder.read_run()).groups
     ends = [*(group["step"] for group in groups[1:]), math.inf][: len(groups)]
@@ -198,8 +205,10 @@ class Training:
         return np.where(np.diff(samples, prepend=0) < 0, np.nan, found)
 
     def mean_rate(self) -> float:
-        """By the clock, see :func:`motley.records.training.mean_rate`, in :attr:`unit` a second;
-        NaN where unknown."""
+        """Rate by the clock, in :attr:`unit` per second; NaN if it is unknown.
+
+        See :func:`motley.records.costs.mean_rate`.
+        """
         of = "weight" if all(line.get("weight") is not None for line in self.lead) else "n_global"
         mean = mean_rate(self.lead, of, self.starts)
         return np.nan if mean is None else mean
@@ -211,8 +220,10 @@ class Training:
         return next((name for name in names if name != "loss"), "")
 
     def last_launch(self) -> "Training | None":
-        """Return the steps of the ranks that run.json lists as training now; None where they have
-        taken none. An old run without that list has all.
+        """Return the steps of the ranks that run.json lists as training now.
+
+        None: these ranks have taken no step. An old run without that list has all its steps in one
+        launch.
         """
         first = self._first_step()
         if first is None:
@@ -242,8 +253,10 @@ class Training:
         return RankGroups(self.run)
 
     def worker(self, rank: int) -> JsonDict:
-        """Return what run.json says of a rank (host, device, precision), also of one that was lost;
-        empty if nothing."""
+        """Return run.json's entry for a rank (host, device, precision), also for a lost one.
+
+        The entry is empty if run.json has none.
+        """
         return self.groups.worker(rank)
 
 
@@ -269,7 +282,8 @@ def read_training(folder: RunFolder, last: bool = False) -> Training:
     """Read one run; raise MotleyError if it has no step.
 
     Args:
-        last: only the last some hundred steps.
+        folder: folder of the run.
+        last: read only the last some hundred steps.
     """
     run = folder.read_run()
     found = folder.read_last_steps() if last else folder.read_steps()

@@ -1,5 +1,6 @@
-"""The GPU log, ``gpu.<host>.csv``: its columns, its writer, and a reader that also takes the log
-files of other tools.
+"""The GPU log, ``gpu.<host>.csv``: its columns, its writer, and its reader.
+
+The reader also accepts the log files of other tools.
 
 Besides our own files: the lab's old ones (``metrics.csv``, the first eleven columns alone), those
 that a spreadsheet has saved (``;`` between fields, decimal commas, a byte-order mark), and the CSV
@@ -45,7 +46,8 @@ class Header:
     """The first line of a log.
 
     Args:
-        line: that line. path: of the log, for the error.
+        line: the first line.
+        path: path of the log, for the error.
 
     Attributes:
         names: of the columns. columns: the same, as our own logs have them.
@@ -66,8 +68,10 @@ class Header:
                          if name.endswith("[%]")]  # fmt: skip
 
     def fields(self, line: str) -> list[str]:
-        """Return the fields of one line alone: a quote that a crash left open must not reach into
-        the next row."""
+        """Return the fields of one line alone.
+
+        A quote that a crash left open must not reach into the next row.
+        """
         try:
             return next(csv.reader([line], delimiter=self._separator, skipinitialspace=True), [])
         except csv.Error:
@@ -99,8 +103,11 @@ def _why_no_log(line: str, path: Path) -> str:
 
 
 def read_number(text: str | None) -> float | None:
-    """Return a number: ``88.0%``, ``88 %`` and ``88,0%`` are 0.88, ``4000 MiB`` is 4000. None where
-    a tool says that it does not know (empty, ``[N/A]``, ``nan``)."""
+    """Return a number, or None.
+
+    ``88.0%``, ``88 %`` and ``88,0%`` are 0.88, and ``4000 MiB`` is 4000. Tools write an empty text,
+    ``[N/A]`` or ``nan`` for an unknown value, which becomes None.
+    """
     try:
         value = float(text or "")
     except ValueError:
@@ -113,8 +120,10 @@ def read_number(text: str | None) -> float | None:
 
 
 def read_time(text: str | None) -> float | None:
-    """Return seconds since 1970 of a number, or of a date and time: ``2024-11-21 03:12:44.120``,
-    which is local, ``2024-11-21T03:12:44+02:00``, ``2024/11/21 03:12:44``. None of anything else.
+    """Return seconds since 1970 of a number, or of a date and time; None of anything else.
+
+    Dates have the forms ``2024-11-21 03:12:44.120``, which is local, ``2024-11-21T03:12:44+02:00``
+    and ``2024/11/21 03:12:44``.
     """
     value = read_number(text)
     if value is not None:
@@ -153,7 +162,9 @@ _FIXES = {
 
 
 class GpuLog:
-    """Appends rows to a GPU log; the header is the lab's eleven columns, then ours:
+    """Writer that appends rows to a GPU log.
+
+    The header has the lab's eleven columns, then ours. An example of a row:
 
     ``2026-11-21 03:12:44.120,0,2,0.143,0,NVIDIA H200,0.98,143000,771,143771,41.0,a,
     GPU-8c..,312.5,0,,57,8123.44,AMD EPYC,0.12,9211,131072,12,65536``
@@ -240,12 +251,12 @@ class GpuSample:
 
 
 class GpuRows:
-    """Reads a GPU log line by line; see :mod:`motley.records.gpu_csv`. The first line names the
-    columns.
+    """Reader of a GPU log, line by line; see :mod:`motley.records.gpu_csv`.
+
+    The first line names the columns.
 
     Args:
-        path: of the log, for errors; ``gpu.HOST.csv`` names the host where no column does.
-
+        path: path of the log, for errors. ``gpu.HOST.csv`` names the host if no column does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -261,8 +272,10 @@ class GpuRows:
         return self._header.columns if self._header else []
 
     def read(self, line: str) -> GpuSample | None:
-        """Return a row's sample. None for the first line, for the same line again, and for a row
-        that a crash cut short or that is none: :meth:`left_out` counts those.
+        """Return the sample of a row, or None.
+
+        None: the line is the first one, or a repetition of it, or a row that a crash cut short, or
+        no sample. :meth:`left_out` counts the last two kinds.
 
         Raises:
             MotleyError: the first line is no GPU log's.
@@ -295,11 +308,13 @@ class GpuRows:
         self._causes[cause] = count + 1, first
 
     def left_out(self, none_read: bool) -> str:
-        """Return how many rows are no samples, and why the first ones are not; empty if all are,
-        but for rows that were cut short.
+        """Return how many rows are no samples, and the reasons for the first ones.
+
+        The text is empty if all rows are samples, apart from those that were cut short.
 
         Args:
-            none_read: no row was a sample: then rows that were cut short are reported too.
+            none_read: True if no row was a sample. Rows that were cut short are reported too in
+                that case.
         """
         told = {cause: each for cause, each in self._causes.items()
                 if none_read or cause != _CUT_SHORT}  # fmt: skip
@@ -315,7 +330,8 @@ def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) 
     """Return all samples of a GPU log; see :class:`GpuRows`.
 
     Args:
-        warn: called with what is left out and why.
+        path: path of the log.
+        warn: called with a text on the rows that are left out, and the reason.
 
     Raises:
         MotleyError: it is no GPU log, or no row of it can be read.

@@ -90,8 +90,10 @@ class GpuLogger:
                         self._log.write(row)
 
     def _shared_memory(self) -> tuple[int, int] | None:
-        """Bytes of it that are used, and all; None where there is none. Says it once when it
-        becomes full."""
+        """Return the used and total bytes of shared memory, or None if there is none.
+
+        The method prints a warning once when it becomes full.
+        """
         try:
             there = shutil.disk_usage(_SHARED)
         except OSError:

@@ -1,5 +1,6 @@
-"""JSON in files: records of one line each, which a crash may cut short anywhere, and files of one
-object, which are replaced in one piece.
+"""JSON in files: files of one record per line, and files of one object.
+
+A crash may cut a line short anywhere. Files of one object are replaced in one piece.
 
 A writer that continues a file begins a line of its own, and a reader leaves out torn lines. A
 crash, a full disk or a power cut therefore costs the line that it hit, and none of those after it.
@@ -27,6 +28,7 @@ def open_to_append(path: Path, newline: str | None = None) -> TextIO:
     """Open a file of lines, which reach it when written, and begin a new one if the last is torn.
 
     Args:
+        path: path of the file.
         newline: as for :func:`open`.
     """
     file = path.open("a", newline=newline, buffering=1, encoding="utf-8")
@@ -115,10 +117,11 @@ class JsonLines:
 
 
 def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> Iterator[JsonDict]:
-    """Read the objects of a file; lines that are none are left out, and named.
+    """Read the objects of a file. Lines that are no objects are left out, and named.
 
     Args:
-        torn: called with their numbers, from 1, in place of naming them.
+        path: path of the file.
+        torn: called with the number of each such line, from 1, in place of a message.
     """
     if not path.exists():
         return
@@ -170,7 +173,8 @@ class Reserve:
     """The next version of a file, as zeros: room on the disk, and an open descriptor.
 
     Args:
-        path: of the file. content: of its version of now.
+        path: path of the file.
+        content: content of its present version.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -196,7 +200,9 @@ def write_json(path: Path, content: Mapping[str, Any], reserve: Reserve | None =
     """Replace a file in one piece.
 
     Args:
-        reserve: of this file, taken where there is no other room.
+        path: path of the file.
+        content: content of the file.
+        reserve: reserved room of this file, used if there is no other room.
     """
     text = _text(content)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

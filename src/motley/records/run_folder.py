@@ -1,5 +1,6 @@
-"""The folder of a run, ``logs/<run>/``: its lock, its files, and their writers and readers. No
-other module knows file names.
+"""The folder of a run, ``logs/<run>/``: its lock, its files, and their writers and readers.
+
+No other module has names of files in it.
 
 The lock is flock(2) on the file ``.lock``, which names its holder. NFS passes such locks on to its
 server, so all hosts see them; where a disk is mounted without locks (Lustre without ``flock``,
@@ -54,9 +55,10 @@ def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO
     """Take a folder for this process; the lock goes when the returned file is closed.
 
     Args:
-        busy: what to say where another process has it; followed by who and since when.
-        then: what to do.
-        name: of the file, where something in the folder is taken, not all of it.
+        folder: the folder.
+        busy: message if another process has the folder. Its holder and the time are appended.
+        then: remedy in that message.
+        name: name of the lock file, if a part of the folder is locked and not all of it.
     """
     file = (folder / name).open("a+")
     for left in reversed(range(_TRIES)):
@@ -89,8 +91,9 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _owner(file: TextIO) -> str:
-    """Return the owner of a lock, as in ", by process 714 on ecetesla0 since 2026-11-24 20:18:15";
-    empty if it is not known.
+    """Return the owner of a lock in words; empty if the owner is unknown.
+
+    An example is ", by process 714 on ecetesla0 since 2026-11-24 20:18:15".
     """
     try:
         file.seek(0)
@@ -219,7 +222,9 @@ class RunFolder:
         ...}, "ranks": [{"rank": 0, "host": "a"}], "start": {"imports": 1.9, ...}, ...}``.
 
         Args:
-            keep_room: on the disk, and a descriptor, so that it is replaced whatever else fails.
+            content: content of the file.
+            keep_room: reserve room on the disk, and a file descriptor, so that the file can be
+                replaced whatever else fails.
         """
         if keep_room:
             self._reserve = Reserve(self.run_file, content)
@@ -230,8 +235,9 @@ class RunFolder:
             self._reserve = None
 
     def read_run(self) -> JsonDict:
-        """Read run.json; an empty dict if there is none, MotleyError if it is damaged. A run that
-        its file calls running is ``stopped`` if no process holds its lock.
+        """Read run.json; an empty dict if there is none, MotleyError if it is damaged.
+
+        A run whose file says running is ``stopped`` if no process holds its lock.
         """
         try:
             content = read_json(self.run_file)
@@ -272,7 +278,9 @@ class RunFolder:
         return JsonLines(self.epochs_file)
 
     def event(self, kind: str, /, **content: Any) -> None:
-        """Append one event, durable at once:
+        """Append one event, durable at once.
+
+        An example of a line:
 
         ``{"time": 1763693554.1, "event": "overflow", "step": 3, "loss_scale": 65536.0}``
         """
@@ -282,12 +290,15 @@ class RunFolder:
     def forget_after(
         self, step: int, rank: int, ranks: Sequence[int], diverges: bool = False
     ) -> None:
-        """On resume: drop this rank's lines of steps that will be taken again.
+        """Drop this rank's lines of steps that will be taken again after a resume.
 
         The first of ``ranks``, which train now, also does it for those that were there before.
 
         Args:
-            diverges: each rank takes steps of its own; see motley.engines.protocol.
+            step: step at which the run continues.
+            rank: number of this rank.
+            ranks: numbers of the ranks that train now.
+            diverges: True if each rank takes steps of its own; see motley.engines.protocol.
         """
         first = rank == ranks[0]
         gone = [other for other in self._ranks() if other not in ranks] if first else []
@@ -299,8 +310,10 @@ class RunFolder:
             self._complete(rank, step, OWN_PART | OWN_STEP if diverges else OWN_PART)
 
     def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
-        """Add the records of a rank that others have of all steps before ``step``: the rank, or the
-        one that had its number before, may have been killed before it wrote the last ones.
+        """Add a rank's missing records of steps before ``step`` from the records of others.
+
+        The rank, or the one that had its number before, may have been killed before it wrote the
+        last ones.
         """
         path = self.step_file(rank)
         last = max((line["step"] for line in read_last_lines(path)), default=-1)  # all are ours
@@ -354,7 +367,9 @@ class RunFolder:
     # -- completion, and the GPU log
 
     def write_done(self, rank: int, host: str) -> None:
-        """This rank's completion record, ``done.rank<k>.json``:
+        """Write the completion record of this rank, ``done.rank<k>.json``.
+
+        An example:
 
         ``{"rank": 0, "host": "a", "time": 1763693554.1}``
         """

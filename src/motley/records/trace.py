@@ -79,7 +79,12 @@ def write_trace(
     """Write the export of torch's profiler, on the first rank's clock, as one rank of several.
 
     Args:
-        base_ns: the zero of the written times, of the first rank's clock, nanoseconds.
+        path: path of the trace.
+        profiled: the profiler's export.
+        rank: number of the rank.
+        host: host of the rank.
+        clock: offset and error of this rank's clock.
+        base_ns: zero of the written times, on the first rank's clock, in nanoseconds.
     """
     shift_us = (profiled.get("baseTimeNanoseconds", 0) - base_ns) / 1000 - clock.offset_s * 1e6
     pids: dict[Any, int] = {}
@@ -181,10 +186,14 @@ Span = tuple[float, float]  # begin and end, microseconds
 
 
 def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
-    """Where the time went in the trace of one rank; MotleyError if it has no whole step.
+    """Summarise the time in the trace of one rank.
 
     Args:
-        most: kernels or operators that are named.
+        trace: the trace.
+        most: largest number of kernels or operators that are named.
+
+    Raises:
+        MotleyError: the trace has no whole step.
     """
     about, *_ = trace["motley"]
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]

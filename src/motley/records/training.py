@@ -1,5 +1,6 @@
-"""Records of training: a step, an evaluation, and the groups of ranks that trained a run one after
-another, as ``groups`` of run.json lists them. Pure.
+"""Records of training: steps, evaluations, and groups of ranks. Pure.
+
+The groups trained a run one after another, as ``groups`` of run.json lists them.
 
 A group ends when a rank is lost, and with its job. A rank keeps its number within a job, but a
 resumed run may have another host for it: the host of a record is found by its step.
@@ -72,8 +73,10 @@ class RankGroups:
                 workers.append(worker)
 
     def worker(self, rank: int, step: int | None = None) -> JsonDict:
-        """Return what is known of the rank that took a step (None: the last one that it took);
-        empty if nothing."""
+        """Return the record of the rank that took a step; empty if there is none.
+
+        None as the step stands for the last one that the rank took.
+        """
         steps, workers = self._known.get(rank, ([], []))
         if not workers:
             return {}
@@ -96,7 +99,9 @@ MOST_WRITERS = 64  # ranks of which each writes its steps; of more, the first wr
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step as one rank saw it; one line of ``steps.rank<k>.jsonl``:
+    """A training step as recorded by one rank, a line of ``steps.rank<k>.jsonl``.
+
+    An example:
 
     ``{"step": 12, "epoch": 0, "loss": 2.2841, "lr": 0.00052, "loss_scale": 1.0,
     "overflow": false, "grad_norm": 1.93, "n_local": 60, "n_global": 180,
@@ -164,16 +169,17 @@ def others_ready(
     ``{"least": {"rank": 17, "ready_s": 0.131, "n_local": 60}, "middle": {"rank": 4, "ready_s":
     0.1443, "n_local": 60}, "largest": {"rank": 70, "ready_s": 0.1656, "n_local": 31}}``
 
-    A rank's ``ready_s`` is its time from the step's begin until its own gradient was ready: the
-    sum of ``t_data``, ``t_compute`` and ``t_host`` but for what of these comes after the exchange.
-    The largest of all less its own is a rank's ``t_wait``.
+    A rank's ``ready_s`` is its time from the step's begin until its own gradient was ready: the sum
+    of ``t_data``, ``t_compute`` and ``t_host`` but for what of these comes after the exchange. The
+    largest of all less its own is a rank's ``t_wait``.
 
     Args:
-        ready_s: of each rank, the first one's at its head. counts: samples of each.
-        ranks: by what number each was launched.
+        ready_s: seconds of each rank, those of the first rank at the head.
+        counts: samples of each rank.
+        ranks: number of each rank in the launch.
 
     Returns:
-        None where a rank's time is not known, or no times are given.
+        None if a rank's time is unknown, or no times are given.
     """
     if not all(ready_s) or len(ready_s) < 2:
         return None
@@ -190,7 +196,9 @@ EMA = "ema_"  # before the name of a metric
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One evaluation; one line of ``epochs.jsonl``:
+    """An evaluation, a line of ``epochs.jsonl``.
+
+    An example:
 
     ``{"step": 120, "epoch": 9, "samples": 360, "seconds": 1.4, "time": 1763693554.1,
     "top1": 0.9722, "loss": 0.1021}``

@@ -1,5 +1,6 @@
-"""A matrix of ways to train: its file, its cells, and the fp32 runs that they are compared with.
-Pure.
+"""A matrix of ways to train: its file, its cells, and their fp32 reference runs. Pure.
+
+A matrix file has the form
 
     repeats = 3                 # of all cells, interleaved
     steps = 30                  # of each run
@@ -101,8 +102,10 @@ class Matrix:
         return (*self.references, *self.cells)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all settings that decide a result; the number and length of runs are not among
-        them."""
+        """Return all settings that decide a result.
+
+        The number and length of runs are not among them.
+        """
         return {
             "steps": self.steps, "options": list(self.options),
             "hosts": [[host.name, host.slots] for host in self.hosts],
@@ -162,6 +165,9 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: Known, **changes: Any)
     """Read a matrix file for these hosts.
 
     Args:
+        path: path of the file.
+        hosts: the hosts.
+        known: known strategies and options.
         changes: ``repeats``, ``steps``, ``limit_s``, ``options`` (added), where not None.
 
     Raises:

@@ -1,5 +1,6 @@
-"""The folder of a matrix's results, and how each of its runs ended: done, or how, where and when
-it failed. Pure.
+"""The folder of a matrix's results, and the outcome of each of its runs. Pure.
+
+A run is done, or its outcome says how, where and when it failed.
 
     matrix.json            what is measured; another matrix may not write here
     cells/<cell>.<k>/      the run folder of repeat k; output.log and outcome.json beside
@@ -76,10 +77,13 @@ def judge(
     """Return the outcome of a run.
 
     Args:
-        status: of mpirun; None: it was ended, for it took too long. Its 0 proves nothing: a lost
-            host's daemon ends with it, and a run is done only when its records say so.
-        output: all that it printed.
-        run, steps: its records; empty where it left none.
+        status: exit status of mpirun; None: the run was ended because it took too long. A status of
+            0 proves nothing: a lost host's daemon ends with it, and a run is done only when its
+            records say so.
+        output: all output of the run.
+        run: content of run.json; empty if there is none.
+        steps: records of the steps, by rank; empty if there are none.
+        seconds: duration of the run.
     """
     failure: Mapping[str, Any] = run.get("failure") or {}
     epoch = max((line[-1]["epoch"] for line in steps.values() if line), default=None)
@@ -133,8 +137,11 @@ class BaselineFolder:
         self.cells = self.path / "cells"
 
     def claim(self, matrix: Matrix) -> TextIO:
-        """Take the folder for this matrix, until the returned file is closed or this process ends;
-        MotleyError if it is another matrix's, or in use."""
+        """Take the folder for this matrix, until the returned file is closed or this process ends.
+
+        Raises:
+            MotleyError: the folder belongs to another matrix, or is in use.
+        """
         file, ours = self.path / "matrix.json", matrix.as_json()
         if file.exists():
             kept = self._check(ours)

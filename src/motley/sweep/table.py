@@ -1,5 +1,6 @@
-"""The table of a matrix: one row a cell from the records of its runs, written for people
-(results.md) and for spreadsheets (results.csv). Pure.
+"""The table of a matrix, one row per cell, from the records of its runs. Pure.
+
+The table is written for people (results.md) and for spreadsheets (results.csv).
 """
 
 import csv

@@ -1,6 +1,4 @@
-"""Microsoft's Aurora: its construction, its usual values and its batches, and the errors of its
-forecasts.
-"""
+"""Microsoft's Aurora: construction, normalisation, batches and forecast errors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,13 +64,17 @@ def aurora() -> Any:
 
 
 def build(shape: Shape, step: int) -> nn.Module:
-    """An Aurora with new weights.
+    """Return an Aurora with new weights.
+
+    The model has no LoRA, which serves roll-outs of a trained model. Aurora's own autocast is off
+    too: the task decides which parts compute in 16 bits.
 
     No LoRA, which is for roll-outs of a trained one; nor Aurora's own autocast: which parts compute
     in 16 bits is the task's to say.
 
     Args:
-        step: hours that it looks ahead.
+        shape: width, depths, latent levels and patch size of the model.
+        step: hours from the last input state to the forecast.
     """
     heads = tuple(shape.width // _HEAD * 2**stage for stage in range(len(shape.depths)))
     net: nn.Module = aurora().Aurora(
@@ -118,11 +120,15 @@ def as_batch(
     static: Mapping[str, Tensor],
     levels: tuple[int, ...],
 ) -> Any:
-    """Aurora's own kind of a batch.
+    """Return a batch of Aurora's own class.
 
     Args:
-        surface: [n, times, 4, lat, lon]. air: [n, times, 5, levels, lat, lon].
-        hours: since 1970 of the last of the times. places: latitudes and longitudes.
+        surface: surface variables, [n, times, 4, lat, lon].
+        air: atmospheric variables, [n, times, 5, levels, lat, lon].
+        hours: hours since 1970 of the last input state of each sample, [n].
+        places: latitudes and longitudes of the grid, in degrees.
+        static: static variables by name, each [lat, lon].
+        levels: pressure levels in hPa.
     """
     package = aurora()
     # With their zone: Aurora would take naive times as the host's own, and hosts may differ.
@@ -137,13 +143,18 @@ def as_batch(
 
 @dataclass(frozen=True)
 class ForecastErrors:
-    """The errors of forecasts, with the values that are the same for all samples on a device. These
-    are no buffers of the model, which DDP would send around and checkpoints would keep.
+    """Errors of forecasts, with the values that all samples on a device share.
+
+    The values are not buffers of the model. DDP would broadcast buffers, and checkpoints would keep
+    them.
 
     Attributes:
-        levels: hPa. area: of a row of the grid, 1 on average, [lat, 1].
-        places: latitudes and longitudes.
-        surface: mean, deviation and weight, [3, 4, 1, 1]; air: [3, 5, levels, 1, 1].
+        levels: pressure levels in hPa.
+        area: area of each row of the grid, 1 on average, [lat, 1].
+        places: latitudes and longitudes, in degrees.
+        static: static variables by name, each [lat, lon].
+        surface: mean, deviation and weight of each surface variable, [3, 4, 1, 1].
+        air: mean, deviation and weight of each atmospheric variable, [3, 5, levels, 1, 1].
     """
 
     levels: tuple[int, ...]
@@ -160,7 +171,11 @@ class ForecastErrors:
         """Return the errors of a grid.
 
         Args:
-            patch: points of the grid; latitudes that fill no patch are not forecast.
+            device: device of the tensors.
+            grid: latitudes, longitudes and pressure levels.
+            static: static variables by name, each [lat, lon].
+            usual: mean and deviation of each variable.
+            patch: side of a patch in grid points. Latitudes that fill no patch are not forecast.
         """
 
         def there(values: Any) -> Tensor:
@@ -180,8 +195,10 @@ class ForecastErrors:
         )
 
     def losses(self, net: Net, batch: Tensors) -> Tensor:
-        """Return the mean absolute error of each sample by area, [n], each variable in its usual
-        deviations and by what it counts."""
+        """Return the mean absolute error of each sample, weighted by area, [n].
+
+        The error of each variable is in units of its deviation, times the weight of the variable.
+        """
         return self._loss(*self._between(net, batch))
 
     def scores(self, net: Net, batch: Tensors) -> dict[str, Tensor]:
@@ -203,8 +220,10 @@ class ForecastErrors:
         return {**made, "hour": example["hour"].new_zeros(count)}
 
     def _between(self, net: Net, batch: Tensors) -> tuple[Tensor, Tensor]:
-        """Return forecast less observation: [n, 4, lat, lon], [n, 5, levels, lat, lon], in their
-        units."""
+        """Return forecast minus observation, in the units of the variables.
+
+        The shapes are [n, 4, lat, lon] and [n, 5, levels, lat, lon].
+        """
         surface, air = batch["surface"], batch["air"]
         known = as_batch(
             surface[:, :INPUTS], air[:, :INPUTS], batch["hour"].tolist(), self.places,

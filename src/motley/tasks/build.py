@@ -1,5 +1,7 @@
-"""Builders of a task's network: whole, or block by block without numbers at first, for a model
-that no rank need hold whole.
+"""Builders of a task's network, whole or block by block.
+
+A network that is built block by block has no numbers at first. No rank needs the memory for the
+whole model then.
 
 Until it has its numbers such a network may be *folded*: all blocks of a kind stand for themselves
 with the parameters of the first of them. A folded network computes as long as the whole does, in as
@@ -47,10 +49,12 @@ class _Held:
 
 
 class BlockByBlock:
-    """Gives a network its numbers.
+    """Object that gives a network its numbers, block by block.
 
     Args:
-        net: built by motley.tasks.deferred.record, which gave ``recording`` too.
+        net: network built by :func:`motley.tasks.deferred.record`.
+        recording: the recording that :func:`motley.tasks.deferred.record` returned with the
+            network.
         blocks: modules by name, which are sharded and recomputed as one.
     """
 
@@ -72,8 +76,11 @@ class BlockByBlock:
         )
 
     def parameters(self) -> list[Tensor]:
-        """One for each parameter of the network, like it in shape, also while it is folded; each
-        as it stands now."""
+        """Current parameters of the network, in order.
+
+        The list has one entry for each parameter, of the same shape, also while the network is
+        folded.
+        """
         return [
             table[name]  # type: ignore[misc]
             for _, table, name in (held.places[0] for held in self._held.values())
@@ -81,8 +88,11 @@ class BlockByBlock:
         ]
 
     def fold(self, device: torch.device) -> None:
-        """Have all blocks of a kind compute with the parameters and buffers of the first of them,
-        and give these, and all that is in no block, their numbers."""
+        """Make all blocks of a kind compute with the tensors of the first block of that kind.
+
+        The parameters and buffers of these first blocks, and all tensors outside of blocks, get
+        their numbers.
+        """
         instead: dict[int, int] = {}
         first: dict[Hashable, list[int]] = {}
         for block in self._blocks.values():
@@ -187,8 +197,10 @@ class _Large(BaseException):
 
 
 def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
-    """The task's network, and what gives it its numbers, where ``--build`` says blocks; it has them
-    else.
+    """Return the task's network, and the object that fills it with numbers.
+
+    The second value is None if the network has its numbers already. ``--build`` selects how the
+    network is built.
 
     Raises:
         MotleyError: the user wants it block by block, and it cannot be.
@@ -224,8 +236,10 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
 
 
 def _begins_with_weights(task: Task, config: Config) -> str:
-    """Return the option that gives the task weights, as a user would write it; empty: random
-    numbers."""
+    """Return the option that gives the task its weights, as a user writes it.
+
+    An empty string stands for random weights.
+    """
     if config.initial_checkpoint is not None:
         return "--initial-checkpoint"
     return "--pretrained" if task.begins_with_weights else ""
@@ -248,8 +262,9 @@ def _build_small(task: Task, config: Config) -> nn.Module:
 
 
 def _open_data(task: Task) -> None:
-    """Open the data before the network is recorded: ``model()`` may ask for it, and tensors that
-    are made meanwhile have no numbers.
+    """Open the data before the network is recorded.
+
+    ``model()`` may need the data, and tensors that are made during the recording have no numbers.
     """
     for held_out in (False, True):
         task.data(held_out)

@@ -29,8 +29,9 @@ _FACTOR = -0x40A7B892E31B1A47
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's bits, int64 []; computed where the tensor is, alike on any
-    device.
+    """Return a hash of a tensor's bits, int64 [].
+
+    The tensor's device computes the hash. All devices give equal hashes for equal bits.
 
     The hash is the sum, modulo 2**64, of each eight bytes mixed with their place, as SplitMix64
     mixes, but for its last factor, which a sum may have as well. Sums of whole numbers do not
@@ -106,11 +107,13 @@ class ForwardChanges:
 
 
 def check_renormalised(name: str, net: nn.Module) -> None:
-    """Raise MotleyError if an embedding scales the rows that it reads, which a pass over two
-    samples need not show.
+    """Raise MotleyError if an embedding rescales the rows that it reads.
+
+    A check of two samples does not always show this change of weights in the forward pass.
 
     Args:
-        name: of the task.
+        name: name of the task.
+        net: the task's network.
     """
     found = [path for path, part in net.named_modules() if getattr(part, "max_norm", None)]
     if found:
@@ -121,7 +124,9 @@ def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyErr
     """Return the error for tensors that a forward pass changes.
 
     Args:
-        name: of the task.
+        name: name of the task.
+        net: the task's network.
+        names: names of the tensors that changed.
     """
     causes = dict.fromkeys(_cause(net, each) for each in names)
     fix = "; ".join(_FIXES.get(cause, _UPDATE) for cause in causes)
@@ -169,8 +174,9 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
     """Return the parameters that some passes give no gradient.
 
     Args:
-        name: of the task.
-        passes: the parameters without a gradient after each of some passes.
+        name: name of the task.
+        model: the task's model, in fp32, not wrapped.
+        passes: names of the parameters without a gradient, one set for each of some passes.
 
     Raises:
         MotleyError: a parameter has no gradient after any pass, nor after one over more samples,
@@ -213,11 +219,11 @@ def _like(name: str) -> str:
 
 
 def refuse_unused(model: TaskModel, engine: str) -> None:
-    """Raise MotleyError if an engine is to train a model some of whose parameters have no gradient
-    in some steps, and cannot.
+    """Raise MotleyError if some steps leave parameters unused and the engine cannot train so.
 
     Args:
-        engine: as a user names it.
+        model: the checked model. Its ``sometimes_unused`` names these parameters.
+        engine: name of the engine for the message.
     """
     if model.sometimes_unused:
         raise MotleyError(
@@ -229,11 +235,14 @@ def refuse_unused(model: TaskModel, engine: str) -> None:
 
 
 def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyError:
-    """Return the error for parameters without a gradient in a step, of which the samples that were
-    tried at the start have shown nothing.
+    """Return the error for parameters that had no gradient in a step.
+
+    The samples that the check at the start tried gave each of these parameters a gradient.
 
     Args:
-        engine: as a user names it. names: of the parameters.
+        model: the model that is trained.
+        engine: name of the engine for the message.
+        names: names of the parameters.
     """
     return MotleyError(
         f"{name_some(list(names))} had no gradient in this step, and {engine} waits for one: set "
@@ -246,8 +255,9 @@ _TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
 
 
 def check_task(model: TaskModel) -> tuple[str, ...]:
-    """Raise MotleyError, which says what is wrong and what to do, if the task cannot be trained
-    exactly; leaves no gradients behind.
+    """Raise MotleyError if the task cannot be trained exactly.
+
+    The message says what is wrong and how to fix it. No gradients are left on the model.
 
     Args:
         model: in fp32, not wrapped.

@@ -83,8 +83,10 @@ class Classifier:
             )
 
     def data_config(self) -> dict[str, Any]:
-        """Return mean, std, interpolation and crop that the model was made with; ImageNet's usual
-        ones of a model of which timm does not say."""
+        """Return mean, std, interpolation and crop that the model was trained with.
+
+        ImageNet's usual values stand in for a model without such values in timm.
+        """
         known: Any = timm.get_pretrained_cfg(self.name)
         own = {"interpolation": "bilinear"} if known is None else known.to_dict()
         return dict(timm.data.resolve_data_config({}, pretrained_cfg=own))  # type: ignore[no-untyped-call]
@@ -123,8 +125,10 @@ class Classifier:
 
 
 def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a timm model by name, in order: a rule of their classes would take the stages
-    of Swin and ConvNeXt."""
+    """Return the blocks of a timm model by name, in order.
+
+    A rule that goes by classes would take the stages of Swin and ConvNeXt instead.
+    """
     return {
         name: part for name, part in net.named_modules()
         if name.split(".")[-2:-1] == ["blocks"]
@@ -145,8 +149,10 @@ def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
 
 
 def save_classifier(net: Any, folder: Path, look: Look, names: Sequence[str]) -> None:
-    """A folder that timm and transformers load: model.safetensors and config.json, with how images
-    are to be made, and the names of the classes where they are known."""
+    """Save a folder that timm and transformers load: model.safetensors and config.json.
+
+    The config has the preparation of images, and the names of the classes if they are known.
+    """
     of_other_weights = dict.fromkeys((*_OF_WEIGHTS, "label_names", "label_descriptions"))
     net.pretrained_cfg = {
         **net.pretrained_cfg, **of_other_weights, "mean": look.mean, "std": look.std,

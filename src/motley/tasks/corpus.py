@@ -1,5 +1,7 @@
-"""Text as numbers: files, tokens (bytes, characters, or those of a model's own tokenizer, which is
-read from its folder), and the pieces that a model learns from.
+"""Text as numbers: files, tokens, and the pieces that a model learns from.
+
+Tokens are bytes, characters, or the tokens of a model's own tokenizer, which is read from its
+folder.
 """
 
 import hashlib
@@ -28,8 +30,9 @@ _HELD_OUT = 10  # one part of so many, at the end
 
 
 def read_text(files: Sequence[str]) -> str:
-    """The files one after another; :data:`MANUAL` stands for Python's manual, and
-    :data:`SHAKESPEARE` for his plays.
+    """Return the text of the files, one after another.
+
+    :data:`MANUAL` stands for Python's manual, and :data:`SHAKESPEARE` for Shakespeare's plays.
 
     Raises:
         MotleyError: a file is missing, or is no text in UTF-8.
@@ -139,8 +142,10 @@ class Windows:
 
 
 class Paragraphs:
-    """The text between blank lines, each paragraph of its own length; longer ones are cut. The
-    first token of a paragraph has no tokens before it, and is not predicted.
+    """Text between blank lines, each paragraph of its own length.
+
+    Paragraphs longer than ``length`` are cut. The first token of a paragraph has no tokens before
+    it, and is not predicted.
     """
 
     def __init__(self, corpus: Corpus, text: str, length: int) -> None:
@@ -185,8 +190,10 @@ class TokenizedCorpus(Corpus):
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """Tokenizer of the tokenizers library: from tokenizer.json, or as transformers reads older
-        files."""
+        """Tokenizer of the tokenizers library.
+
+        The files are tokenizer.json, or older ones that transformers converts.
+        """
         transformers = import_offline("transformers", f"--tokens {TOKENIZER}")
         try:
             found = transformers.AutoTokenizer.from_pretrained(
@@ -239,9 +246,11 @@ class TokenizedCorpus(Corpus):
 
     @cached_property
     def _sizes(self) -> "NDArray[np.float64]":
-        """Bytes of each token, [known], on average over what is held out: from where it begins to
-        where the next does, so that spaces which a tokenizer drops, and characters that it cuts,
-        are counted once."""
+        """Bytes of each token, [known], averaged over the held-out text.
+
+        A token is counted from its start to the start of the next token. Spaces that a tokenizer
+        drops, and characters that it cuts, are therefore counted once.
+        """
         import numpy as np
 
         text = self.split(held_out=True)

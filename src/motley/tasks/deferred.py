@@ -1,5 +1,7 @@
-"""Deferred initialisation: operations on tensors without numbers are recorded while a network is
-built, and run later for the tensors that are asked for.
+"""Deferred initialisation of a network's tensors.
+
+Operations on tensors without numbers are recorded while a network is built. They run later, for the
+tensors that are asked for.
 
 Tensors of some size are made on the device ``meta``, without memory. Any model's own way to
 initialise therefore holds, buffers included. Each random operation has a generator of its own, on
@@ -94,11 +96,14 @@ class Recording:
     def add(
         self, func: Any, args: Any, kwargs: dict[str, Any], found: Any, changes: Sequence[Tensor]
     ) -> None:
-        """Write an operation down, if it makes or changes anything.
+        """Record an operation if it makes or changes a tensor.
 
         Args:
-            args, kwargs: as it was called. found: what it gave, without numbers.
-            changes: of what it was given.
+            func: the operation.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            found: result of the call, whose tensors have no numbers.
+            changes: arguments that the operation changes in place.
         """
         given = tensors_of((args, kwargs))
         known = {_storage(each) for each in given if each.is_meta}
@@ -115,8 +120,10 @@ class Recording:
         self._done.append(_Operation(func, kept, made, frozenset(known), whole))
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with its numbers, on the CPU, in memory of its own; one that has them is
-        copied."""
+        """Return a tensor with its numbers, on the CPU, in memory of its own.
+
+        A tensor that has its numbers already is copied.
+        """
         if not tensor.is_meta:
             return tensor.detach().clone()
         storages: dict[int, Any] = {}
@@ -149,8 +156,10 @@ class Recording:
         return needed
 
     def _last(self, places: Sequence[int], storage: int) -> Iterator[int]:
-        """Operations on a storage, the last first, until one that leaves nothing of those before:
-        torch's modules draw numbers which most models draw anew."""
+        """Yield the operations on a storage from the last back to one that overwrites all of it.
+
+        Modules of torch draw numbers which most models draw again. Such earlier draws need not run.
+        """
         for place in reversed(places):
             yield place
             if self._done[place].overwrites == storage:
@@ -200,7 +209,8 @@ def record(build: Callable[[], Built], seed: int) -> tuple[Built, Recording]:
     """Build a network whose tensors of some size have no numbers yet.
 
     Args:
-        seed: of what is drawn later; small tensors draw from torch's generator.
+        build: builds the network.
+        seed: seed of the numbers that are drawn later. Small tensors draw from torch's generator.
 
     Raises:
         NotImplementedError: something is done to a tensor that cannot be done later.
@@ -212,8 +222,11 @@ def record(build: Callable[[], Built], seed: int) -> tuple[Built, Recording]:
 
 @contextlib.contextmanager
 def _truncated_later(recording: Recording) -> Iterator[None]:
-    """Torch draws a truncated normal distribution until no number is too large: it is one operation
-    here, or each look at the numbers would have to draw them."""
+    """Record the draw of a truncated normal distribution as one operation.
+
+    Torch redraws until no number is too large. Each comparison would otherwise need the numbers
+    during the recording.
+    """
     own: Any = nn.init._no_grad_trunc_normal_
 
     def later(tensor: Tensor, *args: Any, generator: Any = None, **named: Any) -> Tensor:
@@ -232,8 +245,9 @@ def _truncated_later(recording: Recording) -> Iterator[None]:
 
 
 class _AsOnCpu(TorchFunctionMode):
-    """Report the target device for tensors that are still on the meta device: much of torch does
-    nothing to a tensor without memory.
+    """Report the target device for tensors that are still on the meta device.
+
+    Many functions of torch do nothing to a tensor without memory.
     """
 
     def __init__(self, recording: Recording) -> None:

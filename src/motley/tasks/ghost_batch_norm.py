@@ -121,12 +121,11 @@ _GROUPED: dict[type[nn.Module], type[_BatchNorm]] = {
 
 
 class GroupStatistics:
-    """The statistics that a model's batch norms have taken on this rank since parameters were last
-    united.
+    """Statistics of a model's batch norms on this rank since parameters were last united.
 
     Args:
-        net: its batch norms are changed to take statistics over groups.
-        grain: samples of a group.
+        net: the network. Its batch norms are changed to take statistics over groups.
+        grain: samples in a group.
     """
 
     def __init__(self, net: nn.Module, grain: int) -> None:
@@ -164,7 +163,8 @@ class GroupStatistics:
         """Find how many rows of a layer's input belong to one sample, by a pass without training.
 
         Args:
-            compute: computes the losses of samples. two: unlike samples.
+            compute: computes the losses of samples.
+            two: a batch of two different samples.
 
         Raises:
             MotleyError: the rows of two samples cannot be separated.
@@ -192,8 +192,10 @@ class GroupStatistics:
 
     @contextlib.contextmanager
     def of_pass(self, samples: int) -> Iterator[None]:
-        """Note the calls of a forward pass, of this many samples; its backward pass may compute
-        again what is in it."""
+        """Count the calls of each layer in a forward pass over this many samples.
+
+        The backward pass may call layers again, and these calls are not counted.
+        """
         for layer in self._all:
             layer.samples, layer.calls = samples, 0
         try:
@@ -204,10 +206,11 @@ class GroupStatistics:
                 layer.calls = _CLOSED
 
     def take(self, samples: int, n_global: int) -> None:
-        """Count the last pass, after its backward pass.
+        """Add the statistics of the last pass, after its backward pass.
 
         Args:
-            samples: of the pass. n_global: of the global batch.
+            samples: samples in the pass.
+            n_global: samples in the global batch.
         """
         if not samples:
             return
@@ -338,8 +341,10 @@ class GroupStatistics:
         return {name: keep(value) for name, value in parts.items()}
 
     def estimate(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Estimate the layers' buffers from this rank's samples alone, by their names in the
-        network."""
+        """Estimate the layers' buffers from the samples of this rank alone.
+
+        The buffers are returned by their names in the network.
+        """
         if not self._layers:
             return {}
         whole = self._add(self._moved[:2] * self._stand_in(self._moved[1]))
@@ -357,8 +362,11 @@ class GroupStatistics:
         return found
 
     def go_on(self, state: Mapping[str, Tensor]) -> None:
-        """Unite the parts of the surviving ranks, whose samples stand for the lost ones; all
-        survivors call it, each with its :meth:`state`, or without if the buffers have it."""
+        """Unite the parts of the surviving ranks, whose samples stand in for the lost ones.
+
+        All survivors call this method. Each passes its :meth:`state`, or an empty mapping if its
+        buffers have it.
+        """
         if state:
             self._moved = torch.stack([state[name] for name in ("own", "share", "moves")]).to(
                 self._moved
@@ -393,7 +401,9 @@ def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
     """Return the error for a layer whose groups cannot be counted in samples.
 
     Args:
-        path: of the layer. rows: of its input. samples: of the pass.
+        path: path of the layer.
+        rows: rows of the layer's input.
+        samples: samples in the pass.
     """
     return MotleyError(
         f"the batch norm {path} gets {rows} rows of {samples} samples, and --bn-group cannot tell "
@@ -469,8 +479,10 @@ class _Normalized(torch.autograd.Function):
 
 
 def _cut(layer: _Groups, x: Tensor) -> Tensor:
-    """Return x, [rows, C, ...], as [samples of a group, groups, rows of a sample, C, ...], in fp32
-    at least."""
+    """Return x, [rows, C, ...], split into groups, in fp32 or more.
+
+    The result is [samples of a group, groups, rows of a sample, C, ...].
+    """
     groups, each = _count_groups(layer, x)
     cut = x.reshape(each, groups, layer.rows, *x.shape[1:])
     return cut.to(torch.promote_types(x.dtype, torch.float32))

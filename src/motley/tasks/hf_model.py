@@ -1,5 +1,6 @@
-"""Language models of the transformers library: their shape from a config.json, weights drawn anew
-or those of a local folder, and LoRA.
+"""Language models of the transformers library, new or from a local folder, and LoRA.
+
+A config.json gives the shape of a model. Its weights are drawn at random or read from the folder.
 
 Nothing is fetched, no code but the library's is run, and weights are read from safetensors alone:
 a pickle may run anything. With LoRA the model's weights stay as they are, and small matrices
@@ -32,8 +33,10 @@ def add_lora(
     """Freeze a network, and put a pair of matrices beside each of its target layers, in place.
 
     Args:
-        rank: of the matrices. alpha: what they say counts alpha / rank; None: as much as it is.
-        targets: last words of layers' names; None: peft's own, for an architecture that it knows.
+        net: the network.
+        rank: rank of the matrices.
+        alpha: the product of the matrices is scaled by alpha / rank. None: by 1.
+        targets: last words of layer names. None: peft's default for a known architecture.
 
     Raises:
         MotleyError: peft is missing, or finds no such layers.
@@ -156,7 +159,7 @@ class HfModel:
 
     @cached_property
     def config(self) -> Any:
-        """transformers' own.
+        """Configuration of the model, an object of the transformers library.
 
         Raises:
             MotleyError: this version of transformers does not know such a model.
@@ -222,8 +225,9 @@ class HfModel:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the folder, fp32, by the names of :meth:`build`; transformers
-        converts the names of older files.
+        """Return the weights in the folder, fp32, by the names of :meth:`build`.
+
+        The transformers library converts the names in older files.
 
         Raises:
             MotleyError: there are none, none that are safe to read, not all, or others'.
@@ -280,8 +284,10 @@ class HfModel:
                 shutil.copyfile(self.path / name, folder / name)
 
     def identity(self) -> dict[str, str]:
-        """By which a checkpoint knows the model again, wherever its folder is; weights it has of
-        its own."""
+        """Return the hash by which a checkpoint recognises the model, wherever its folder is.
+
+        A checkpoint has weights of its own, so the weights of the folder do not count.
+        """
         fields = json.dumps(self.fields, sort_keys=True)
         return {"hf_config_sha256": hashlib.sha256(fields.encode()).hexdigest()[:16]}
 
@@ -298,8 +304,11 @@ def logits_of(made: Any) -> Tensor:
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
-    """All of a config's, under whatever names; no layer is dropped: its parameters would have no
-    gradient."""
+    """Set all drop-out rates of a config, whatever their names.
+
+    Rates of dropped layers become 0, because the parameters of a dropped layer would have no
+    gradient.
+    """
     for key, value in list(vars(config).items()):
         if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, key, 0.0 if "layerdrop" in key else dropout)

@@ -1,5 +1,7 @@
-"""A task's network and its loss in one module, so that all engines see one rule for dtypes, and
-its compilation by torch.compile: block by block, or all with the loss.
+"""A task's network and its loss in one module, and its compilation by torch.compile.
+
+All engines share one rule for dtypes thereby. The module is compiled block by block, or whole with
+the loss.
 
 Blocks of one class are compiled once, however many there are: a ViT-B in a third of the time, and
 as fast. Between them gradients are sent as they become ready. The parts around them, as a ViT's
@@ -44,8 +46,12 @@ class Compiled:
     """Parts of a model that are compiled when they first compute; :meth:`undo` makes them plain.
 
     Args:
-        whole: one that computes all, by the names of its methods; it holds them from now on.
-        blocks: in its place. around: with them; plain where they are given more than tensors.
+        whole: module that computes everything. Its methods ``names`` are compiled, and it holds the
+            compiled ones from now on.
+        names: names of these methods.
+        blocks: blocks that are compiled in place of ``whole``.
+        around: modules that are compiled beside the blocks. Calls with other arguments than tensors
+            are computed plainly.
         counts: numbers of samples that are each compiled for themselves. A pass of another number
             is computed plainly, unless several follow one another. Empty: compile for any number.
     """
@@ -112,8 +118,9 @@ class Compiled:
         return computed
 
     def _of_one_size(self, plain: Compute) -> Compute:
-        """Return a function that is compiled for samples as large as the first; for any size where
-        they are not.
+        """Return a function that is compiled for tensors of the sizes in its first call.
+
+        Other sizes than these run in a version that is compiled for any size.
 
         Blocks of all stages share their code, and torch takes for variable what differs from one
         call of a piece of code to the next: Swin's windows of any height and width kept it busy for
@@ -147,8 +154,10 @@ def _mark_counts(given: Any) -> None:
 
 
 def _of_tensors(compute: Compute, plain: Compute) -> Compute:
-    """Return the same module, unless it gets other arguments than tensors: their values, as the
-    time of a forecast, would be compiled into it, anew for each.
+    """Return the compiled module, or the plain one in calls with arguments that are no tensors.
+
+    The value of such an argument, as the time of a forecast, would be compiled in: each value would
+    compile the module again.
     """
 
     def computed(*given: Any, **named: Any) -> Any:
@@ -163,8 +172,10 @@ _EXAMPLES = 2  # samples that a model is tried and timed with
 
 
 def common_type(task: Task, precisions: Collection[str]) -> torch.dtype | None:
-    """The 16 bits that parameters may be gathered in: all ranks compute in the same, and nothing of
-    the model is to stay in fp32. None: in none."""
+    """Return the 16-bit dtype in which parameters may be gathered, or None.
+
+    All ranks have to compute in this dtype, and no part of the model may have to stay in fp32.
+    """
     first, *others = set(precisions)
     return None if others or task.fp32 else AUTOCAST[first]
 
@@ -197,8 +208,10 @@ class TaskModel(nn.Module):
     is fp32, so that the wrappers never see a rank's dtype and ranks may differ in it.
 
     Args:
+        task: the task.
         net: the task's network.
-        precision: this rank's; see motley.plan.precision.
+        precision: precision of this rank; see motley.plan.precision.
+        device: device of this rank.
 
     Attributes:
         example: some samples. samples: how many there are to train on.
@@ -250,8 +263,7 @@ class TaskModel(nn.Module):
         return self.by_blocks.parameters() if self.by_blocks else list(self.net.parameters())
 
     def fill(self, *parts: nn.Module) -> None:
-        """Give modules of the network their initial numbers, on its device, if they have none
-        yet."""
+        """Give modules of the network their initial numbers, on its device, if they have none."""
         if self.by_blocks:
             self.by_blocks.fill(parts, self.device)
 
@@ -364,7 +376,10 @@ def _channels_last(value: Any) -> Any:
 
 
 def set_matmul_precision(precision: str) -> None:
-    """fp32 means IEEE arithmetic, in matrix products and in the patch convolution; tf32 is
-    a precision of its own."""
+    """Switch TF32 on for the precision ``tf32``, and off for all others.
+
+    The switch holds for matrix products and for the patch convolution. With fp32 both use IEEE
+    arithmetic.
+    """
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.allow_tf32 = precision == "tf32"

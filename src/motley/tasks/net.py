@@ -1,5 +1,8 @@
-"""The blocks of a network, and what options make of it: parts that are frozen, computed again, or
-kept in fp32, and with which kernels it attends."""
+"""The blocks of a network, and the changes that options make to it.
+
+Options freeze parts, recompute them in the backward pass, keep them in fp32, and select the
+attention kernels.
+"""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
@@ -19,12 +22,13 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """Modules by name, in order; none is inside another.
+    """Return the blocks of a network by name, in order. No block is inside another.
 
     Args:
-        classes: names of the classes that they are of; empty: two or more modules of one class in
-            a list, as transformers are made of. The outermost such list counts, but a list of
-            lists is gone into: those are stages.
+        net: the network.
+        classes: class names of the blocks. Empty: two or more modules of one class in a list, as
+            in a transformer. The outermost such list counts, but a list of lists is searched
+            further, because its members are stages.
     """
     found: dict[str, nn.Module] = {}
     for name, part in net.named_modules():
@@ -40,8 +44,10 @@ def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Mod
 
 
 def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """The largest modules that hold parameters and have nothing of a block, in order: of a vision
-    transformer what makes tokens of pixels, the last norm and the head."""
+    """Return the largest modules that hold parameters and no part of a block, in order.
+
+    In a vision transformer these are the patch embedding, the last norm and the head.
+    """
     found: list[nn.Module] = []
     for part in net.children():
         if part in blocks or not any(True for _ in part.parameters()):
@@ -89,10 +95,15 @@ def prepared(net: nn.Module, task: Task, config: Config) -> nn.Module:
 
 
 def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
-    """Have parameters not be trained.
+    """Freeze parameters.
 
     Args:
-        names: of them or of modules, by path or its last word; ``backbone``: all but ``head``.
+        net: the network.
+        names: paths of parameters or modules, or their last words. ``backbone``: all but ``head``.
+        head: paths of the head's modules.
+
+    Raises:
+        MotleyError: no part has such a name, or ``backbone`` is frozen and the head is unknown.
     """
     parameters = dict(net.named_parameters(remove_duplicate=False))  # a tied one by any name
     in_head = {each for path, each in parameters.items() if is_in(path, head)}
@@ -120,11 +131,16 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
 
 
 def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Module]) -> None:
-    """Have modules keep their inputs alone, and compute the rest again in the backward pass.
+    """Make modules keep only their inputs, and recompute the rest in the backward pass.
 
     Args:
-        names: paths, as in ``blocks.0.mlp``; or their last words, as in ``mlp``, for all such;
-            ``blocks``: each of ``blocks``; or names of classes.
+        net: the network.
+        names: paths, as in ``blocks.0.mlp``; last words of paths, as in ``mlp``, for all such
+            modules; names of classes; or ``blocks`` for each of ``blocks``.
+        blocks: blocks of the network by path.
+
+    Raises:
+        MotleyError: no module has such a name.
     """
     parts = {name: part for name, part in net.named_modules() if name}
     for name in names:
@@ -166,10 +182,11 @@ def set_attention(net: nn.Module, kind: str) -> None:
 
 
 def keep_fp32(net: nn.Module, names: Iterable[str]) -> None:
-    """Have modules compute in fp32, whatever the rest does.
+    """Make modules compute in fp32, whatever the dtype of the rest.
 
     Args:
-        names: paths, or their last words.
+        net: the network.
+        names: paths of modules, or their last words.
     """
     for path, part in net.named_modules():
         if path in names or path.rsplit(".", 1)[-1] in names:

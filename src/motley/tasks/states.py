@@ -1,5 +1,6 @@
-"""States of the air on a grid, from which Aurora learns: made ones, and those in NetCDF files as
-ERA5's are: any number of files, each with some variables at some times.
+"""States of the air on a grid, from which Aurora learns: synthetic ones, and NetCDF files.
+
+The files are like ERA5's: any number of files, each with some variables at some times.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -71,11 +72,15 @@ class States(Protocol):
 
 
 class Made:
-    """Smooth waves that travel east and west, the same on every machine; a state follows from the
-    two before it.
+    """Synthetic states: smooth waves that travel east and west, equal on every machine.
+
+    A state follows from the two before it.
 
     Args:
-        usual: mean and deviation that the waves get. count: of states, six hours apart or ``step``.
+        grid: latitudes, longitudes and pressure levels.
+        usual: mean and deviation of the waves.
+        count: number of states.
+        step: hours from one state to the next.
     """
 
     def __init__(self, grid: Grid, usual: Usual, count: int, step: int) -> None:
@@ -102,8 +107,11 @@ class Made:
         return surface, air
 
     def _waves(self, first: int, count: int, hours: Sequence[int]) -> Array:
-        """[hours, count, lat, lon], about -2 to 2; products of a profile in latitude and a wave in
-        longitude, without random numbers, which numpy may draw otherwise tomorrow."""
+        """Return waves of about -2 to 2, [hours, count, lat, lon].
+
+        Each is a product of a profile in latitude and a wave in longitude. No random numbers are
+        involved, because numpy may draw others in a later version.
+        """
         field, wave = np.ogrid[first : first + count, 0:_WAVES]
         dice = ((field * _WAVES + wave + 1) * _GOLDEN) % 1.0  # [count, waves]
         lat, lon = np.deg2rad(self.grid.lat, dtype=float), np.deg2rad(self.grid.lon, dtype=float)
@@ -141,7 +149,9 @@ class Forecasts:
     """Samples: two states and the one that follows, a step apart; lists of these by index.
 
     Args:
-        starts: hours of their first states.
+        states: the states.
+        starts: hours of the first state of each sample.
+        step: hours from one state to the next.
     """
 
     def __init__(self, states: States, starts: Sequence[int], step: int) -> None:
@@ -161,9 +171,12 @@ class Forecasts:
 
 
 def split(states: States, step: int) -> tuple[Forecasts, Forecasts]:
-    """Samples to train with, and the last tenth, none of whose states is among the others'.
+    """Return the samples to train with, and the last tenth, which is held out.
+
+    No state is part of both.
 
     Args:
+        states: the states.
         step: hours from one state to the next.
 
     Raises:
@@ -223,7 +236,8 @@ class Files:
     Files are opened for each sample: an open one must not be shared with a worker process.
 
     Args:
-        levels: those that are wanted, hPa; None: all that the files have.
+        paths: paths of the files.
+        levels: pressure levels to read, hPa; None: all levels in the files.
 
     Raises:
         MotleyError: a file cannot be read, or what Aurora needs is not in any.

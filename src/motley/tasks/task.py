@@ -85,8 +85,10 @@ class Task:
         raise NotImplementedError
 
     def data(self, held_out: bool) -> "Source":
-        """Return the items of the training data or of the held-out data: any object with
-        ``len()`` and ``[index]``."""
+        """Return the items of the training data or of the held-out data.
+
+        Any object with ``len()`` and ``[index]`` will do.
+        """
         raise NotImplementedError
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
@@ -107,6 +109,7 @@ class Task:
         """Return the tensors of one item of :meth:`data`, by name.
 
         Args:
+            item: the item.
             training: augment the item. Torch's random numbers are seeded for this sample and
                 epoch, on whichever rank computes it.
         """
@@ -128,28 +131,39 @@ class Task:
             ) from None
 
     def on(self, device: "torch.device") -> "Samples":
-        """Return the object that reads samples for a rank with this device: this task, or one
-        that leaves part of :meth:`sample` to the device. The samples stay the same."""
+        """Return the object that reads samples for a rank with this device.
+
+        The object is this task, or one that leaves part of :meth:`sample` to the device. The
+        samples stay the same.
+        """
         return self
 
     def complete(self, batch: "Tensors") -> "Tensors":
-        """Return a batch, which is on the rank's device, with everything that :meth:`losses`
-        needs. A task whose :meth:`collate` leaves work to the device does that work here."""
+        """Return a batch on the rank's device with everything that :meth:`losses` needs.
+
+        A task whose :meth:`collate` leaves work to the device does that work here.
+        """
         return batch
 
     def weights(self, batch: "Tensors") -> "Tensor | None":
-        """Return the weight of each sample in the mean, [n], such as its number of tokens, on the
-        CPU. None: each counts ``weight``."""
+        """Return the weight of each sample in the mean, [n], on the CPU.
+
+        A weight is for example the number of tokens. None: each sample counts ``weight``.
+        """
         return None
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
-        """Return the relative compute time of training samples. Ranks get samples of equal cost.
-        None: all samples cost the same."""
+        """Return the relative compute time of training samples.
+
+        Ranks get samples of equal cost. None: all samples cost the same.
+        """
         return None
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """Return the scores of held-out samples, [n] by name, each summed over a sample. ``loss``
-        is one of them."""
+        """Return the scores of held-out samples, [n] by name, each summed over a sample.
+
+        ``loss`` is one of them.
+        """
         return {"loss": self.losses(net, batch)}
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
@@ -175,13 +189,17 @@ class Task:
         return find_blocks(net, self.block_classes)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """Return the names of the modules whose shape depends on the data, as a classifier's. They
-        get new random weights if a run begins with weights from other data."""
+        """Return the names of the modules whose shape depends on the data, as a classifier's head.
+
+        They get new random weights if a run begins with weights from other data.
+        """
         return ()
 
     def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
-        """Return the weights by name that a new run begins with, and their source in words; None:
-        random weights. Rank 0 calls it and broadcasts them."""
+        """Return the weights by name that a new run begins with, and a description of their source.
+
+        None: random weights. Rank 0 calls this method and broadcasts the weights.
+        """
         return None
 
     @property
@@ -202,8 +220,10 @@ class Task:
         save_file(tensors, folder / "model.safetensors")
 
     def identity(self) -> dict[str, Any]:
-        """Return values, as JSON has them, that a run and the checkpoint it continues must share
-        besides the options."""
+        """Return the values besides options that a run and its checkpoint must share.
+
+        The values are of types that JSON has.
+        """
         return {}
 
     def name_of(self, source: "Source", index: int) -> str:

@@ -1,5 +1,7 @@
-"""The command line of the training scripts: all registered options, and the line that continues a
-run, whole and quoted, as a user pastes it.
+"""The command line of the training scripts, with all registered options.
+
+The module also makes the line that continues a run. The line is complete and quoted, for a user to
+paste.
 """
 
 import os
@@ -60,7 +62,9 @@ def make_words(
     """Return the command line that a call with a task and options stands for.
 
     Args:
-        package: TORCH or ZERO, for their strategies; None: no strategy is known.
+        task: a task, its class, or its name as in ``--task``.
+        options: values of further options by name.
+        package: TORCH or ZERO, for their strategies; None: accept no strategy.
 
     Raises:
         MotleyError: an option is unknown or has no such value, or the task is not the one in its
@@ -109,11 +113,12 @@ _called: list[str] = []
 
 
 def check_call(name: str) -> None:
-    """Raise MotleyError if a script calls a function that starts the ranks while it is read for its
-    task; stop it if it calls a second one.
+    """Raise MotleyError if a script calls a function that starts the ranks while its task is read.
+
+    A script that calls a second such function is stopped.
 
     Args:
-        name: of the function.
+        name: name of the function.
     """
     if file := task_being_read():
         raise MotleyError(
@@ -129,8 +134,10 @@ def check_call(name: str) -> None:
 
 
 def config_from(saved: Mapping[str, Any]) -> Config:
-    """The options of a run, of those that all scripts have and of its task, as its checkpoint keeps
-    them."""
+    """Return the options of a run, as its checkpoint keeps them.
+
+    They are the options that all scripts have, and those of the run's task.
+    """
     general: dict[str, Any] = {}
     for group in GROUPS:
         general |= _values(group, saved)
@@ -145,6 +152,7 @@ def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
     one launch. The words of a recipe count as typed only where the checkpoint has another recipe.
 
     Args:
+        config: the options of this launch.
         saved: the options, as the checkpoint keeps them.
 
     Raises:
@@ -241,7 +249,9 @@ def read_config(
     """Parse the command line of a training script, the process's own by default.
 
     Args:
-        strict: what no option takes is an error; else it is passed over.
+        parser: the parser with all options of the script.
+        arguments: words of the command line; None: those of this process.
+        strict: True: an unknown word is an error. False: unknown words are ignored.
     """
     try:
         path, own = split_config(sys.argv[1:] if arguments is None else arguments)
@@ -315,7 +325,9 @@ def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
     """Return True if a word of the launcher's line is the one that starts the ranks.
 
     Args:
-        command: of ``motley`` that runs this process; empty for a script. rest: words behind it.
+        command: subcommand of ``motley`` that runs this process; empty for a script.
+        word: the word.
+        rest: words after it.
     """
     if Path(word).name == _COMMAND:
         return list(rest[:1]) == [command or RUN]

@@ -117,8 +117,11 @@ class CompileArchive:
     """The archive of one kind of node, in a folder that nodes may share.
 
     Args:
-        place: that folder. below: where in ``folder``, the node's own, compilers keep their files.
-        is_damaged: the archive that is there is to be replaced, whatever is in it.
+        place: folder of the archive.
+        kind: name of the kind of node.
+        folder: the node's own folder of compiled code.
+        below: folders in ``folder`` where compilers keep their files.
+        is_damaged: True: replace the present archive, whatever its content.
     """
 
     def __init__(
@@ -167,9 +170,12 @@ class CompileArchive:
         return Carried(len(missing), size, time.monotonic() - started)
 
     def _put(self, file: io.BufferedReader, missing: Mapping[str, int]) -> None:
-        """Each of these files to its place, in the order in which they were written: Triton's list
-        of a kernel's files comes after them. By hand, as Python 3.11.0 to 3.11.3 have no filters
-        of tarfile's, and "data" lets more through: links, and names that the index lacks."""
+        """Extract these files, in the order in which they were written.
+
+        Triton's list of a kernel's files comes after them. The files are extracted one by one,
+        because Python 3.11.0 to 3.11.3 have no filters for tarfile. The filter "data" also lets
+        more through: links, and names that the index lacks.
+        """
         with tarfile.open(fileobj=file, mode="r:gz") as tar:
             for member in tar:
                 if not member.isreg() or missing.get(member.name) != member.size:
@@ -271,8 +277,12 @@ def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below
     """Save an archive in this process, at a lower priority than the training.
 
     Args:
-        since: see :meth:`CompileArchive.save`. is_damaged, place, kind, folder, below: see
-            :attr:`CompileArchive.words`.
+        since: see :meth:`CompileArchive.save`.
+        is_damaged: see :attr:`CompileArchive.words`.
+        place: see :attr:`CompileArchive.words`.
+        kind: see :attr:`CompileArchive.words`.
+        folder: see :attr:`CompileArchive.words`.
+        *below: see :attr:`CompileArchive.words`.
     """
     die_with_parent()
     os.nice(5)
@@ -284,8 +294,11 @@ def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below
 
 
 def _whole_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
-    """Files by name, but for those of a moment, and of folders that are being written to; of the
-    folders that were written to last, as many as an archive takes."""
+    """Return the complete files by name, as many as an archive takes.
+
+    Temporary files are left out, and so are folders that are being written to. Folders that were
+    written to last come first.
+    """
     folders = _folders(folder, below)
     if any(map(_is_fresh, folders.values())):  # by this run, which may compile no more
         time.sleep(_WHOLE_S)
@@ -357,8 +370,9 @@ class CompileKeeper:
         self._run: Run
 
     def take(self, world: World) -> None:
-        """Give each node the code that one of its kind has kept; all ranks call it, before anything
-        is compiled. A failure ends nothing.
+        """Give each node the compiled code that a node of its kind has kept.
+
+        All ranks call this method, before anything is compiled. A failure does not end the run.
         """
         told = [each for each in world.once_per_node(self._take) if each is not None]
         took = {host: carried for host, carried, _ in told if carried is not None}
@@ -386,11 +400,15 @@ class CompileKeeper:
         return (self._host, taken, "") if taken is not None else None
 
     def begin(self, run: Run, group: ProcessGroup, step: Callable[[], int | None]) -> None:
-        """Keep what is compiled from now on, if this is the first rank of its kind of node; all
-        ranks that train call it.
+        """Keep newly compiled code, if this is the first rank of its kind of node.
+
+        All ranks that train call this method.
 
         Args:
-            step: that was taken last; called from another thread.
+            run: the run, which records failures.
+            group: process group of the ranks that train.
+            step: returns the number of the last step; called from another thread. None: before the
+                first step.
         """
         kinds = all_gather_object(self._kind)
         if kinds.index(self._kind) == group.rank and self._thread is None:
@@ -418,8 +436,11 @@ class CompileKeeper:
         self._save()
 
     def _save(self) -> None:
-        """Save in a process of its own: to pack thousands of files takes Python's lock for
-        seconds, and the training thread would launch nothing meanwhile."""
+        """Save in a process of its own.
+
+        Packing thousands of files holds Python's lock for seconds. The training thread would launch
+        no kernel meanwhile.
+        """
         command = [sys.executable, "-P", "-m", "motley.train.compile_archive", str(self._since)]
         try:
             done = run_child([*command, *self._archive.words], _SAVE_LIMIT_S, "see its disk")

@@ -1,6 +1,7 @@
-"""The one training loop: epochs of global batches, each computed in micro-batches by every rank
-and finished by one step; a record after every step, an evaluation and a checkpoint after every
-epoch. Engines plug in.
+"""The one training loop: epochs of global batches, into which engines plug.
+
+Every rank computes a batch in micro-batches, and one step finishes it. A record follows every step,
+and an evaluation and a checkpoint every epoch.
 """
 
 import math
@@ -44,11 +45,14 @@ from motley.train.setup import Job
 
 
 class SaveTimer:
-    """Asks rank 0's clock when half of the time that is left should have passed: some ten times
-    between two checkpoints, so that their steps need not be known before.
+    """A timer of checkpoints that are due by rank 0's clock.
+
+    The timer asks for the clock when half of the remaining time should have passed. These are some
+    ten times between two checkpoints, and the steps of checkpoints need not be fixed in advance.
 
     Args:
-        every: between checkpoints; anything but a time: never by the clock.
+        every: time between checkpoints. Any other type: never by the clock.
+        step: step of the last checkpoint.
     """
 
     def __init__(self, every: object, step: int) -> None:
@@ -76,8 +80,10 @@ class SaveTimer:
 
 
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
-    """The task's scores of the held-out samples, shared as ``plan`` shares a batch; also of the
-    average of the parameters, where there is one, as ``ema_...``."""
+    """Return the task's scores of the held-out samples, shared as ``plan`` shares a batch.
+
+    The average of the parameters is evaluated too, if there is one, as ``ema_...``.
+    """
     start = time.monotonic()
     world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
     job.engine.sync_parameters()
@@ -96,11 +102,16 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
 def _scores(
     world: World, job: Job, plan: Plan, then: TrainState | None
 ) -> tuple[dict[str, float], int]:
-    """The summary of all held-out samples, and their number: sums and weights over all ranks, never
-    a mean of means.
+    """Return the summary of all held-out samples, and their number.
+
+    The summary is computed from sums and weights over all ranks, never from a mean of means.
 
     Args:
-        then: where training goes on; its first samples are read while the device still evaluates.
+        world: the ranks.
+        job: the objects of the training.
+        plan: the shares of the ranks.
+        then: position at which training goes on; None: do not prepare for it. Its first samples are
+            read while the device still evaluates.
     """
     parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
     say = world.supervisor.set_status
@@ -143,11 +154,15 @@ class _Unread:
 
 
 class Loop:
-    """Trains a job, from its state to its last step.
+    """The loop that trains a job from its state to its last step.
 
     Args:
-        state: of the training at the start.
-        rescue: gets each change of the state. profiler: of each step.
+        world: the ranks.
+        job: the objects of the training.
+        recorder: the recorder of the run.
+        state: position of the training at the start.
+        rescue: receives each change of the state.
+        profiler: profiler of the steps.
     """
 
     def __init__(
@@ -182,8 +197,10 @@ class Loop:
         return evaluated
 
     def _epoch(self) -> bool:
-        """Train on what is left of the epoch, or of it until another plan cuts it anew; whether
-        the epoch has ended, or the run."""
+        """Train on the rest of the epoch, or until another plan cuts it anew.
+
+        Return True if the epoch or the run has ended.
+        """
         job, epoch = self._job, self._state.epoch
         job.engine.clock.restart()
         self._say(Phase.DATA)
@@ -221,8 +238,10 @@ class Loop:
         return indices
 
     def _launch(self, batch: Plan, indices: list[int]) -> bool:
-        """Give the device one step of all ranks, after what the host has to do beside it; returns
-        True if the next step is to be accumulated before the outcome is read."""
+        """Launch one step of all ranks on the device, after the host's own work.
+
+        Return True if the next step is to be accumulated before the outcome is read.
+        """
         job, before = self._job, self._state
         # The host has time: the device is still computing.
         self._recorder.write()
@@ -239,8 +258,10 @@ class Loop:
         return late
 
     def _may_read_late(self) -> bool:
-        """Return True if nothing before the next step depends on this one's outcome; alike on all
-        ranks."""
+        """Return True if nothing before the next step depends on the outcome of this one.
+
+        All ranks return one value.
+        """
         job, state = self._job, self._state
         between = (
             self._proposal or job.config.profile or job.length.ended(state)
@@ -250,8 +271,10 @@ class Loop:
         return job.engine.reads_late and not between
 
     def _read(self) -> bool:
-        """Read the outcome of the launched step, if there is one, and do what follows: help
-        where memory or numbers have ended, its record, a checkpoint, another split.
+        """Read the outcome of the launched step, if there is one, and act on it.
+
+        The method helps if memory ran out or numbers are not finite, writes the record, saves a
+        checkpoint, and changes the split.
 
         Returns:
             True if the epoch goes on as it is cut now.
@@ -306,8 +329,10 @@ class Loop:
         return True
 
     def _add_loaders(self) -> None:
-        """Add loader processes where this rank, whatever the others do, waits for its samples and
-        has cores for more."""
+        """Add loader processes if this rank waits for its samples and has cores for more.
+
+        The decision is independent of the other ranks.
+        """
         record, loader = self._recorder.last, self._job.loader
         growth = self._growth.step(record) if record else None
         if growth is None:
@@ -325,8 +350,10 @@ class Loop:
         )  # fmt: skip
 
     def _save(self, asked: bool = False) -> bool:
-        """Compare the state of all ranks and save it, where a checkpoint or the end is due or a
-        user has asked for one. Return False if all have gone back to a checkpoint.
+        """Compare the state of all ranks, and save it if a checkpoint is due.
+
+        A checkpoint is due by its interval, or when a user has asked for one. The state is also
+        compared at the end of the run. Return False if all ranks have gone back to a checkpoint.
         """
         job, state = self._job, self._state
         job.checkpoints.check()
@@ -348,8 +375,11 @@ class Loop:
         return True
 
     def _evaluation_before(self) -> EpochRecord | None:
-        """The evaluation that belongs to where the run goes on; made now if it was stopped between
-        the checkpoint and it. None where none is due."""
+        """Return the evaluation that belongs to the position at which the run goes on.
+
+        The evaluation is made now if the run was stopped between the checkpoint and its evaluation.
+        None: no evaluation is due.
+        """
         if not self._job.length.evaluates(self._state):
             return None
         return self._recorder.evaluation_at(self._state.step) or self._evaluate()

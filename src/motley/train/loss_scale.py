@@ -1,5 +1,7 @@
-"""The loss scale before step 1, the largest that does not overflow, less a margin; and the layer
-and the samples of a gradient that does, for the last words of a run.
+"""The loss scale before step 1, and the cause of an overflow.
+
+The scale is the largest that does not overflow, less a margin. The last message of a run names the
+layer and the samples of a gradient that overflows.
 
 A scale that is too high costs skipped steps at the start (from 2^32 about fourteen), one that is
 too low costs small gradients. Both are seen on the first real batches.
@@ -49,10 +51,12 @@ class Overflow:
 
 
 def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> Overflow | None:
-    """Compute micro-batches again, and see which layer is the first that is not finite.
+    """Compute micro-batches again, and return the first layer that is not finite, or None.
 
     Args:
-        factor: on each sample's loss: what the step had, the loss scale included.
+        model: the model.
+        batches: the micro-batches.
+        factor: factor of each sample's loss in the step, the loss scale included.
     """
     # These leaves share the parameters' numbers but not their hooks, so no engine's hook runs.
     weights = {
@@ -144,15 +148,16 @@ def find_scale(
     fp16: bool,
     wire: bool = False,
 ) -> float:
-    """The scale that all ranks start with; all ranks of the group call it.
+    """Return the scale that all ranks start with; all ranks of the group call this function.
 
-    Parameters and random numbers are left as they were.
+    Parameters and random numbers are left unchanged.
 
     Args:
-        batches: this rank's first micro-batches, and what a sample's loss in each is multiplied by
-            besides the scale.
-        fp16: this rank computes or sends in fp16; others have nothing to try.
-        wire: it sends.
+        model: the model.
+        batches: this rank's first micro-batches, and the factor of a sample's loss in each besides
+            the scale.
+        fp16: True if this rank computes or sends in fp16. Other ranks have nothing to try.
+        wire: True if this rank sends in fp16.
     """
     power = HIGHEST
     if fp16:
@@ -173,8 +178,9 @@ def find_scale(
 def _overflows(
     model: TaskModel, batches: Sequence[tuple[Batch, float]], scale: float, wire: bool
 ) -> bool:
-    """Return True if the gradient of any batch, or of all together, is not finite, before or after
-    it is sent.
+    """Return True if a gradient is not finite, before or after it is sent.
+
+    The gradient of each batch is checked, and of all together.
     """
     model.zero_grad(set_to_none=True)
     for batch, weight in batches:

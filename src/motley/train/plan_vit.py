@@ -50,7 +50,9 @@ def plan_shares(
         print(planned.plan.counts, planned.forecast.step_s, *planned.advice)
 
     Args:
-        task, arguments, options: as of :func:`motley.train_model`, without ``shares``.
+        task: as in :func:`motley.train_model`.
+        arguments: as in :func:`motley.train_model`.
+        **options: as in :func:`motley.train_model`, without ``shares``.
 
     Returns:
         The plan: ``plan.counts`` samples of each rank, ``forecast.step_s`` seconds a step,

@@ -35,10 +35,12 @@ _JUDGED_BY = 20  # steps: who is the slowest, whatever disturbs one of them
 
 
 def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
-    """MotleyError if ``--profile`` and ``--profile-ranks`` name what there is not.
+    """Raise MotleyError if ``--profile`` or ``--profile-ranks`` names a missing step or rank.
 
     Args:
-        last: the step before which the run ends.
+        config: the options.
+        workers: the ranks that train.
+        last: step before which the run ends.
     """
     if config.profile is None:
         return
@@ -56,11 +58,15 @@ def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
 
 
 class StepProfiler:
-    """Has chosen ranks profiled; a context manager, which all ranks enter.
+    """Profiler of chosen ranks; a context manager, which all ranks enter.
 
     Args:
-        machines: which one each rank is on.
-        say: what this rank is at, for the others who wait for it.
+        config: the options.
+        group: process group of the ranks that train.
+        folder: folder of the run.
+        machines: machine of each rank, by number.
+        recorder: the recorder of the run.
+        say: reports the phase of this rank to the others, which wait for it.
     """
 
     def __init__(

@@ -1,5 +1,7 @@
-"""The recorder of a run's steps: a record of each, progress lines of rank 0, as a bar on a terminal
-and as plain lines in a log, and a comparison of the first steps with the plan.
+"""The recorder of a run's steps, and of its progress.
+
+Each step has a record. Rank 0 reports progress as a bar on a terminal, and as plain lines in a log.
+The first steps are compared with the plan.
 """
 
 import contextlib
@@ -45,11 +47,13 @@ _WRONG = 3.0  # times: figures that foretell so badly were disturbed when they w
 
 
 class FirstSteps:
-    """Compares the wire of a run's first steps with the forecast, and keeps what that was made of
-    for the next start if they agree.
+    """A comparison of the wire of a run's first steps with the forecast.
+
+    The figures of the forecast are kept for the next start if they agree.
 
     Args:
-        memory: what to keep; None: nothing is to be compared.
+        memory: the figures to keep; None: nothing is compared.
+        forecast: the forecast; None: nothing is compared.
     """
 
     def __init__(self, memory: WireMemory | None = None, forecast: Forecast | None = None) -> None:
@@ -102,8 +106,9 @@ class FirstSteps:
 
 
 def _took_s(record: StepRecord, forecast: Forecast) -> float:
-    """Return the seconds of a step if ranks computed as foretold; where an engine cannot separate
-    computing from sending, of the step.
+    """Return the seconds of a step if ranks computed as predicted.
+
+    An engine that cannot separate computing from sending gives the seconds of the whole step.
     """
     if record.t_comm is None:
         return record.n_global / record.samples_per_s
@@ -111,11 +116,12 @@ def _took_s(record: StepRecord, forecast: Forecast) -> float:
 
 
 class Reporter:
-    """Prints the state of one run.
+    """Printer of one run's progress.
 
     Args:
-        task: whose unit and metrics are printed.
-        total_steps: of the whole run.
+        task: the task, with the unit and the metrics that are printed.
+        total_steps: steps of the whole run.
+        done_steps: steps that are taken already.
         interval: seconds between plain lines.
         silent: print nothing (every rank but 0).
     """
@@ -191,8 +197,9 @@ def console() -> Console:
 
 
 def on_terminal() -> bool:
-    """Return True if a person watches: standard output is a terminal, and not one that mpirun made
-    up.
+    """Return True if a person watches.
+
+    Standard output is a terminal in this case, and not one that mpirun made up.
 
     Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output, wherever
     that goes; its own shows whether a person is there.
@@ -266,14 +273,20 @@ class Recorder:
         most_writers: int = MOST_WRITERS,
         diverges: bool = False,
     ) -> None:
-        """Start where ``done`` of ``total`` steps are taken.
+        """Start at ``done`` of ``total`` steps.
 
         Args:
-            tells_sync: the engine can separate compute from communication.
-            compiles: the model is compiled, in a step where that is needed.
-            first_steps: watches the wire.
-            most_writers: ranks of which each writes its steps.
-            diverges: each rank takes steps of its own.
+            run: the run, whose folder gets the records.
+            task: the task.
+            group: process group of the ranks that train.
+            config: the options.
+            tells_sync: True if the engine can separate compute from communication.
+            done: steps that are taken.
+            total: steps of the whole run.
+            compiles: True if the model is compiled, in a step where that is needed.
+            first_steps: comparison of the wire with the forecast; None: nothing is compared.
+            most_writers: largest number of ranks of which each writes its steps.
+            diverges: True if each rank takes steps of its own.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
@@ -319,10 +332,13 @@ class Recorder:
         the record is written at once. Where no rank has a GPU, it is due and written now.
 
         Args:
-            state: before it. plan: of its batch.
+            state: position before the step.
+            lr: learning rate of the step.
+            plan: plan of the step's batch.
+            result: outcome of the step.
 
         Returns:
-            The last step of which times are known now; None where they are not.
+            The last step whose times are known now, or None.
         """
         timed = None if self.at_once else self._complete(result.ready_s)
         self._local |= result.loss_sum is None
@@ -351,8 +367,11 @@ class Recorder:
         self.write()
 
     def last_words(self) -> None:
-        """Write what was taken, though the others' times are not known: the run ends now; from
-        another thread, while this one may be writing, or be stuck in a disk."""
+        """Write all steps that were taken, without the times of other ranks, as the run ends now.
+
+        Another thread calls this method. The thread of the training may be writing at the time, or
+        be stuck in a disk.
+        """
         if self._writing.acquire(timeout=_LAST_WORDS_S):
             try:
                 self._complete(())
@@ -418,8 +437,9 @@ class Recorder:
         self._reporter.epoch(record)
 
     def evaluation_at(self, step: int) -> EpochRecord | None:
-        """Return the recorded evaluation after so many steps, of this run or of the one that it
-        continues; all ranks call it.
+        """Return the recorded evaluation after so many steps, or None; all ranks call this method.
+
+        The record is of this run, or of the one that it continues.
         """
         here = self._run.read_evaluations() if self._rank == 0 else []
         found = next((record for record in reversed(here) if record["step"] == step), None)
@@ -468,8 +488,9 @@ class Recorder:
         """Return the result of a finished run, for run.json.
 
         Args:
-            epoch_samples: that are trained on in an epoch.
-            peaks: of memory, MiB, of each rank; empty where it was not foreseen.
+            evaluated: the last evaluation.
+            epoch_samples: samples that are trained on in an epoch.
+            peaks: predicted peak of memory of each rank, MiB; empty if there is no prediction.
         """
         seconds = time.monotonic() - self._run.trains_since
         return {

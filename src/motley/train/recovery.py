@@ -1,5 +1,7 @@
-"""Faults that training goes on after: unreadable samples, losses that are no numbers, memory that
-ends, ranks whose state differs, and new splits.
+"""Faults after which training goes on.
+
+They are unreadable samples, losses that are no numbers, exhausted memory, and ranks whose state
+differs. New splits are handled here too.
 """
 
 import dataclasses
@@ -172,6 +174,8 @@ def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) 
 
     Args:
         told: the :func:`fingerprints` of each rank.
+        wrong: the ranks to compare.
+        right: the rank with the reference values.
     """
     names = dict.fromkeys(name for rank in (right, *wrong) for name in told[rank])
     return [
@@ -181,8 +185,10 @@ def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) 
 
 
 def arithmetic(device: torch.device) -> list[int]:
-    """Return what the same steps of an optimizer give on this device, a hash for each of some
-    trials."""
+    """Return a hash of the result of some optimizer steps on this device, for each trial.
+
+    The steps are equal in all trials, and on all ranks.
+    """
     start = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(device)
     found = []
     for _ in range(_TRIALS):
@@ -208,8 +214,11 @@ def unsound(told: Sequence[Sequence[int]]) -> list[int]:
 
 
 def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
-    """The first rank that holds what more than half hold, None if there is no such; and the ranks
-    that hold something else, or without a majority something else than the first."""
+    """Return the rank with the majority's state, and the ranks with another state.
+
+    The first value is None without a majority, and the second then has the ranks that differ from
+    the first one.
+    """
     most, count = Counter(digests).most_common(1)[0]
     right = digests.index(most) if 2 * count > len(digests) else None
     reference = digests[right or 0]
@@ -241,10 +250,13 @@ def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
 def check_finite(
     loss_sum: float, sample_loss: Tensor, indices: list[int], batches: Callable[[], Iterable[Batch]]
 ) -> None:
-    """Stop where a loss is not finite; ranks whose losses are fine leave the word to others.
+    """Raise NotFiniteError on the ranks whose losses are not finite.
 
     Args:
-        batches: this rank's, read again.
+        loss_sum: loss of all ranks.
+        sample_loss: loss of each of this rank's samples, [n].
+        indices: indices of these samples.
+        batches: reads this rank's batches again.
     """
     if math.isfinite(loss_sum):
         return
@@ -263,11 +275,12 @@ def check_finite(
 def check_scores(
     scores: Tensor, indices: Sequence[tuple[int, ...]], batches: Callable[[], Iterable[Batch]]
 ) -> None:
-    """Stop where held-out data is not finite: then no evaluation ever is.
+    """Raise NotFiniteError if held-out data is not finite, because no evaluation ever is then.
 
     Args:
-        scores: of each of this rank's batches, [batches, any]. indices: of their samples.
-        batches: these, read again.
+        scores: scores of each of this rank's batches, [batches, any].
+        indices: indices of the samples in each batch.
+        batches: reads these batches again.
     """
     fine = scores.isfinite().all(dim=1).tolist()
     bad = {index for known, part in zip(fine, indices, strict=True) if not known for index in part}
@@ -279,8 +292,9 @@ def check_scores(
 
 
 def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
-    """Return the tensors of samples without a finite loss that are not finite before anything is
-    computed; or an empty text.
+    """Return the tensors that are not finite before anything is computed; empty if none is.
+
+    Only samples without a finite loss are considered.
 
     A tensor that is not finite in other samples too, as a mask may be, is no cause.
     """
@@ -303,10 +317,14 @@ def _shown(indices: Sequence[int]) -> str:
 def check_numbers(
     job: Job, plan: Plan, state: TrainState, result: StepResult, indices: list[int]
 ) -> None:
-    """Stop where a loss is not finite, or a gradient at any loss scale.
+    """Raise NotFiniteError if a loss is not finite, or a gradient at any loss scale.
 
     Args:
-        plan: of a full batch. state: before the step. indices: of this rank's samples.
+        job: the objects of the training.
+        plan: plan of a full batch.
+        state: position before the step.
+        result: outcome of the step.
+        indices: indices of this rank's samples in the step.
     """
     known = result.losses.sum().item() if result.loss_sum is None else result.loss_sum
 
@@ -384,12 +402,17 @@ def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Trai
 def shrink_micro_batches(
     plan: Plan, job: Job, result: StepResult, recorder: Recorder, step: int
 ) -> Plan:
-    """Return these shares in smaller micro-batches where memory had ended; name the processes that
-    hold it.
+    """Return the plan with smaller micro-batches on the ranks whose memory ran out.
+
+    The shares stay the same. A note to the user names the processes that hold the memory.
 
     Args:
-        plan: of the batch in which it did, as far as that is known; it may be the ragged last of
-            an epoch.
+        plan: plan of the batch of that step, as far as it is known. The batch may be the ragged
+            last one of an epoch.
+        job: the objects of the training.
+        result: outcome of the step.
+        recorder: the recorder of the run.
+        step: number of the step.
     """
     short = result.oom_ranks
     names = {rank: f"rank {job.workers[rank].rank} on {job.workers[rank].host}" for rank in short}

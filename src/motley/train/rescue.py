@@ -1,5 +1,6 @@
-"""The state as of the last finished step when a rank has died: saved by the surviving ranks, which
-hold all of it, or trained on without a restart.
+"""The state of the last finished step, after a rank has died.
+
+The surviving ranks hold all of it. They save it, or go on with it without a restart.
 
 The training's thread is blocked then, in a collective that never ends, so the watching thread
 reads the state. The state is whole if the training's thread has changed nothing meanwhile. The
@@ -46,7 +47,8 @@ class Rescue:
     """The state of a job that one rank can save, or keep to go on with.
 
     Args:
-        state: of the training.
+        job: the objects of the training.
+        state: position of the training.
 
     Attributes:
         possible: this rank holds all of it, and it is worth to be kept.
@@ -64,8 +66,10 @@ class Rescue:
         self.kept: Kept | None = None
 
     def launched(self, state: TrainState, step: LaunchedStep) -> None:
-        """A step was given to the device, after which training stands at ``state``; the host reads
-        its outcome later, and calls :meth:`whole` then."""
+        """Set the state after a step that the device has begun.
+
+        The host reads the outcome later, and then calls :meth:`whole`.
+        """
         self._launched = state, step
         self.same()
 
@@ -76,10 +80,12 @@ class Rescue:
     def whole(
         self, state: TrainState, plan: Plan, settle: Callable[[], object] | None = None
     ) -> None:
-        """They are as after ``state``'s last step; a full batch is split by ``plan``.
+        """Set the state after a finished step. All of it is consistent now.
 
         Args:
-            settle: waits until the device has done that step; None: as it was before.
+            state: position after the step.
+            plan: split of a full batch.
+            settle: waits until the device has done that step; None: keep the last function.
         """
         self._state, self._plan, self._launched = state, plan, None
         self._settle = settle or self._settle
@@ -163,10 +169,12 @@ def _beside(device: torch.device) -> Iterator[None]:
 
 
 def arm_rescue(world: World, begun: Begun, shared: bool) -> Rescue:
-    """Have a run that is worth checkpoints lose no finished step with a rank.
+    """Let a run with checkpoints lose no finished step together with a rank.
 
     Args:
-        shared: all ranks see the disk that checkpoints are on.
+        world: the ranks.
+        begun: the job and its position.
+        shared: True if all ranks see the disk with the checkpoints.
     """
     job = begun.job
     rescue = Rescue(job, begun.state)
@@ -179,10 +187,16 @@ def arm_rescue(world: World, begun: Begun, shared: bool) -> Rescue:
 
 
 def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -> None:
-    """Save, all together, and end where all ranks have agreed to: a host leaves, or is taken back.
+    """Save, all ranks together, and end the job at a step boundary.
+
+    All ranks have agreed to end here, because a host leaves or is taken back.
 
     Args:
-        save: as of ``state``; False if all have gone back to a checkpoint. Then this returns.
+        world: the ranks.
+        job: the objects of the training.
+        state: position of the training.
+        save: saves at ``state``. False: all ranks have gone back to a checkpoint, and this function
+            returns.
     """
     said = ""
     if job.length.save_every == 0:
@@ -234,11 +248,13 @@ class Survivor:
     def ready(
         self, group: ProcessGroup, planned: Planned, rescue: Rescue | None, shared: bool
     ) -> None:
-        """From now on this rank can go on; all ranks call it.
+        """Declare that this rank can go on without a lost one from now on; all ranks call it.
 
         Args:
-            rescue: None where it is left out of training.
-            shared: all ranks see the disk that the run is recorded on.
+            group: process group of the ranks that train.
+            planned: the plan.
+            rescue: the state to go on with; None: this rank is left out of training.
+            shared: True if all ranks see the disk that the run is recorded on.
         """
         without_first = self._can_lose_first(shared)
         if rescue is not None and not rescue.possible:
@@ -255,15 +271,18 @@ class Survivor:
         abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
 
     def _can_lose_first(self, shared: bool) -> bool:
-        """Return True if the next rank can replace rank 0: it has the same disk, and any address
-        will do to meet at. All ranks call it.
+        """Return True if the next rank can replace rank 0; all ranks call this method.
+
+        The next rank must have the disk of rank 0, and the ranks must be free to meet at any
+        address.
         """
         fixed, machines = self.world.has_fixed_master(), self.world.machines
         return len(machines) > 1 and (machines[1] == machines[0] or (shared and not fixed))
 
     def survivors_of(self, error: Exception) -> Survivors:
-        """Return the survivors to go on with after an error; end the job where no rank is lost or
-        can go on.
+        """Return the survivors to go on with after an error.
+
+        The job ends if no rank is lost, or if the survivors cannot go on.
 
         Release the objects that the error still holds of the old group before :meth:`go_on`.
         """

@@ -1,5 +1,6 @@
-"""The objects that training needs: data, length, room for checkpoints, model, engine and schedule,
-put together once.
+"""The objects that training needs, put together once.
+
+They are data, length, room for checkpoints, model, engine and schedule.
 """
 
 import dataclasses
@@ -97,10 +98,15 @@ def budget_of(
     keep: int,
     step_s: float | None,
 ) -> Budget:
-    """Return the budget of the rest of a run, from ``state``; on the rank that writes.
+    """Return the budget of the rest of a run, from ``state``, on the rank that writes.
 
     Args:
-        checkpoint: bytes of one. step_s: of a step, as Budget has it.
+        checkpoints: checkpoints of the run.
+        length: length of the run.
+        state: position of the training.
+        checkpoint: bytes of a checkpoint.
+        keep: number of checkpoints to keep.
+        step_s: seconds of a step, as in Budget.
     """
     checkpoints.sweep()
     return Budget(
@@ -111,11 +117,16 @@ def budget_of(
 
 
 def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> float:
-    """Estimate the size of one checkpoint in bytes: parameters, buffers, optimizer state, their
-    average, and the state of the wire on each rank.
+    """Estimate the size of one checkpoint in bytes.
+
+    A checkpoint has parameters, buffers, optimizer state, their average, and the state of the wire
+    on each rank.
 
     Args:
-        numbers: in the model. trained: of these; of others nothing else is kept.
+        numbers: numbers in the model.
+        trained: numbers that are trained. Only these have further state.
+        config: the options.
+        plan: the plan, whose wire mode may keep copies on each rank.
     """
     copies = kept_numbers(config) + plan.wire.kept_copies * len(plan.counts)
     copies += config.model_ema
@@ -144,6 +155,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: TaskModel, plan: Plan) -> "Sizes":
+        """Return the sizes of a model, with the gradient bytes of a plan's wire mode."""
         parameters = model.every_parameter()
         shapes = [tuple(each.shape) for each in parameters if each.requires_grad]
         return cls(
@@ -206,10 +218,13 @@ def make_ready(
 
 
 def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
-    """Where the run ends, and when it saves.
+    """Return the length of the run, and the steps of its checkpoints.
 
     Args:
-        keeps: checkpoints, unless the user says how often.
+        config: the options.
+        plan: the plan.
+        loader: the loader, which has the number of samples in an epoch.
+        keeps: True: save checkpoints. False: save them only if the user sets an interval.
     """
     every = config.save_every or (None if keeps else 0)
     return Length(
@@ -313,11 +328,18 @@ def begin(
     initial: Sequence[str],
     kept: Kept | None = None,
 ) -> Begun | None:
-    """Put a job together and load what it continues; None on a rank that is left out.
+    """Put a job together and load the state that it continues; None on a rank that is left out.
 
     Args:
-        initial: what is to be said of the weights that it begins with.
-        kept: what this rank holds of a group that was larger.
+        run: the run.
+        group: process group of the ranks that train.
+        planned: the plan.
+        config: the options.
+        engine_factory: makes the engine.
+        model: the model; None on a rank that is left out.
+        monitor: makes the monitor that proposes another split.
+        initial: notes for the user on the initial weights.
+        kept: state that this rank has kept of a larger group; None: no rank was lost.
     """
     if group.rank is None or model is None:
         return None
@@ -372,10 +394,17 @@ def assemble(
     monitor: MonitorFactory,
     fresh: bool,
 ) -> Job:
-    """Set an engine on the model, and make what else training needs.
+    """Wrap the model in an engine, and make the other objects of the training.
 
     Args:
-        fresh: nothing is known of it yet, as a loss scale.
+        ready: options, plan, loader and sizes of the run.
+        run: the run.
+        group: process group of the ranks that train.
+        planned: the plan.
+        engine_factory: makes the engine.
+        model: the model.
+        monitor: makes the monitor that proposes another split.
+        fresh: True if no earlier state is continued, as a loss scale.
     """
     assert group.rank is not None
     config, plan, loader, sizes = ready.config, ready.plan, ready.loader, ready.sizes

@@ -46,11 +46,14 @@ from motley.train.summary import print_summary, print_verdict, records_of
 
 
 def train_or_continue(world: World, given: Config, strategies: Mapping[str, Strategy]) -> Path:
-    """Train with the options of the checkpoint that is continued, unless the user typed others;
-    return the folder of the records.
+    """Train with the options of the continued checkpoint; return the folder of the records.
+
+    Options that the user typed take precedence.
 
     Args:
-        strategies: of the script, by name.
+        world: the ranks.
+        given: the options of this launch.
+        strategies: strategies of the script, by name.
     """
     found, config = Run.find(world, given), given
     saved = world.from_first(lambda: read_saved_options(found.resume_from))
@@ -77,10 +80,12 @@ def train(
     """Train one model on all ranks of ``world``; every rank calls it with the same config.
 
     Args:
-        engine_factory: what the user has chosen, or an engine of one's own.
+        world: the ranks.
+        config: the options.
+        engine_factory: the engine that the user has chosen, or an engine of one's own.
         make_model: a class of one's own, which wraps the network.
         monitor: decides when another split is proposed.
-        run: found already; None: as the options say.
+        run: the run; None: find it by the options.
     """
     run = run or Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
@@ -105,10 +110,16 @@ def train_with(
     make_model: ModelFactory,
     monitor: MonitorFactory,
 ) -> None:
-    """Train to the end with all ranks that are there.
+    """Train to the end with all present ranks.
 
     Args:
-        survivors: of those that trained before; None: no rank is lost.
+        survivor: this rank, which can go on after others are lost.
+        survivors: the survivors of the last group; None: no rank is lost.
+        run: the run.
+        keeper: keeper of compiled code.
+        engine_factory: makes the engine.
+        make_model: makes the module around the network.
+        monitor: makes the monitor that proposes another split.
     """
     continuation = survivor.go_on(survivors) if survivors else None
     world, config, traits = survivor.world, survivor.config, engine_factory.traits

@@ -1,5 +1,7 @@
-"""The summary of a run before it starts, for run.json and for the terminal, with the time that it
-is going to take and the disk space of its checkpoints; and the tables of a plan that is only shown.
+"""The summary of a run before it starts, for run.json and for the terminal.
+
+The summary has the expected time, and the disk space of the checkpoints. The tables of a plan that
+is only shown are made here too.
 """
 
 import dataclasses
@@ -48,11 +50,19 @@ def records_of(
 ) -> dict[str, Any]:
     """Return the entries of run.json on the ranks, the plan and the options.
 
-    Args:
-        job: None on a rank that is left out, and does not write it. last_step: of the run.
+    ``links_of_earlier_run`` is the time when links and wires were measured, in seconds since the
+    epoch, if that was not at this start.
 
-    ``links_of_earlier_run`` is when links and wires were measured, seconds since the epoch, if that
-    was not at this start.
+    Args:
+        world: the ranks.
+        config: the options.
+        group: process group of the ranks that train.
+        plan: the plan in use.
+        planned: the plan with its measurements.
+        traits: traits of the engine.
+        job: the objects of the training; None on a rank that is left out and does not write the
+            file.
+        last_step: number of the run's last step.
     """
     task = task_of(config)
     return {

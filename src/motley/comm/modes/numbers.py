@@ -1,5 +1,7 @@
-"""The gradient's own numbers: exact, or rounded to 16 bits on the way; with ``/leafK`` by an
-all-reduce that spares one slow link, since the rank behind it sends its gradient only once.
+"""Wire modes that send the numbers of the gradient, exact or rounded to 16 bits.
+
+With ``/leafK`` the all-reduce spares one slow link: the rank behind it sends its gradient only
+once.
 """
 
 from collections.abc import Collection, Sequence

@@ -79,8 +79,11 @@ class PowerSgd(WireMode):
         return numbers if 2 * numbers < whole else None
 
     def in_job(self, precisions: Collection[str]) -> WireMode:
-        """See WireMode: rounded where some rank rounds anyway. To bf16: a matrix times the loss
-        scale could leave fp16's range."""
+        """Return the mode with rounding if some rank rounds anyway. See WireMode.
+
+        The matrices are rounded to bf16, because a matrix times the loss scale could leave fp16's
+        range.
+        """
         rounds = not {"bf16", "fp16"}.isdisjoint(precisions)
         return dataclasses.replace(self, rounded=True) if rounds else self
 

@@ -102,10 +102,11 @@ def dataset_name(text: str) -> str:
 
 
 def held_out_split(splits: Collection[str], where: str) -> str:
-    """Which of the splits is held out.
+    """Return the name of the split that is held out.
 
     Args:
-        where: begins the error.
+        splits: names of the splits.
+        where: beginning of the error message.
 
     Raises:
         MotleyError: there is none, or none to train on.

@@ -13,8 +13,9 @@ _HELD_OUT = 360
 
 
 def read_digits() -> tuple[Any, Any]:
-    """All of them as scikit-learn has them, without importing it: on two cores, for five ranks,
-    that takes four seconds.
+    """Return all digits as scikit-learn has them, without importing it.
+
+    The import takes four seconds on two cores, for five ranks.
 
     Returns:
         Pixels, 0 to 16, fp64 [1797, 64]; and digits, int64 [1797].
@@ -30,12 +31,15 @@ def read_digits() -> tuple[Any, Any]:
 
 
 def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
-    """Samples to train on, and held out, as many of each class as its part of all: those of
-    ``sklearn.model_selection.train_test_split(random_state=0, stratify=labels)``, which the
-    figures of all earlier runs are of.
+    """Return the samples to train on, and those held out.
+
+    Each class has the same part of both as of all samples. The result is that of
+    ``sklearn.model_selection.train_test_split(random_state=0, stratify=labels)``, to which the
+    figures of all earlier runs refer.
 
     Args:
-        labels: int [samples].
+        labels: label of each sample, int [samples].
+        held_out: number of samples to hold out.
 
     Returns:
         Two arrays of indices.
@@ -56,8 +60,11 @@ def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
 
 
 def _parts_of(counts: Any, total: int, rng: Any) -> Any:
-    """``total`` in proportion to the counts; what rounding leaves goes to the largest remainders,
-    of equal ones by lot."""
+    """Split ``total`` in proportion to the counts.
+
+    The remainder of the rounding goes to the largest fractions, and to random ones among equal
+    fractions.
+    """
     import numpy as np
 
     exact = counts / counts.sum() * total

@@ -20,8 +20,10 @@ class _Split:
     """The images of one split.
 
     Args:
-        reader: timm's. Around it timm's own data set would put another image in the place of one
-            that cannot be read, and say nothing.
+        reader: timm's reader. The data set that timm builds around it would silently replace an
+            image that cannot be read by another one.
+        name: name of the split.
+        label: name of the column with the labels.
     """
 
     def __init__(self, reader: Any, name: str, label: str) -> None:

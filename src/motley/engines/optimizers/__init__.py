@@ -68,8 +68,10 @@ def find_own(opt: str) -> OwnOptimizer | None:
 
 
 def find_row(opt: str) -> int:
-    """Return how many numbers make a row that ``--opt`` steps as a whole; 1: it may be given flat
-    parts of parameters."""
+    """Return how many numbers make a row that ``--opt`` steps as a whole.
+
+    1: the optimizer may be given flat parts of parameters.
+    """
     own = find_own(opt)
     return own.row if own else 1
 
@@ -83,7 +85,8 @@ def convert(tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dic
     """Return a checkpoint's tensors in the form that an optimizer keeps.
 
     Args:
-        tensors: by name, ``optimizer.<parameter>.<slot>`` among them.
+        tensors: tensors by name, ``optimizer.<parameter>.<slot>`` among them.
+        optimizer: the optimizer that will load them.
     """
     for own in own_optimizers():
         if own.codec and isinstance(optimizer, own.kind):

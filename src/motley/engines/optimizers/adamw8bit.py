@@ -46,11 +46,17 @@ _A_CORES, _A_GPUS = 1 << 15, 1 << 22
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """See above. Computes in fp32, whatever the parameters are. Does to a row what it does whatever
-    the tensor around it, if that is no vector.
+    """AdamW whose moments have 8 bits; see the module.
+
+    The steps are computed in fp32, whatever the type of the parameters. The step of a row does not
+    depend on the rest of its tensor, unless the tensor is a vector.
 
     Args:
-        params, lr, betas, eps, weight_decay: as of torch.optim.AdamW.
+        params: as in torch.optim.AdamW.
+        lr: as in torch.optim.AdamW.
+        betas: as in torch.optim.AdamW.
+        eps: as in torch.optim.AdamW.
+        weight_decay: as in torch.optim.AdamW.
     """
 
     def __init__(
@@ -122,10 +128,11 @@ def narrow(slots: Mapping[str, Any], wide: Mapping[str, Tensor]) -> None:
 
 
 def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tensor]:
-    """Convert the saved state of one AdamW to another's: moments in 8 bits, or in 32.
+    """Convert the saved state of one AdamW to that of the other: moments in 8 bits, or in 32.
 
     Args:
-        tensors: by name, ``optimizer.<parameter>.<slot>`` among them.
+        tensors: tensors by name, ``optimizer.<parameter>.<slot>`` among them.
+        in_8_bits: True: convert to 8 bits. False: convert to 32.
     """
     found = dict(tensors)
     for key, value in tensors.items():
@@ -231,8 +238,10 @@ def _root(values: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return codes, uint8 [rows, numbers], and scales, fp32 [rows, blocks], of fp32 [rows,
-    numbers]."""
+    """Return codes and scales of fp32 [rows, numbers].
+
+    The codes are uint8 [rows, numbers], and the scales fp32 [rows, blocks].
+    """
     rows, numbers = values.shape
     blocks = -(-numbers // BLOCK)
     if fill := blocks * BLOCK - numbers:

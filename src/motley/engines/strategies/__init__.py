@@ -81,7 +81,8 @@ def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strat
     """Return the strategy that the user has chosen.
 
     Args:
-        strategies: of the script; if they are more than one, ``--strategy`` names it.
+        config: the options.
+        strategies: strategies of the script. If they are more than one, ``--strategy`` names one.
     """
     name = config.of(StrategyOptions).strategy if len(strategies) > 1 else next(iter(strategies))
     return strategies[name]

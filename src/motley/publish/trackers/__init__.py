@@ -67,7 +67,9 @@ class Tracker(ABC):
         """Go on with a run that was published before, or begin one.
 
         Args:
-            memory: what :meth:`memory` gave when its position was saved last; empty: never.
+            run: the run.
+            memory: result of :meth:`memory` when the position was saved last; empty: the run is
+                new.
         """
 
     @abstractmethod
@@ -79,7 +81,9 @@ class Tracker(ABC):
         """Publish rows and notes.
 
         Args:
-            steps: also evaluations. samples: of devices, at times of their own.
+            steps: rows of steps and of evaluations.
+            samples: rows of devices, at times of their own.
+            notes: notes on events.
         """
 
     @abstractmethod

@@ -22,8 +22,10 @@ _ENDS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 class MLflow(Tracker):
-    """A run in MLflow. Every number has its own time. MLflow stores a number that is sent twice
-    only once. Events are the run's description.
+    """A run in MLflow.
+
+    Every number has its own time. MLflow stores a number that is sent twice only once. Events are
+    the run's description.
     """
 
     name = "mlflow"

@@ -20,8 +20,10 @@ _TIMED = ("cpu/*", "gpu/*")
 
 
 class WandB(Tracker):
-    """A run in Weights & Biases. Steps and evaluations are drawn over ``step``, devices over
-    ``seconds`` since the run began.
+    """A run in Weights & Biases.
+
+    Steps and evaluations are drawn over ``step``, and devices over ``seconds`` since the start of
+    the run.
 
     Offline, each session of publishing is a folder of files. The folder of a killed process may be
     incomplete: it is removed, and its records are published again.

@@ -1,5 +1,6 @@
-"""The built-in tasks, one a file, and the search for the task that ``--task`` names: one of these,
-or the task in a user's file.
+"""The built-in tasks, one per file, and the search for the task that ``--task`` names.
+
+``--task`` names a built-in task, or a file of the user with a task in it.
 """
 
 import dataclasses
@@ -36,8 +37,9 @@ def task_of(config: Config) -> Task:
 
 
 def identity_of(config: Config) -> dict[str, Any]:
-    """Return the facts that a checkpoint and the run that continues from it must have in common
-    besides options.
+    """Return the facts that a checkpoint and the run that continues it must share.
+
+    Options are not among them; they are compared separately.
     """
     task = task_of(config)
     return {"task_class": type(task).__name__, **task.identity()}
@@ -47,7 +49,8 @@ def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
     """Raise MotleyError if the task's classes have other names than those of a checkpoint.
 
     Args:
-        saved: what the checkpoint keeps of its options.
+        task: the task of this run.
+        saved: the options in the checkpoint, by name.
     """
     before, now = saved.get(CLASS_NAMES), list(task.class_names)
     if not before or not now or before == now:

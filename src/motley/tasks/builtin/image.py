@@ -333,8 +333,10 @@ class ImageTask(Task):
         return logits
 
     def _mean_and_std(self, device: "torch.device") -> "tuple[Tensor, Tensor]":
-        """Mean and deviation of a pixel, fp32 [1, C, 1, 1]; no buffers, which DDP would send
-        around."""
+        """Return mean and deviation of a pixel, fp32 [1, C, 1, 1] each.
+
+        They are not buffers, which DDP would broadcast.
+        """
         import torch
 
         kept: dict[torch.device, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_kept", {})
@@ -395,8 +397,11 @@ class ImageTask(Task):
         return said
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
-        """Random pixels: a GPU draws less power on images that are all alike, and computes faster
-        than it would in training."""
+        """Return random pixels for a timing.
+
+        A GPU draws less power on images that are all alike. Its steps would be faster than in
+        training.
+        """
         import torch
 
         like = example["images"]

@@ -1,5 +1,7 @@
-"""Text: a GPT from scratch, on bytes or characters of any file in any language, without a
-tokenizer. Or a language model of the transformers library, with its own tokens, whole or by LoRA.
+"""Language models: a GPT from scratch, or a model of the transformers library.
+
+The GPT learns from bytes or characters of any file in any language, without a tokenizer. A
+transformers model has its own tokens. All of it is trained, or LoRA matrices are.
 """
 
 import json
@@ -80,10 +82,11 @@ class HfOptions(Task):
         return None
 
     def check_together(self, shape: Sequence[str], tokens: str | None) -> None:
-        """MotleyError for options that say nothing, or two things.
+        """Raise MotleyError for options that contradict each other or have no effect.
 
         Args:
-            shape: options of the built-in model that were given. tokens: ``--tokens``.
+            shape: names of the given options that shape the built-in model.
+            tokens: value of ``--tokens``.
         """
         if self.hf_config and self.pretrained:
             raise MotleyError("--hf-config and --pretrained are two models; leave one out")
@@ -141,8 +144,10 @@ class HfOptions(Task):
         return beside_lora(tensors, net)
 
     def save(self, net: "nn.Module", folder: Path) -> None:
-        """See Task: as transformers loads it, its tokenizer too; LoRA's matrices are added to the
-        layers that they stand beside."""
+        """Save the model as transformers loads it, with its tokenizer. See Task.
+
+        LoRA's matrices are merged into the layers that they belong to.
+        """
         if self.lora is not None:
             from motley.tasks.hf_model import merge_lora
 

@@ -163,8 +163,11 @@ class WeatherTask(Task):
         return made[device]
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
-        """See Task: mean absolute error by area, each variable in its usual deviations and by
-        what it counts. All samples cover the same area, so each weighs 1."""
+        """Return the mean absolute error of each sample, weighted by area, [n]. See Task.
+
+        The error of each variable is in units of its deviation, times the weight of the variable.
+        All samples cover the same area, so each has weight 1.
+        """
         return self._errors(batch).losses(net, batch)
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
