@@ -25,7 +25,7 @@ from typing import Any
 import result  # first: where the library is
 from real_run import lines_of
 
-from motley.engines.strategies import TORCH, ZERO, chosen_strategy, engines_of, known_strategies
+from motley.engines.strategies import TORCH, ZERO, chosen_strategy, known_strategies, list_engines
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.records.run_folder import RunFolder
@@ -136,7 +136,7 @@ def show(row: dict[str, Any]) -> None:
 def main(world: World, options: argparse.Namespace, config: Any, strategies: Any) -> None:
     """Train, and tell what the records say."""
     started = time.time()
-    train(world, config, engines_of(config, strategies))
+    train(world, config, list_engines(config, strategies))
     if world.rank != 0:
         return
     row = measured(Path(config.logs) / config.run, options)

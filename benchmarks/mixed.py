@@ -18,7 +18,7 @@ from motley.data.source import Batch
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import Engine, EngineContext, EngineFactory, StepResult
 from motley.engines.step_timer import Laps
-from motley.engines.strategies import TORCH, engines_of, known_strategies
+from motley.engines.strategies import TORCH, known_strategies, list_engines
 from motley.launch.world import World
 from motley.measure.device import measure_speed
 from motley.measure.link_speed import measure_wire
@@ -30,7 +30,7 @@ from motley.plan.precision import start_scale
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speeds import SpeedTable
 from motley.plan.wire import WireMode
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
@@ -56,7 +56,7 @@ class Bench:
             steps,
         )
         self.config: Config = read_config(training_parser(""), words)
-        self.task = task_of(self.config)
+        self.task = get_task(self.config)
         set_matmul_precision(group.precisions[group.rank])
 
     def model(self) -> TaskModel:
@@ -116,7 +116,7 @@ class Bench:
             settle: steps, not timed, in which shares follow what each rank takes, as in the loop.
             options: of the training, which the engine reads.
         """
-        engine_factory = engine_factory or engines_of(self.config, known_strategies(TORCH))
+        engine_factory = engine_factory or list_engines(self.config, known_strategies(TORCH))
         model = self.model()
         start = time.perf_counter()
         wire = measure_wire(list(model.parameters()), mode)

@@ -74,7 +74,7 @@ def measure(bench: GpuBench, options: argparse.Namespace, repeat: int) -> None:
     def limit() -> list[Any]:
         start = time.perf_counter()
         speeds = bench.speeds(most)
-        best = min(speed.seconds_of(most) for speed in speeds)
+        best = min(speed.compute_seconds(most) for speed in speeds)
         at_n = {n: n / limit_s(n, [speed.at_most(n) for speed in speeds]) for n in options.n}
         tell("limit", most, {
             "step_s": limit_s(most, speeds), "best_single_s": best, "at_n": at_n,

@@ -81,7 +81,9 @@ def rows_of(ranks: str, lines: Lines) -> list[dict[str, Any]]:
         ]
         row["fraction_at_n"] = statistics.median(parts)
         row["step_s"] = statistics.median(line["step_s"] for line in same)
-        rows.append(row | rates_of(same) | (predicted_of(same) if "predicted_s" in same[0] else {}))
+        rows.append(
+            row | compute_rates(same) | (predicted_of(same) if "predicted_s" in same[0] else {})
+        )
     plain = {row["n"]: row["images_per_s"] for row in rows if row["mode"] == "plain-ddp"}
     for row in rows:
         row |= {"ranks": ranks, "link": None, "times_best_single": row["images_per_s"] / alone}
@@ -93,12 +95,12 @@ def rows_of(ranks: str, lines: Lines) -> list[dict[str, Any]]:
 def limit_row(limits: Lines) -> dict[str, Any]:
     """The limit, and what it was made from in the first repeat."""
     return {
-        "mode": "limit", "engine": None, "fraction_of_limit": 1.0, **rates_of(limits),
+        "mode": "limit", "engine": None, "fraction_of_limit": 1.0, **compute_rates(limits),
         "measured_s": max(line["measured_s"] for line in limits), "speeds": limits[0]["speeds"],
     }  # fmt: skip
 
 
-def rates_of(same: Lines) -> dict[str, Any]:
+def compute_rates(same: Lines) -> dict[str, Any]:
     """Images/s over the repeats."""
     rates = [rate(line) for line in same]
     middle = statistics.median(rates)

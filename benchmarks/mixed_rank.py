@@ -21,7 +21,7 @@ from paced import Pace, Paced
 
 from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
-from motley.engines.strategies import ZERO, engines_of, known_strategies
+from motley.engines.strategies import ZERO, known_strategies, list_engines
 from motley.engines.zero_config import ZeroOptions
 from motley.launch.world import World, run
 from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
@@ -52,7 +52,7 @@ class LabBench(Bench):
 
     def peer(self, mode: str) -> dict[str, Any]:
         """A peer, as a good user has it, over as many steps as ours."""
-        step = peers.step_of(mode, self, self.options.n, self.options.speeds)
+        step = peers.parse_step(mode, self, self.options.n, self.options.speeds)
         return {"step_s": self.time_steps(step)}
 
 
@@ -64,7 +64,7 @@ def ours(bench: LabBench, mode: str, speeds: list[SpeedTable]) -> dict[str, Any]
     if engine == "deepspeed":
         stage = int(rest.pop(0))
         own = (bench.task, ZeroOptions(stage))
-        make = engines_of(replace(bench.config, own=own), known_strategies(ZERO))
+        make = list_engines(replace(bench.config, own=own), known_strategies(ZERO))
     wire = parse_wire(rest[0]) if rest else EXACT
     assert wire is not None
     return bench.ours(bench.options.n, speeds, make, wire, bench.options.settle, own=own)
@@ -100,7 +100,7 @@ def main(world: World, options: argparse.Namespace) -> None:
 
     def limit() -> list[SpeedTable]:
         speeds = bench.speeds(options.n)
-        alone = min(speed.seconds_of(options.n) for speed in speeds)
+        alone = min(speed.compute_seconds(options.n) for speed in speeds)
         tell("limit", repeat, {"step_s": limit_s(options.n, speeds), "alone_s": alone})
         return speeds
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from motley.engines.strategies import TORCH, ZERO, engines_of, known_strategies
+from motley.engines.strategies import TORCH, ZERO, known_strategies, list_engines
 from motley.launch.world import World, run
 from motley.tasks.task import Task
 from motley.train.command_line import read_config, training_parser
@@ -50,7 +50,7 @@ def main() -> None:
         torch.set_num_threads(1)
         Paced.measuring_s *= given.slower
         pace = Pace(1 / given.rates[world.rank])
-        make: Any = engines_of(config, strategies)
+        make: Any = list_engines(config, strategies)
         if given.slow:
             make = Changing(make, pace, world.rank, given.slow)
         if given.optimizer_s:

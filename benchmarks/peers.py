@@ -29,7 +29,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def step_of(name: str, bench: Bench, n: int, speeds: list[float]) -> Step:
+def parse_step(name: str, bench: Bench, n: int, speeds: list[float]) -> Step:
     """A peer's step on this rank.
 
     Args:

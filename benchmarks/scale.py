@@ -30,7 +30,7 @@ from motley.measure.measured_plan import balance
 from motley.measure.profile import Measured
 from motley.plan.advice import larger_batch
 from motley.plan.evidence import LONGEST
-from motley.plan.forecast import choose_machines, what_if
+from motley.plan.forecast import choose_machines, forecast_alternatives
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speeds import Flow, Links, SpeedTable, rounds
 from motley.plan.wire import AllReduceCost
@@ -94,7 +94,7 @@ def plan(lab: Lab) -> dict[str, Any]:
     job = lab.batch, everyone, lab.speeds, lab.wire, lab.links
     parts = {
         "choose_s": seconds(lambda: choose_machines(*job)),
-        "what_if_s": seconds(lambda: what_if(job[0], lab.names, *job[1:])),
+        "what_if_s": seconds(lambda: forecast_alternatives(job[0], lab.names, *job[1:])),
         "advice_s": seconds(lambda: larger_batch(job[0], lab.names, *job[1:])),
         "remarks_s": seconds(lab.links.remarks),
     }
@@ -114,7 +114,7 @@ def watch_steps(lab: Lab) -> dict[str, float]:
     """What a step asks of each rank: whether the shares still fit."""
     counts = balance(lab.batch, Measured(lab.speeds, {EXACT: lab.wire}, lab.links)).plan.counts
     monitor, dice = ReplanMonitor(lab.speeds, range(lab.size)), random.Random(1)
-    usual = [s.seconds_of(n) - s.step_s for s, n in zip(lab.speeds, counts, strict=True)]
+    usual = [s.compute_seconds(n) - s.step_s for s, n in zip(lab.speeds, counts, strict=True)]
     took = []
     for _ in range(2 * LONGEST):
         ready = [each * dice.uniform(0.97, 1.03) for each in usual]

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from motley.comm.modes.numbers import EXACT
 from motley.engines.protocol import EngineContext
-from motley.engines.strategies import TORCH, ZERO, engines_of, known_strategies
+from motley.engines.strategies import TORCH, ZERO, known_strategies, list_engines
 from motley.launch.world import World, run
 from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan
@@ -86,7 +86,7 @@ class StrategyBench(Bench):
         context = EngineContext(
             config, self.rank, ranks, self.group.device, self.group.precisions, scale, plan
         )
-        engine = engines_of(config, strategies)(model, context)
+        engine = list_engines(config, strategies)(model, context)
         found = self.time_engine(model, engine, plan, EXACT)
         return {**found, "loss": self._loss(engine, model)}
 

@@ -40,14 +40,14 @@ def main() -> int:
             raise MotleyError(f"{found}; choose {', '.join(SHELLS)}, as in: motley completion bash")
         shtab = import_extra("shtab", "motley completion", where="")
         cli = importlib.import_module("motley.cli")  # which imports this by name
-        print(shtab.complete(whole_parser(cli.COMMANDS, shtab), shell))
+        print(shtab.complete(make_parser(cli.COMMANDS, shtab), shell))
     except MotleyError as error:
         print(f"motley: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def whole_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentParser:
+def make_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentParser:
     """Return a parser of all commands, whose options that name files are marked for shtab."""
     whole = argparse.ArgumentParser("motley")
     whole.add_argument("--version", action="store_true")
@@ -59,7 +59,7 @@ def whole_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentPa
         if not command.module:  # a script, and its own words
             below.add_parser(name, help=command.says).add_argument("script").complete = shtab.FILE  # type: ignore[attr-defined]
             continue
-        own = parser_of(command.module, *([[]] if command.visits_hosts else []))
+        own = get_parser(command.module, *([[]] if command.visits_hosts else []))
         for action in own._actions:
             if action.metavar in _FOLDERS:
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def whole_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentPa
     return whole
 
 
-def parser_of(module: str, *given: list[str]) -> argparse.ArgumentParser:
+def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
     """Return the parser of a command: the first one with ``-h`` that its ``main()`` parses by.
 
     Args:

@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from motley.errors import DeviceError, MotleyError, NoMemoryError, NotFiniteError
-from motley.text import step_in_words
+from motley.text import format_step
 
 _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
@@ -149,7 +149,7 @@ class Fault:
         if self.kind in _NOBODYS:
             at = " in the first step" if self.step == 0 else f" after step {self.step}"
             return f"{self.error}{'' if self.step is None else at}; {self.advice}"
-        at = step_in_words(self.step)
+        at = format_step(self.step)
         return "; ".join(
             part
             for part in (f"rank {self.rank} on {self.host}, {at}: {self.error}", self.advice)
@@ -157,7 +157,7 @@ class Fault:
         )
 
 
-def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fault:
+def make_fault(error: BaseException, rank: int, host: str, step: int | None) -> Fault:
     """Put an exception into words."""
     if isinstance(error, MotleyError):
         said = str(error)[:_MOST_WORDS]

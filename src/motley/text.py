@@ -101,7 +101,7 @@ def name_some(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def seconds_of(text: str) -> int | None:
+def parse_seconds(text: str) -> int | None:
     """Return the seconds of a time, as 2h, 30m or 1h30m; None if it is not from 1s to 366d."""
     if not re.fullmatch(r"(?:[0-9]{1,6}[dhms])+", text):
         return None
@@ -110,12 +110,12 @@ def seconds_of(text: str) -> int | None:
     return seconds if 0 < seconds <= _MOST_S else None
 
 
-def step_in_words(step: int | None) -> str:
+def format_step(step: int | None) -> str:
     """Return the step as people count: from 1, not 0 as in records; None: before the first."""
     return "before the first step" if step is None else f"step {step + 1}"
 
 
-def rate_in_words(rate: float) -> str:
+def format_rate(rate: float) -> str:
     """Return a rate as in 1,036; 9.6; 0.034: a slow one is not 0."""
     return f"{rate:,.0f}" if rate >= 9.95 or not rate else f"{rate:.2g}"
 

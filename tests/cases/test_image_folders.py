@@ -16,7 +16,7 @@ from motley.data.datasets import find_dataset
 from motley.data.images import Images, load_image
 from motley.data.packed_file import SUFFIX, Keep, list_folder, pack
 from motley.errors import MotleyError
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.builtin.image import ImageTask
 from motley.train.command_line import read_config, training_parser
 
@@ -50,7 +50,7 @@ def images_of(root: Path) -> Images:
         "0",
     )
     config: Config = read_config(training_parser("test"), list(words))
-    task = task_of(config)
+    task = get_task(config)
     assert isinstance(task, ImageTask)
     return task.images
 

@@ -36,7 +36,7 @@ def alone(module_jobs: Jobs) -> Trained:
     return module_jobs.train(1, DDP, "alone", *STEPS)
 
 
-def run_of(jobs: Jobs, name: str) -> Trained:
+def get_run(jobs: Jobs, name: str) -> Trained:
     ranks, script, *options = RUNS[name]
     return jobs.train(ranks, script, name, *STEPS, *options)
 
@@ -47,7 +47,7 @@ def test_the_first_14_losses_are_those_of_one_rank(
     module_jobs: Jobs, alone: Trained, name: str
 ) -> None:
     ranks = RUNS[name][0]
-    run = run_of(module_jobs, name)
+    run = get_run(module_jobs, name)
     assert len(run.losses) == 14
     assert run.losses == pytest.approx(alone.losses, rel=2e-6)
     norms = [[step["grad_norm"] for step in each.steps()] for each in (run, alone)]
@@ -72,7 +72,7 @@ def test_so_are_those_of_small_images_that_each_device_enlarges(module_jobs: Job
 def test_the_parts_of_a_step_sum_to_the_step(alone: Trained, module_jobs: Jobs) -> None:
     run = Trained(module_jobs.logs / (name := "5 ranks, 5:4:3:2:1"), alone.done)
     if not run.folder.exists():  # its turn is on another day
-        run = run_of(module_jobs, name)
+        run = get_run(module_jobs, name)
     for rank in range(5):
         for step in run.steps(rank):
             parts = sum(

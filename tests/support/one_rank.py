@@ -11,7 +11,7 @@ from motley.data.loader import Loader
 from motley.engines.protocol import EngineContext
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
@@ -25,7 +25,7 @@ def engine_of(
     """The default model in an engine, that model, and the steps of an epoch."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     cpu, config = torch.device("cpu"), read_config(training_parser(""), ["--workers", "0"])
-    task = task_of(config)
+    task = get_task(config)
     model = TaskModel(task, build_net(task, config), "fp32", cpu)
     mode = parse_wire(wire)
     assert mode is not None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from motley.plan.plan import Speeds, split, whole_shares
+from motley.plan.plan import Speeds, split, whole_share_pieces
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speeds import SpeedTable
 
@@ -187,7 +187,7 @@ def simulate(
     for step in range(steps):
         part = found.counts
         if scenario.batches:
-            part = whole_shares(scenario.batches[step], found.counts)
+            part = whole_share_pieces(scenario.batches[step], found.counts)
         if part not in known:
             known[part] = speeds.ready_s(np.array(part, dtype=float))
         works = np.array(part) > 0

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.text import rate_in_words, step_in_words
+from motley.text import format_rate, format_step
 
 
 @given(st.floats(1e-4, 1e9))
 def test_a_rate_is_told_to_two_digits_however_slow(rate: float) -> None:
-    assert float(rate_in_words(rate).replace(",", "")) == pytest.approx(rate, rel=0.051)
+    assert float(format_rate(rate).replace(",", "")) == pytest.approx(rate, rel=0.051)
 
 
 def test_rates_and_steps_as_people_write_them() -> None:
-    assert [rate_in_words(rate) for rate in (0.0, 0.034, 9.6, 9.99, 1036.2)] == [
+    assert [format_rate(rate) for rate in (0.0, 0.034, 9.6, 9.99, 1036.2)] == [
         "0", "0.034", "9.6", "10", "1,036"
     ]  # fmt: skip
-    assert (step_in_words(None), step_in_words(0)) == ("before the first step", "step 1")
+    assert (format_step(None), format_step(0)) == ("before the first step", "step 1")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from safetensors.torch import load
 from torch import Tensor
 
-from motley.checkpoint.store import MORE, PARTS, Checkpoints, step_of
+from motley.checkpoint.store import MORE, PARTS, Checkpoints, parse_step
 from motley.checkpoint.tensor_files import Parts, is_index, part_names
 from motley.errors import MotleyError
 from motley.records.json_files import read_json_lines
@@ -114,7 +114,7 @@ def load_checkpoint(
     return opened.read(only), opened.progress
 
 
-def newest_whole(
+def load_newest_intact(
     folders: list[Path], needs: Collection[str] = (), only: Collection[str] = ()
 ) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]]:
     """Load the first of ``folders`` that is complete.
@@ -128,11 +128,13 @@ def newest_whole(
         The folder, its content, and the faults of the folders before it.
     """
     problems: list[str] = []
-    found, content = first_whole(folders, lambda each: load_checkpoint(each, needs, only), problems)
+    found, content = find_first_intact(
+        folders, lambda each: load_checkpoint(each, needs, only), problems
+    )
     return found, *content, problems
 
 
-def first_whole(
+def find_first_intact(
     folders: list[Path], look: Callable[[Path], Seen], problems: list[str]
 ) -> tuple[Path, Seen]:
     """Return the first of ``folders`` that ``look`` accepts, and the result of ``look``.
@@ -229,7 +231,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     Args:
         path: one checkpoint's folder, a copy of one, ``checkpoints/``, or a run folder.
     """
-    if (step := step_of(path)) is not None:
+    if (step := parse_step(path)) is not None:
         return [path, *Checkpoints(path.parent, 1).found(step - 1)]
     if (path / "manifest.json").is_file():
         return [path]

@@ -18,18 +18,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from motley.checkpoint.read import checkpoints_at, first_whole, newest_whole, open_checkpoint
+from motley.checkpoint.read import (
+    checkpoints_at,
+    find_first_intact,
+    load_newest_intact,
+    open_checkpoint,
+)
 from motley.checkpoint.store import spread
 from motley.comm.collectives import all_gather_object
-from motley.config.option import Decides, flag_of, format_value
+from motley.config.option import Decides, format_value, get_flag
 from motley.config.options import Config
-from motley.data.source import seed_of
-from motley.engines.named_state import State, part_of
+from motley.data.source import make_seed
+from motley.engines.named_state import State, select_part
 from motley.engines.optimizers import are_convertible
 from motley.engines.protocol import Engine, HoldsParts, Scope
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
-from motley.tasks.builtin import CLASS_NAMES, SAMPLES, check_classes, identity_of, task_of
+from motley.tasks.builtin import CLASS_NAMES, SAMPLES, check_classes, get_identity, get_task
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task, is_in
 
@@ -98,7 +103,7 @@ def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str
     if not left:
         return {}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(seed, 1))
+        torch.manual_seed(make_seed(seed, 1))
         fresh = model.task.model().state_dict()
     return {name: fresh[name] for name in sorted(left)}
 
@@ -132,8 +137,8 @@ def read_weights(asked: str, trust: bool) -> Weights:
     flag = f"--initial-checkpoint {asked}"
     path = Path(asked.removeprefix(_LOCAL))
     if not asked.startswith(_LOCAL) and (found := checkpoints_at(path)):
-        folder, content, progress, _ = newest_whole(found, only=("model",))
-        return Weights(part_of(content, "model"), folder, progress.get("config", {}))
+        folder, content, progress, _ = load_newest_intact(found, only=("model",))
+        return Weights(select_part(content, "model"), folder, progress.get("config", {}))
     if path.is_dir():
         inside = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
         if not inside:
@@ -263,7 +268,7 @@ def resume(
         tensors: dict[str, Tensor] | None = {}
         if dist.get_rank() == 0:
             try:
-                found, (progress, tensors) = first_whole(
+                found, (progress, tensors) = find_first_intact(
                     folders, lambda folder: _read_first(folder, by_parts), problems
                 )
                 notes = [f"not used: {problem}" for problem in problems]
@@ -277,7 +282,7 @@ def resume(
             raise MotleyError(notes)
         progress, in_parts = told
         if not in_parts:
-            own = _load_whole(engine, tensors or {}, progress, device)
+            own = _broadcast_state(engine, tensors or {}, progress, device)
             break
         own = {}
         if not (wrong := _load_parts(engine, source, progress)):
@@ -291,7 +296,7 @@ def resume(
     return position, [f"continuing from {source} at step {position.step}", *notes]
 
 
-def state_of(folders: list[Path]) -> TrainState | None:
+def find_state(folders: list[Path]) -> TrainState | None:
     """Return the position at which :func:`resume` will continue.
 
     The position differs if the tensors of the newest checkpoint turn out to be damaged. None: no
@@ -300,7 +305,7 @@ def state_of(folders: list[Path]) -> TrainState | None:
     if not folders:
         return TrainState()
     try:
-        _, opened = first_whole(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
+        _, opened = find_first_intact(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
     except MotleyError:
         return None
     progress = opened.progress
@@ -310,7 +315,7 @@ def state_of(folders: list[Path]) -> TrainState | None:
 def read_saved_options(folders: list[Path]) -> dict[str, Any] | None:
     """Return the options that the newest readable checkpoint keeps; None if there is none."""
     try:
-        _, opened = first_whole(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
+        _, opened = find_first_intact(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
     except MotleyError:  # resume() says what is wrong with each
         return None
     config: dict[str, Any] = opened.progress["config"]
@@ -332,7 +337,7 @@ def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str,
     return opened.progress, None if by_each else opened.read()
 
 
-def _load_whole(
+def _broadcast_state(
     engine: Engine, tensors: dict[str, Tensor], progress: dict[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
     """Rank 0's tensors, on all ranks; returns each rank's own state."""
@@ -376,7 +381,7 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
 
     def differing(is_fixed: bool) -> list[str]:
         return [
-            f"{flag_of(declared)} {format_value(now[name])} "
+            f"{get_flag(declared)} {format_value(now[name])} "
             f"(the checkpoint: {format_value(saved[name])})"
             for name, declared, _ in config.options()
             if bool(declared.decides & Decides.MODEL) == is_fixed
@@ -389,11 +394,11 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
 
     converts = are_convertible(saved.get("opt"), now["opt"])
 
-    check_classes(task_of(config), saved)
+    check_classes(get_task(config), saved)
     declared = {name for name, _, _ in config.options()}
     wrong = differing(is_fixed=True) + [
         f"{name.replace('_', ' ')} {value} (the checkpoint: {saved[name]})"
-        for name, value in identity_of(config).items()
+        for name, value in get_identity(config).items()
         if name not in declared and name in saved and saved[name] != value
     ]
     if wrong:

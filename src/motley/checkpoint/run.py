@@ -35,7 +35,7 @@ def find_run(config: Config) -> tuple[Path, list[Path]]:
             f"cannot read {error.filename}: {error.strerror}; choose another place with --logs DIR"
         ) from None
     refuse_link(path)
-    if found and (continued := run_of(found[0])):
+    if found and (continued := get_run(found[0])):
         try:
             RunFolder(continued).read_run()
         except MotleyError as error:
@@ -64,7 +64,7 @@ def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
                 f"--resume {config.resume}: no checkpoint there; name a run folder, or a folder "
                 "checkpoints/step_... in one"
             )
-        return named or run_of(found[0]) or _by_time(logs), found
+        return named or get_run(found[0]) or _by_time(logs), found
     if named:
         return named, checkpoints_at(named)
     return _newest_stopped(logs, config.task) or (_by_time(logs), [])
@@ -113,7 +113,7 @@ def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
     return None
 
 
-def run_of(checkpoint: Path) -> Path | None:
+def get_run(checkpoint: Path) -> Path | None:
     """The folder of the run that has made it; None for a copy elsewhere."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
@@ -167,7 +167,7 @@ class Run:
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
         self.folder, self.resume_from = folder, resume_from
         self._world = world
-        continued = run_of(resume_from[0]) if resume_from else None
+        continued = get_run(resume_from[0]) if resume_from else None
         self._continued = RunFolder(continued) if continued else None
         self.unnamed = False
         self._lock: TextIO | None = None
@@ -193,7 +193,7 @@ class Run:
         """This rank records the run."""
         return self._world.rank == 0
 
-    def of_survivors(self, world: World) -> None:
+    def for_survivors(self, world: World) -> None:
         """Return this run for the survivors; it continues from the state that they hold."""
         was_first = self._first
         self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
@@ -345,7 +345,7 @@ class Run:
         """Record the first cause of the end, where this rank sees the run's records."""
         record_fault(self.folder, fault)
 
-    def tell_result(self, result: Mapping[str, Any]) -> None:
+    def record_result(self, result: Mapping[str, Any]) -> None:
         """Record the run's result, from the first rank that trains."""
         self.event("finished", **result)
 

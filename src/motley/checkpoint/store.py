@@ -55,7 +55,7 @@ from motley.checkpoint.tensor_files import (
     write_tensors,
 )
 from motley.comm.collectives import all_gather_floats, all_gather_object
-from motley.engines.named_state import State, part_of
+from motley.engines.named_state import State, select_part
 from motley.engines.protocol import Engine, HoldsParts, Scope
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
@@ -221,7 +221,7 @@ class Checkpoints:
             wait_for_parts(folder, ranks)
             manifest = {}
             for name in (part_names(rank)[1] for rank in range(ranks)):
-                manifest[name] = _vouch((folder / name).read_bytes())
+                manifest[name] = _hash_progress((folder / name).read_bytes())
             self._write_manifest(folder, manifest, progress)
         return self._final(progress["step"])
 
@@ -303,7 +303,7 @@ class Checkpoints:
             until: those of this step, and before; None: all.
         """
         folders = self.path.glob("step_*")
-        found = [(step, folder) for folder in folders if (step := step_of(folder)) is not None]
+        found = [(step, folder) for folder in folders if (step := parse_step(folder)) is not None]
         return [
             folder for step, folder in sorted(found, reverse=True) if until is None or step <= until
         ]
@@ -313,7 +313,7 @@ class Checkpoints:
     ) -> None:
         manifest = {}
         for part in (*PARTS, *MORE):
-            chosen = part_of(tensors, part)
+            chosen = select_part(tensors, part)
             if part in MORE and not chosen:
                 continue
             name = f"{part}.safetensors"
@@ -325,7 +325,7 @@ class Checkpoints:
     ) -> None:
         text = (json.dumps(progress, indent=1) + "\n").encode()
         (folder / "progress.json").write_bytes(text)
-        manifest["progress.json"] = _vouch(text)
+        manifest["progress.json"] = _hash_progress(text)
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for file in folder.iterdir():
             sync(file)
@@ -345,13 +345,13 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def step_of(path: Path) -> int | None:
+def parse_step(path: Path) -> int | None:
     """Return the step of a checkpoint's folder; None for a file, a link, and another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
 
 
-def _vouch(content: bytes) -> dict[str, Any]:
+def _hash_progress(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -361,7 +361,7 @@ def free_bytes(path: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptState:
     """The state of a job that a rank holds, apart from its group.
 
     Attributes:
@@ -399,7 +399,7 @@ def save(
     tensors = dict(state.tensors)
     for rank, part in enumerate(own):
         tensors |= {f"ranks.{rank}.{name}": value for name, value in part.items()}
-    progress = progress_of(position, len(own), engine.scale.state_dict(), config, state.plain)
+    progress = make_progress(position, len(own), engine.scale.state_dict(), config, state.plain)
     checkpoints.save_behind(tensors, progress)
 
 
@@ -417,11 +417,11 @@ def _save_parts(
     if rank > 0:
         checkpoints.save_part_behind(told[0], rank, part.tensors, position.step)
         return
-    progress = progress_of(position, ranks, engine.scale.state_dict(), config, part.plain)
+    progress = make_progress(position, ranks, engine.scale.state_dict(), config, part.plain)
     checkpoints.save_parts_behind(told[0], ranks, part.tensors, progress)
 
 
-def progress_of(
+def make_progress(
     position: TrainState,
     ranks: int,
     scale: dict[str, Any],
@@ -441,7 +441,7 @@ def progress_of(
             "optimizer": optimizer}  # fmt: skip
 
 
-def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
+def go_on(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
     """Continue from the state that each rank has kept of a broken group.
 
     All ranks call this function.
@@ -457,7 +457,7 @@ def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
     return state, [*notes, *engine.load_state(Scope.RANK, State())]
 
 
-def _newest(engine: Engine, kept: Kept) -> TrainState:
+def _newest(engine: Engine, kept: KeptState) -> TrainState:
     # At equal steps, ranks that have united their batch norms' statistics are ahead.
     steps = kept.seen.get("steps")
     own = float(kept.state.step), 0.0 if steps is None else -float(steps.max())
@@ -476,7 +476,7 @@ def _newest(engine: Engine, kept: Kept) -> TrainState:
     return position
 
 
-def _unite(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
+def _unite(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
     positions = all_gather_object(kept.state)
     engine.load_state(Scope.GLOBAL, kept.found)
     engine.scale.load_state_dict(kept.scale)

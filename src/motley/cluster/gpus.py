@@ -30,7 +30,7 @@ from typing import Any
 import GPUtil  # type: ignore[import-untyped]
 import pynvml  # type: ignore[import-untyped]
 
-from motley.cluster.launcher import launch_of, node_of_device
+from motley.cluster.launcher import node_of_device, read_launch
 
 MIB = 2**20
 
@@ -99,7 +99,7 @@ def others_among(
     return used, tuple(sorted(names))
 
 
-def user_of(pid: int) -> str:
+def get_process_user(pid: int) -> str:
     """Return the name of a process's owner; "?" where that is hidden."""
     return _user_name(_owner(pid))
 
@@ -169,7 +169,7 @@ class AmdSmi:
         """Return the processes that hold memory of each GPU."""
         return tuple(
             GpuProcess(index, str(self._ask("amdsmi_get_gpu_device_uuid", handle)), pid,
-                       user_of(pid), mib)
+                       get_process_user(pid), mib)
             for index, handle in enumerate(self._handles())
             for pid, mib in self._held(handle) or ()
         )  # fmt: skip
@@ -298,7 +298,7 @@ class LimitedSmi(subprocess.Popen[bytes]):
 
     def _report_failure(self, output: bytes) -> None:
         """Print the first words of nvidia-smi, once on a host."""
-        if not LimitedSmi.has_failed and launch_of().local_rank in (None, 0):
+        if not LimitedSmi.has_failed and read_launch().local_rank in (None, 0):
             LimitedSmi.has_failed = True
             words = output.decode(errors="replace").partition("\n")[0].strip() or "no message"
             print(
@@ -408,7 +408,9 @@ def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
             for process in running or ():
                 held = process.usedGpuMemory
                 mib = None if held is None else held / MIB
-                found.append(GpuProcess(index, uuid, process.pid, user_of(process.pid), mib))
+                found.append(
+                    GpuProcess(index, uuid, process.pid, get_process_user(process.pid), mib)
+                )
     return tuple(found)
 
 

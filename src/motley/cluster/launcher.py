@@ -59,7 +59,7 @@ class Launch:
     local_size: int | None
 
 
-def launch_of(environ: Mapping[str, str] = os.environ) -> Launch:
+def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """Read the launcher's variables. Without MPI, so that a script can print its help once."""
     torchrun = _number(environ, (_TORCHRUN,)) is not None
     size = _number(environ, SIZES)

@@ -19,7 +19,7 @@ import psutil
 
 from motley import ROOT
 from motley.cluster.gpus import GpuProcess, read_gpu_processes
-from motley.cluster.launcher import MPIRUN, RANKS, launch_of
+from motley.cluster.launcher import MPIRUN, RANKS, read_launch
 from motley.cluster.processes import end, ticks
 
 _MPIRUN = MPIRUN | {"prte"}
@@ -33,7 +33,7 @@ _NAMES = ("PMIX_NAMESPACE", "SLURM_JOB_ID")
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainingProcess:
     """A process of this user that belongs to training.
 
     Attributes:
@@ -78,12 +78,12 @@ class Survey:
     """
 
     node: str
-    found: tuple[Found, ...]
+    found: tuple[TrainingProcess, ...]
     mpiruns: tuple[int, ...]
     others: tuple[GpuProcess, ...]
 
 
-def state(process: Found, mpiruns: Iterable[tuple[str, Sequence[int]]]) -> str:
+def state(process: TrainingProcess, mpiruns: Iterable[tuple[str, Sequence[int]]]) -> str:
     """Return ``running``, ``leftover`` (the process that started it is gone) or ``unknown``.
 
     Args:
@@ -122,7 +122,7 @@ def survey() -> Survey:
         below = workers.get(pid, [])
         if pid in ranks and not any(pid in group for group in workers.values()):
             found.append(_describe(each, "rank", [own[worker] for worker in below], own, gpu))
-        elif each["name"] in _MPIRUN | _DAEMONS and _ours(pid, each, ranks, own):
+        elif each["name"] in _MPIRUN | _DAEMONS and _is_own_launcher(pid, each, ranks, own):
             kind = "mpirun" if each["name"] in _MPIRUN else "daemon"
             found.append(_describe(each, kind, [], own, gpu))
     listed = {pid for each in found for pid in (each.pid, *(worker for worker, _ in each.workers))}
@@ -175,7 +175,7 @@ def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
         yield pid
 
 
-def _ours(
+def _is_own_launcher(
     pid: int, each: Mapping[str, Any], ranks: set[int], own: Mapping[int, Mapping[str, Any]]
 ) -> bool:
     """Return True for a launcher of this environment, or one that started one of our ranks."""
@@ -190,7 +190,7 @@ def _describe(
     workers: list[dict[str, Any]],
     own: Mapping[int, Mapping[str, Any]],
     gpu: Sequence[GpuProcess] | None,
-) -> Found:
+) -> TrainingProcess:
     environ = each["environ"] or {}
     pids = [each["pid"], *(worker["pid"] for worker in workers)]
     held = [None] if gpu is None else [process.mib for process in gpu if process.pid in pids]
@@ -198,13 +198,13 @@ def _describe(
     job = _JOB.search(
         environ.get("PMIX_NAMESPACE", "") if kind == "rank" else " ".join(each["cmdline"])
     )
-    launch, launched = launch_of(environ), any(name in environ for name in RANKS)
+    launch, launched = read_launch(environ), any(name in environ for name in RANKS)
     line = _line(each)
     if line is None:
         what = str(each["name"])
     else:
         what = f"rank {launch.rank}: {' '.join(line)}" if launched else " ".join(line)
-    return Found(
+    return TrainingProcess(
         pid=each["pid"],
         ticks=each["ticks"],
         age_s=max(0.0, time.time() - each["create_time"]),
@@ -243,7 +243,7 @@ def survey_from_json(text: str) -> Survey:
     """Read what ``python -m motley.cluster.orphans`` printed; ValueError, KeyError or TypeError."""
     fields = json.loads(text)
     found = tuple(
-        Found(
+        TrainingProcess(
             **{
                 **each,
                 "workers": tuple((int(pid), int(start)) for pid, start in each["workers"]),

@@ -217,7 +217,7 @@ def empty_bucket(
     return Bucket(place, flat, grads, final)
 
 
-def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
+def make_buckets(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
     """Return buckets of at most so many numbers (or one tensor), of noise: to time a reducer."""
     groups = grouped(parameters, numbers)
     buckets = [

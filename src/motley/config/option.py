@@ -12,7 +12,7 @@ from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from motley.errors import MotleyError
 from motley.plan.length import RampedBatch
-from motley.text import seconds_of
+from motley.text import parse_seconds
 
 NONE = "none"  # typed in place of a value: sets an option back to its default, which is no value
 _OPTION = "option"  # of a field's metadata
@@ -100,7 +100,7 @@ def option(says: str, decides: Decides, default: Any = None, **known: Any) -> An
     return field(default=default, metadata={_OPTION: Option(says, decides, **known)})
 
 
-def options_of(group: type) -> dict[str, Option]:
+def get_options(group: type) -> dict[str, Option]:
     """Return the options of a group by the names of their fields; each has a name.
 
     A field may be declared without :func:`option`, as in a user's own task. Then its type decides
@@ -140,7 +140,7 @@ def _plain(group: type, each: "Field[Any]") -> Option:
     return Option(says, everything, read=kinds[0], metavar=metavar, usual=usual)
 
 
-def flag_of(declared: Option) -> str:
+def get_flag(declared: Option) -> str:
     """Return the option as a user writes it."""
     return declared.flag or f"--{declared.name.replace('_', '-')}"
 
@@ -197,7 +197,7 @@ def batch_size(text: str) -> int:
 
 def steps_or_time(text: str) -> int | Duration:
     """Read a whole number of 1 or more, or a time, as 10m."""
-    if (seconds := seconds_of(text)) is not None:
+    if (seconds := parse_seconds(text)) is not None:
         return Duration(text, seconds)
     says = "a number of steps of 1 or more, or a time, as 90s, 10m or 1h30m"
     return int(_number(text, int, 1, 2**62, says))

@@ -18,12 +18,12 @@ from motley.config.option import (
     above_zero,
     batch_size,
     fraction,
+    get_options,
     names,
     natural,
     naturals,
     not_negative,
     option,
-    options_of,
     positive,
     profiled,
     step_span,
@@ -315,7 +315,7 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
         """Yield the name, declaration and value of each, in the order of ``-h``."""
         for group in (*GROUPS, *map(type, self.own)):
             source = self if group in GROUPS else self.of(group)
-            for attribute, declared in options_of(group).items():
+            for attribute, declared in get_options(group).items():
                 yield declared.name, declared, getattr(source, attribute)
 
     def as_json(self, decides: Decides | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from motley.config import other_tools
-from motley.config.option import NONE, Option, flag_of, options_of
+from motley.config.option import NONE, Option, get_flag, get_options
 from motley.config.options import GROUPS, Config
 from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
@@ -163,10 +163,10 @@ class OptionParser(OneVoice):
             MotleyError: an option of it is one of these already.
         """
         taken = {action.dest for action in self._actions}
-        for name, declared in options_of(group).items():
-            if declared.name in taken or flag_of(declared) in self._option_string_actions:
+        for name, declared in get_options(group).items():
+            if declared.name in taken or get_flag(declared) in self._option_string_actions:
                 raise MotleyError(
-                    f"{group.__name__}.{name} would be the option {flag_of(declared)}, which all "
+                    f"{group.__name__}.{name} would be the option {get_flag(declared)}, which all "
                     "scripts have; give it another name"
                 )
         self._add_group(group, {}, title)
@@ -198,7 +198,7 @@ class OptionParser(OneVoice):
     ) -> None:
         section = self.add_argument_group(title)
         usual = {each.name: each.default for each in dataclasses.fields(group)}
-        for name, declared in options_of(group).items():
+        for name, declared in get_options(group).items():
             declared = dataclasses.replace(declared, **registered.get(name, {}))
             self._declared[declared.name] = declared
             if declared.usual:
@@ -218,7 +218,7 @@ class OptionParser(OneVoice):
         """
         name = declared.name if usual else f"no_{declared.name}"
         section.add_argument(
-            flag_of(dataclasses.replace(declared, name=name, flag="")), dest=declared.name,
+            get_flag(dataclasses.replace(declared, name=name, flag="")), dest=declared.name,
             action=f"store_{str(usual).lower()}", default=usual, help=argparse.SUPPRESS,
         )  # fmt: skip
 
@@ -290,7 +290,7 @@ class OptionParser(OneVoice):
         }
         own = tuple(
             group(**{
-                field: given.pop(declared.name) for field, declared in options_of(group).items()
+                field: given.pop(declared.name) for field, declared in get_options(group).items()
             })
             for group in self.own
         )  # fmt: skip
@@ -301,7 +301,7 @@ def _flag(declared: Option, usual: Any) -> str:
     """Return the flag. An option that is on by default gets ``--no-``, which turns it off."""
     if usual is True and not declared.flag:
         declared = dataclasses.replace(declared, name=f"no_{declared.name}")
-    return flag_of(declared)
+    return get_flag(declared)
 
 
 def _rest(declared: Option, usual: Any) -> dict[str, Any]:
@@ -401,7 +401,7 @@ class ConfigFile:
             if name in values:
                 raise MotleyError(f"{path} has {key} twice; leave one of them")
             values[name] = value
-        return cls(path, values, {name: _line_of(text, name) for name in values}, is_run=False)
+        return cls(path, values, {name: _find_line(text, name) for name in values}, is_run=False)
 
     def first_words(self) -> list[str]:
         """Return the options that decide which others there are."""
@@ -451,6 +451,6 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _line_of(text: str, name: str) -> int:
+def _find_line(text: str, name: str) -> int:
     key = re.compile(rf"\s*[\"']?{re.escape(name).replace('_', '[-_]')}[\"']?\s*=")
     return next((n for n, line in enumerate(text.splitlines(), 1) if key.match(line)), 1)

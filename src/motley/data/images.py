@@ -171,7 +171,7 @@ class _OfClasses:
         return image, self._new[label]
 
 
-def of_classes(images: Images, classes: Sequence[int]) -> Images:
+def select_classes(images: Images, classes: Sequence[int]) -> Images:
     """Return the images of some classes alone; raise MotleyError if there are no such."""
     unknown = [label for label in classes if label >= images.classes]
     if unknown or len(classes) < 2:
@@ -192,7 +192,7 @@ def is_foreign(name: str) -> bool:
     return name.startswith(".") or name.lower() in _FOREIGN
 
 
-def of_files(images: Images, folder: Path) -> Images:
+def with_folder(images: Images, folder: Path) -> Images:
     """Return the images with all those under a folder, unlabelled, as the held-out ones."""
     if not folder.is_dir():
         raise MotleyError(f"--images {folder} is no folder")
@@ -220,7 +220,7 @@ def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
         ValueError: its pixels are numbers of an unknown range.
     """
     image.load()
-    turn = _turn_of(image)
+    turn = _find_rotation(image)
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _GREY_16):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -232,7 +232,7 @@ def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def _turn_of(image: Image.Image) -> Image.Transpose | None:
+def _find_rotation(image: Image.Image) -> Image.Transpose | None:
     """Return the transposition that makes a loaded image upright, or None.
 
     Cameras store photos in the orientation of their sensor, and the orientation in a tag. PIL turns

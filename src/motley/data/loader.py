@@ -28,7 +28,7 @@ from motley.data.loader_memory import (
     PREFETCH,
     Passed,
     Slots,
-    bytes_of,
+    count_bytes,
     explain_workers,
     free_memory,
     workers_that_fit,
@@ -42,13 +42,13 @@ from motley.data.source import (
     Keyed,
     Order,
     Samples,
-    seed_of,
-    seeds_of,
+    make_seed,
+    make_seeds,
     slices,
 )
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent, keep_freed_memory
-from motley.plan.length import ramp_of
+from motley.plan.length import make_ramp
 from motley.plan.plan import Plan
 
 
@@ -293,10 +293,10 @@ class Loader:
         samples = samples_on(samples, config, device)
         self._samples, self._rank, self._device = samples, rank, device
         self._seed, self._eval_samples = config.seed, config.eval_samples
-        self._ramp = ramp_of(config.batch_size)
-        self._sample = 0.0 if example is None else bytes_of(example)  # its bytes
+        self._ramp = make_ramp(config.batch_size)
+        self._sample = 0.0 if example is None else count_bytes(example)  # its bytes
         self._micro_batch = micro_batch
-        wanted = workers_of(samples, config, device, readers)
+        wanted = count_workers(samples, config, device, readers)
         self.workers, self.note = self._that_fit(wanted)
         if self.workers > (cores := 1 + spare_cores()):
             self.note = self.note or (
@@ -343,13 +343,13 @@ class Loader:
             used = epoch * len(order) + consumed
             size = self._ramp.at(used) if used < self._ramp.over else plan.global_batch
             part = order[consumed : consumed + size]
-            batches.append((self._cut(plan.of_batch(len(part)), part), part))
+            batches.append((self._cut(plan.for_batch(len(part)), part), part))
             consumed += size
-        first = seed_of(self._seed, epoch)
+        first = make_seed(self._seed, epoch)
 
         def read(done: int) -> Batches:
             return self._read(
-                list(map(Key, cut, seeds_of(first, cut)))
+                list(map(Key, cut, make_seeds(first, cut)))
                 for plan_of, part in batches[done:]
                 for cut in slices(part, plan_of, self._rank)
             )
@@ -375,7 +375,7 @@ class Loader:
         total = len(self._test)
         count = min(total, self._eval_samples or total)
         chosen = [number * total // count for number in range(count)]  # a folder's are by class
-        cuts = slices(chosen, replace(plan, grain=1).of_batch(count), self._rank)
+        cuts = slices(chosen, replace(plan, grain=1).for_batch(count), self._rank)
         return self._read([[Key(index, 0, held_out=True) for index in cut] for cut in cuts])
 
     def set_workers(self, workers: int) -> None:
@@ -483,7 +483,7 @@ def samples_on(samples: Samples, config: Config, device: torch.device) -> Sample
     return samples if config.workers or spare_cores() >= 1 else samples.on(device)
 
 
-def workers_of(
+def count_workers(
     samples: Samples, config: Config, device: torch.device, readers: int | None = None
 ) -> int:
     """Return the number of loader processes of this rank, as far as memory allows.

@@ -202,7 +202,7 @@ def free_memory(ranks: int) -> float:
     return _USED * psutil.virtual_memory().available / ranks
 
 
-def bytes_of(batch: Batch) -> float:
+def count_bytes(batch: Batch) -> float:
     """Return the bytes of one sample."""
     return sum(each.nbytes for each in batch.tensors()) / max(1, len(batch))
 

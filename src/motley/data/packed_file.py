@@ -270,7 +270,7 @@ def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
     return width, height
 
 
-def bytes_of(folder: Folder, keep: Keep) -> int:
+def count_bytes(folder: Folder, keep: Keep) -> int:
     """Return the bytes of all images.
 
     Pixels are counted exactly, as far as they can be read. The size of JPEGs is estimated from some
@@ -366,7 +366,7 @@ def _write(
     unreadable: dict[int, str] = {}
     digest, at = hashlib.sha256(), BEGIN
     file.write(bytes(BEGIN))
-    for number, image in enumerate(_all_kept(folder.paths, keep, processes)):
+    for number, image in enumerate(_read_all_reduced(folder.paths, keep, processes)):
         size = len(image.content)
         rows[number] = at, size, image.height, image.width, folder.labels[number]
         file.write(image.content)
@@ -385,7 +385,7 @@ def _write(
     return unreadable
 
 
-def _all_kept(paths: Sequence[Path], keep: Keep, processes: int) -> Iterator[_Image]:
+def _read_all_reduced(paths: Sequence[Path], keep: Keep, processes: int) -> Iterator[_Image]:
     one, left = partial(_kept, keep=keep), iter(paths)
     with multiprocessing.get_context("fork").Pool(processes, _start_worker) as pool:
         while some := list(islice(left, processes * _AT_ONCE)):

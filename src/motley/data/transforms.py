@@ -74,7 +74,7 @@ class Look:
         """True if training images are changed at the model's size, and so are enlarged before."""
         return bool(self.auto or self.jitter or self.erase or self.boxes)
 
-    def of_training(self, images: Images) -> Transform:
+    def for_training(self, images: Images) -> Transform:
         """Return the transform from an image to uint8 [C, H, W], for training.
 
         The result has ``size`` pixels per side, or fewer if all images have so few.
@@ -90,7 +90,7 @@ class Look:
         whole = steps[0] if len(steps) == 1 else v2.Compose(steps)
         return seeded(whole) if self.auto or self.erase else whole
 
-    def of_evaluation(self, images: Images) -> Transform:
+    def for_evaluation(self, images: Images) -> Transform:
         """Return the transform of a held-out image: timm's own, bit by bit, unless it is small."""
         if images.native_size is not None and images.native_size <= self.size:
             return v2.ToImage()  # type: ignore[no-any-return]
@@ -142,7 +142,7 @@ class Look:
         native, whole = images.native_size, self._changes_enlarged
         if native is None:
             crops = self.augment and images.augment
-            return RandomCropAndFlip(self) if crops else self.of_evaluation(images)
+            return RandomCropAndFlip(self) if crops else self.for_evaluation(images)
         fit = self._fit(native, whole)
         if self.augment and images.augment:
             return ShiftAndFlip(native, fit)

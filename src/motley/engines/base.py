@@ -20,7 +20,7 @@ from motley.engines.named_state import (
     fill_tied,
     load_model_state,
     model_state,
-    part_of,
+    select_part,
     snapshot,
     trained,
 )
@@ -278,7 +278,7 @@ class EngineBase:
 
     def _load_rank(self, state: dict[str, Tensor]) -> list[str]:
         if self._model.statistics:
-            self._model.statistics.load_own_state(part_of(state, "statistics"))
+            self._model.statistics.load_own_state(select_part(state, "statistics"))
         return []
 
     def reconfigure(self, plan: Plan) -> None:

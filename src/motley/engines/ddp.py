@@ -113,7 +113,7 @@ class DdpEngine(ReducingEngine):
         with contextlib.nullcontext() if last else self._ddp.no_sync():
             losses: Tensor = self._ddp(batch.data)
             self._broken_off = last
-            self._backward(losses.sum() * (self.scale.value / self._usual_weight))
+            self._backward(losses.sum() * (self.scale.value / self._nominal_weight))
             self._broken_off = False
             if last and self._sent < len(self._buckets):
                 raise found_unused(self._model, "a bucket of gradients", self._without())
@@ -204,7 +204,7 @@ class NoOverlapEngine(ReducingEngine):
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         losses: Tensor = self._model(batch.data)
         if len(batch):  # else it would make gradients of zeros
-            self._backward(losses.sum() * (self.scale.value / self._usual_weight))
+            self._backward(losses.sum() * (self.scale.value / self._nominal_weight))
         self.clock.lap("compute", ready=last)
         return losses.detach()
 

@@ -27,10 +27,10 @@ from motley.data.source import Batch
 from motley.engines.base import check_types, name_types, silenced
 from motley.engines.named_state import (
     State,
+    find_parameter,
     is_by_rows,
     on_cpu,
     own_rows,
-    parameter_of,
     rows_as,
     rows_of_rank,
     snapshot,
@@ -177,7 +177,7 @@ class FsdpEngine(SynchronousEngine):
                 self._called.clear()
                 losses, total = self._losses(self._model, batch)
                 self._check_called()
-                self._backward(total * (self.scale.value * self.loss_weight / self._usual_weight))
+                self._backward(total * (self.scale.value * self.loss_weight / self._nominal_weight))
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
                 gathers = self._context.config.of(FsdpOptions).reshard_after_forward
@@ -250,7 +250,7 @@ class FsdpEngine(SynchronousEngine):
 
     def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         """See HoldsParts."""
-        own = parameter_of(name, self._model.net)
+        own = find_parameter(name, self._model.net)
         if not isinstance(own, DTensor) or not is_by_rows(shape, own.shape):
             return None
         return rows_of_rank(shape[0], self._context.rank, self._context.size)
@@ -262,7 +262,7 @@ class FsdpEngine(SynchronousEngine):
             found = {}
             for name, value in state.tensors.items():
                 if name.partition(".")[0] in kinds:
-                    found[name] = self._as_held(value, parameter_of(name, self._model.net))
+                    found[name] = self._as_held(value, find_parameter(name, self._model.net))
             return State(found, state.plain)
 
         with self._put_together():
@@ -283,7 +283,7 @@ class FsdpEngine(SynchronousEngine):
         """Cut whole tensors as the parameters of ``net`` are."""
 
         def share(key: str, value: Tensor) -> Tensor:
-            own = parameter_of(key, net)
+            own = find_parameter(key, net)
             if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.shape):
                 return value
             part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)

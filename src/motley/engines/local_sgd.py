@@ -81,7 +81,7 @@ class LocalEngine(StepEngine):
         if len(batch):
             losses = self._model(batch.data)
             # Scaled as in other engines, whose loss scale is searched for; step() makes it a mean.
-            self._backward(losses.sum() * (self.scale.value / self._usual_weight))
+            self._backward(losses.sum() * (self.scale.value / self._nominal_weight))
         self.clock.lap("compute")
         return losses.detach()
 
@@ -94,7 +94,7 @@ class LocalEngine(StepEngine):
             self.clock.lap("sync")
         self.on_change()
         if weight and not self._short:
-            factor = scale * weight / self._usual_weight
+            factor = scale * weight / self._nominal_weight
             found = gradient_norm(self._parameters)
             norm = float(found) / factor
             if math.isfinite(norm):
@@ -123,9 +123,9 @@ class LocalEngine(StepEngine):
         (losses, used, ready, short), self._heard = self._heard.unbind(dim=1), None
         mean = float(losses.sum() / used.sum()) if used.any() else None
         return StepResult(
-            None if mean is None else mean * self._usual_weight, norm, overflow, scale,
-            ready_s=tuple(ready.tolist()), weight=self._usual_weight,
-            oom_ranks=self._tell_short(short.tolist()), retry=False,
+            None if mean is None else mean * self._nominal_weight, norm, overflow, scale,
+            ready_s=tuple(ready.tolist()), weight=self._nominal_weight,
+            oom_ranks=self._find_oom_ranks(short.tolist()), retry=False,
         )  # fmt: skip
 
     # -- averaging rounds
@@ -181,19 +181,19 @@ class LocalEngine(StepEngine):
         with self._changing():
             self._average()
         self._land()
-        self._begin_alike()
+        self._synchronize_start()
 
     def unite(self) -> None:
         """See Engine: the mean of what all ranks hold, by their shares of the batch."""
         self._agreed = self._vector() * self._share
         dist.all_reduce(self._agreed)
-        self._begin_alike()
+        self._synchronize_start()
 
     @property
     def _share(self) -> float:
         return self._plan.counts[self._context.rank] / self._plan.global_batch
 
-    def _begin_alike(self) -> None:
+    def _synchronize_start(self) -> None:
         """Begin a round from the same parameters on all ranks, and average their other state."""
         with self._changing():
             self._begin()

@@ -99,7 +99,7 @@ def _whole(value: Tensor) -> Tensor:
     return value.detach()
 
 
-def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+def select_part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
     """Return the tensors of one part, without the name of the part before theirs.
 
     Args:
@@ -136,12 +136,12 @@ def fill_tied(net: nn.Module, state: dict[str, Tensor]) -> None:
 def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
     """Continue from :func:`model_state`; MotleyError if it is of another model."""
     try:
-        net.load_state_dict(part_of(state, "model"))
+        net.load_state_dict(select_part(state, "model"))
     except RuntimeError as error:
-        raise of_another_model(str(error)) from None
+        raise other_model_error(str(error)) from None
 
 
-def of_another_model(said: str) -> MotleyError:
+def other_model_error(said: str) -> MotleyError:
     """Return the error for a checkpoint of another model.
 
     Args:
@@ -153,7 +153,7 @@ def of_another_model(said: str) -> MotleyError:
     )
 
 
-def parameter_of(key: str, net: nn.Module) -> nn.Parameter | None:
+def find_parameter(key: str, net: nn.Module) -> nn.Parameter | None:
     """Return the parameter that a tensor of a state belongs to, by any of its names, or None."""
     kind, _, name = key.partition(".")
     try:
@@ -285,10 +285,10 @@ class OptimizerMemory:
         """
         state = State(convert(state.tensors, self._optimizer), state.plain)
         names = [name for group in self._names for name in group]
-        slots = {number: self._slots_of(name, state) for number, name in enumerate(names)}
+        slots = {number: self._convert_slots(name, state) for number, name in enumerate(names)}
         packed = self._optimizer.state_dict()
         packed["state"] = {number: found for number, found in slots.items() if found}
-        for group, kept in zip(packed["param_groups"], self._groups_of(state), strict=True):
+        for group, kept in zip(packed["param_groups"], self._get_groups(state), strict=True):
             group |= kept
         packed |= {
             key: _value(said, state.tensors)
@@ -296,16 +296,16 @@ class OptimizerMemory:
         }  # fmt: skip
         self._optimizer.load_state_dict(packed)
         for name, found in self.slots().items():  # torch makes all of them like the parameter
-            saved = self._slots_of(name, state)
+            saved = self._convert_slots(name, state)
             found.update({slot: _like(value, saved[slot]) for slot, value in found.items()})
 
     def load_groups(self, state: State) -> None:
         """Continue with what the groups of :meth:`state` keep, and with nothing else."""
-        groups = zip(self._optimizer.param_groups, self._groups_of(state), strict=True)
+        groups = zip(self._optimizer.param_groups, self._get_groups(state), strict=True)
         for group, kept in groups:
             group.update(kept)
 
-    def _groups_of(self, state: State) -> list[JsonDict]:
+    def _get_groups(self, state: State) -> list[JsonDict]:
         kept = {
             name: group["kept"]
             for group in state.plain.get("groups", []) for name in group["parameters"]
@@ -315,18 +315,20 @@ class OptimizerMemory:
             for names in self._names
         ]
 
-    def _slots_of(self, name: str, state: State) -> dict[str, Any]:
+    def _convert_slots(self, name: str, state: State) -> dict[str, Any]:
         """Return the slots of one parameter in the form that the optimizer takes."""
         plain: JsonDict = state.plain.get("slots", {}).get(name, {})
         found: dict[str, Any] = {
-            slot: value for slot, value in slots_of(name, state.tensors).items() if "." not in slot
+            slot: value
+            for slot, value in select_slots(name, state.tensors).items()
+            if "." not in slot
         }
         return found | {slot: _value(said, state.tensors) for slot, said in plain.items()}
 
 
-def slots_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def select_slots(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of one parameter, by slot; ``<slot>.<place>`` of a list."""
-    return part_of(tensors, f"optimizer.{name}")
+    return select_part(tensors, f"optimizer.{name}")
 
 
 def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:

@@ -81,7 +81,7 @@ def shortage(error: BaseException, device: torch.device) -> str:
     said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]  # CUDA adds advice
     if device.type != "cuda":
         return f"{said}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
-    uuid = uuid_of(device)
+    uuid = get_uuid(device)
     found = [process for process in read_gpu_processes() or () if process.uuid == uuid]
     others = [
         f"{process.user} (pid {process.pid})"
@@ -92,7 +92,7 @@ def shortage(error: BaseException, device: torch.device) -> str:
     return f"{said}; others there: {', '.join(others) or 'none that the driver names'}"
 
 
-def uuid_of(device: torch.device) -> str:
+def get_uuid(device: torch.device) -> str:
     """Return a GPU's UUID as its driver spells it.
 
     For AMD's GPUs torch returns another number, so the GPU at the same place on the PCI bus is

@@ -25,7 +25,7 @@ from motley.comm.collectives import (
 from motley.comm.reducer import Bucket, Reducer, by_type
 from motley.data.source import Batch, Tensors
 from motley.engines.base import EngineBase, check_types
-from motley.engines.named_state import part_of
+from motley.engines.named_state import select_part
 from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
 from motley.errors import MotleyError
@@ -124,7 +124,7 @@ class StepEngine(EngineBase):
         # the gradient is corrected once all ranks know of its true weight.
         self._weighs = weighs(model.task)
         self._weight = 0.0  # of this rank's samples, in this step
-        self._usual_weight = 1.0  # of the global batch, in this step
+        self._nominal_weight = 1.0  # of the global batch, in this step
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         """Return each sample's loss, detached; backpropagate their sum / _usual_weight."""
@@ -143,7 +143,7 @@ class StepEngine(EngineBase):
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """See :class:`Engine`. Another user may have taken the memory that was free before."""
         losses = None
-        self._usual_weight = n_global * self._model.task.weight
+        self._nominal_weight = n_global * self._model.task.weight
         self._weight += batch.weight
         if not self._short:
             try:
@@ -222,11 +222,11 @@ class StepEngine(EngineBase):
         self.clock.on_phase(Phase.BACKWARD)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _told_weight(self, weights: Iterable[float]) -> float | None:
+    def _result_weight(self, weights: Iterable[float]) -> float | None:
         """Return :attr:`StepResult.weight` from the weights of all ranks."""
         return math.fsum(weights) if self._weighs else None
 
-    def _tell_short(self, ranks: Sequence[float]) -> dict[int, str]:
+    def _find_oom_ranks(self, ranks: Sequence[float]) -> dict[int, str]:
         """Return :attr:`StepResult.oom_ranks` if a flag in ``ranks`` is set; all ranks call it."""
         if not any(ranks):
             return {}
@@ -290,7 +290,7 @@ class SynchronousEngine(StepEngine):
         """
 
     def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
-        scale, usual_weight = self.scale.value, self._usual_weight
+        scale, usual_weight = self.scale.value, self._nominal_weight
         if self._copies:
             torch.cuda.synchronize(self._context.device)
         stepped = self._stepped()
@@ -310,7 +310,7 @@ class SynchronousEngine(StepEngine):
         if lacking:  # then others may lack the same, and no rank has a gradient of it
             copy.wait()
             if bool(copy.table[:, 7].all()):
-                self._forget_absent(lacking)
+                self._drop_absent_gradients(lacking)
         norms = table[:, 1]
         correction = None
         if self._weighs:
@@ -340,7 +340,7 @@ class SynchronousEngine(StepEngine):
         read = partial(self._read, copy, scale, usual_weight, late)
         return LaunchedStep(read, partial(_was_taken, copy), mark_now(self.device))
 
-    def _forget_absent(self, lacking: Sequence[int]) -> None:
+    def _drop_absent_gradients(self, lacking: Sequence[int]) -> None:
         """Remove the gradients of parameters for which no rank has one.
 
         Neither momentum nor weight decay moves these parameters then, as on one machine. All ranks
@@ -374,7 +374,7 @@ class SynchronousEngine(StepEngine):
             self.on_change()
         rows = copy.table.tolist()
         overflow = not all(math.isfinite(row[1]) for row in rows)
-        short = self._tell_short([row[3] for row in rows])
+        short = self._find_oom_ranks([row[3] for row in rows])
         if not self._skips_by_itself:
             if not overflow:
                 self._update()
@@ -389,7 +389,7 @@ class SynchronousEngine(StepEngine):
         )  # fmt: skip
         if not late:
             self.clock.lap("opt")
-        weight = self._told_weight(row[5] for row in rows)
+        weight = self._result_weight(row[5] for row in rows)
         factor = scale if weight is None else scale * (weight or math.inf) / usual_weight
         return StepResult(
             loss_sum=math.fsum(row[0] for row in rows),
@@ -457,7 +457,7 @@ class ReducingEngine(SynchronousEngine):
 
     def _load_rank(self, state: dict[str, Tensor]) -> list[str]:
         notes = super()._load_rank(state)
-        kept = part_of(state, self._keeps)
+        kept = select_part(state, self._keeps)
         if kept:
             factor = self.scale.value / float(kept.pop("scale"))
             self._reducer.load_state(kept, factor)

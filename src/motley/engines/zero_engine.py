@@ -31,9 +31,9 @@ from motley.engines.named_state import (
     ParameterAverage,
     State,
     fill_tied,
+    find_parameter,
     is_by_rows,
     model_state,
-    parameter_of,
     rows_of_rank,
     snapshot,
 )
@@ -44,7 +44,7 @@ from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.step import LEAST_CORRECTION, StepEngine, gradient_norm, unscale_and_clip
 from motley.engines.strategies.zero import TRAITS
 from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
-from motley.engines.zero_state import AverageOfParts, cut_state, rows_in, whole_state
+from motley.engines.zero_state import AverageOfParts, cut_state, gather_state, rows_in
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.tasks.check import found_unused, refuse_unused, without_gradient
@@ -212,7 +212,7 @@ class ZeroEngine(StepEngine):
         def forward(data: Tensors) -> Tensor:
             return self._forward(data, last)
 
-        weight = self.loss_weight / self._usual_weight
+        weight = self.loss_weight / self._nominal_weight
         if self.equal_micro_steps:
             with silenced(self._model.net, not len(batch)):
                 losses, total = self._losses(forward, batch)
@@ -264,7 +264,7 @@ class ZeroEngine(StepEngine):
         scale = self.scale.value
         told: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short)), self._weight]
         if self._stage == 0:
-            rows, overflow, correction = self._step_whole(told)
+            rows, overflow, correction = self._step_stage_0(told)
             norm = rows[0][4] / scale / correction
         else:
             if self._weighs:  # DeepSpeed divides by the scale when it steps
@@ -275,7 +275,7 @@ class ZeroEngine(StepEngine):
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())
             if not self._weighs:
                 rows = all_gather_floats(told)
-        short = self._tell_short([row[2] for row in rows])
+        short = self._find_oom_ranks([row[2] for row in rows])
         if not short:
             self.scale.update(overflow)
         self.clock.lap("opt")
@@ -285,7 +285,7 @@ class ZeroEngine(StepEngine):
             overflow=overflow,
             loss_scale=scale,
             ready_s=tuple(row[1] for row in rows),
-            weight=self._told_weight(row[3] for row in rows),
+            weight=self._result_weight(row[3] for row in rows),
             oom_ranks=short,
         )
 
@@ -296,9 +296,9 @@ class ZeroEngine(StepEngine):
         """Return the gradient's divisor besides the scale, from the weights of all ranks."""
         if not self._weighs:
             return 1.0
-        return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._usual_weight)
+        return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._nominal_weight)
 
-    def _step_whole(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool, float]:
+    def _step_stage_0(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool, float]:
         """Take a step of stage 0: overflow, unscale, clip and step, alike on all ranks.
 
         Returns:
@@ -335,7 +335,7 @@ class ZeroEngine(StepEngine):
         """
         net = self._model.net
         groups: dict[str, Tensor] = {}
-        state = whole_state(self._engine.optimizer, self.optimizer, net, keep)
+        state = gather_state(self._engine.optimizer, self.optimizer, net, keep)
         state.tensors.update(self._average_state(keep))
         fill_tied(net, state.tensors)
         state.plain["groups"] = self.memory.groups(groups)
@@ -385,7 +385,7 @@ def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
         config: DeepSpeed's configuration.
     """
     blocks = list(model.task.blocks(model.net).values())
-    if blocks and _all_hear_of_gradients(model, blocks):  # a block's are then gathered together
+    if blocks and _backward_reaches_blocks(model, blocks):  # a block's are then gathered together
         utils.set_z3_leaf_modules(model, list({type(block) for block in blocks}))
     backend = deepspeed.get_accelerator().communication_backend_name()
     comm.init_distributed(backend, dist_init_required=False)  # as it does itself, but later
@@ -412,7 +412,7 @@ def _on(device: torch.device) -> Iterator[None]:
         os.environ["LOCAL_RANK"] = before
 
 
-def _all_hear_of_gradients(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
+def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
     """Return True if the backward pass goes on before each block.
 
     DeepSpeed releases the parameters of a block too early if the backward pass ends in it, as where
@@ -481,7 +481,7 @@ class Zero3Engine(ZeroEngine):
 
     def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         """See HoldsParts."""
-        own: Any = parameter_of(name, self._model.net)
+        own: Any = find_parameter(name, self._model.net)
         if not shape or own is None or not is_by_rows(shape, own.ds_shape):
             return None
         return rows_in(own)

@@ -16,16 +16,16 @@ from motley.engines.named_state import (
     State,
     load_model_state,
     model_state,
-    of_another_model,
-    part_of,
-    slots_of,
+    other_model_error,
+    select_part,
+    select_slots,
     trained,
 )
 
 Optimizer = torch.optim.Optimizer
 
 
-def whole_state(
+def gather_state(
     zero: Any, optimizer: Optimizer, net: nn.Module, keep: Callable[[Tensor], Tensor]
 ) -> State:
     """Return the model of stages 1 to 3, and the optimizer's state of each parameter.
@@ -53,14 +53,14 @@ def whole_state(
 
 
 def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
-    """Continue from :func:`whole_state`.
+    """Continue from :func:`gather_state`.
 
     Each rank has the whole state, or of cut tensors the rows :func:`rows_in`. The optimizer must
     have its slots already.
     """
     *_, of_each = _slots(zero, optimizer)
     if any(map(_is_cut, net.parameters())):
-        _load_parts(net, part_of(state.tensors, "model"))
+        _load_parts(net, select_part(state.tensors, "model"))
     else:
         load_model_state(net, state.tensors)
     for name, parameter in trained(net).items():
@@ -68,7 +68,7 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
             utils.safe_set_local_fp32_param(parameter, _held(parameter))
         else:
             utils.safe_set_full_fp32_param(parameter, parameter.detach())
-        for slot, value in slots_of(name, state.tensors).items():
+        for slot, value in select_slots(name, state.tensors).items():
             if slot not in of_each:  # a step, say
                 for slots in optimizer.state.values():
                     if isinstance(slots[slot], Tensor):
@@ -93,12 +93,12 @@ def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     own = net.state_dict()  # of a parameter, nothing
     if wrong := sorted(own.keys() ^ tensors.keys()):
-        raise of_another_model(f"{wrong[0]} is in one of the two alone")
+        raise other_model_error(f"{wrong[0]} is in one of the two alone")
     parameters: dict[str, Any] = dict(net.named_parameters())
     for name, parameter in parameters.items():
         shape, (first, last) = parameter.ds_shape, rows_in(parameter)
         if tensors[name].shape not in (shape, (last - first, *shape[1:])):
-            raise of_another_model(f"{name} has another shape, {tuple(tensors[name].shape)}")
+            raise other_model_error(f"{name} has another shape, {tuple(tensors[name].shape)}")
         _held(parameter).copy_(_own_part(tensors[name], parameter))
         parameter.partition()  # a small one may still be whole, as it was
     for name, buffer in net.named_buffers():

@@ -39,7 +39,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
         raise MotleyError(f"{folder} is not empty; choose another with --to DIR")
     folder.mkdir(parents=True, exist_ok=True)
     net = trained.build()
-    given = inputs_of(trained.task, net)
+    given = make_inputs(trained.task, net)
     trained.task.save(net, folder)
     for path in folder.iterdir():
         follow_umask(path)  # safetensors writes files that only their owner may read
@@ -62,7 +62,7 @@ def follow_umask(path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
-def inputs_of(task: Task, net: nn.Module) -> tuple[Any, ...]:
+def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
     """Return the inputs that a task gives its network for some samples.
 
     The task is asked for its scores, and its inputs are recorded.

@@ -28,12 +28,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from motley.cluster.launcher import launch_of
+from motley.cluster.launcher import read_launch
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent, launched_local_rank, launched_rank
 from motley.plan.precision import PRECISIONS
-from motley.text import rate_in_words
+from motley.text import format_rate
 
 _RENEW_S = 5.0
 _PATIENCE_S = 1.0
@@ -215,7 +215,7 @@ class Shards:
         """Return the name of a shard, and of its lease."""
         return f"shard.{number:05d}"
 
-    def items_of(self, number: int) -> range:
+    def get_items(self, number: int) -> range:
         """Return the items of a shard."""
         return range(self._size * number, min(self._size * (number + 1), self._items))
 
@@ -245,9 +245,9 @@ class Shards:
                     f"{path} has the columns {', '.join(header)}, and now they are "
                     f"{', '.join(self._columns)}; remove it, and run the same line again"
                 )
-            if len(shard) != len(self.items_of(number)):
+            if len(shard) != len(self.get_items(number)):
                 raise MotleyError(
-                    f"{path} has {len(shard)} rows, not {len(self.items_of(number))}; remove it, "
+                    f"{path} has {len(shard)} rows, not {len(self.get_items(number))}; remove it, "
                     "and run the same line again"
                 )
             rows += shard
@@ -304,7 +304,7 @@ def main() -> int:
 
 def ranks() -> range:
     """Return the ranks of the launch."""
-    return range(launch_of().size)
+    return range(read_launch().size)
 
 
 def say(text: str, rank: int) -> None:
@@ -330,7 +330,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     import torch  # slow, and of no use to who only watches
 
     from motley.checkpoint.read import open_checkpoint
-    from motley.infer.predictor import Predictor, open_trained, precision_of
+    from motley.infer.predictor import Predictor, open_trained, select_precision
 
     device = choose_device(leases, torch)
     if device is None:
@@ -342,7 +342,11 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     source = trained.task.data(held_out=options.split == "val")
     cores = len(os.sched_getaffinity(0))
     predictor = Predictor(
-        trained, source, device, precision_of(options.precision, device), max(1, min(8, cores // 2))
+        trained,
+        source,
+        device,
+        select_precision(options.precision, device),
+        max(1, min(8, cores // 2)),
     )
     shards = Shards(options.out, len(source), options.shard, predictor.columns)
     shards.open({
@@ -360,7 +364,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
             time.sleep(_WAIT_S)
             continue
         if not shards.path(number).exists():  # else it was finished just before it was taken
-            shards.write(number, predictor.rows(shards.items_of(number)))
+            shards.write(number, predictor.rows(shards.get_items(number)))
             done += 1
         leases.drop(shards.name(number))
     record: dict[str, Any] = {
@@ -373,7 +377,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     noun = trained.task.noun
     work = "nothing was left to do"
     if done:
-        rate = rate_in_words(record["samples_per_s"])
+        rate = format_rate(record["samples_per_s"])
         work = f"{predictor.samples} {noun}s, {rate} {noun}s/s"
     print(
         f"rank {rank} on {record['host']}: {device}, {predictor.precision}, "

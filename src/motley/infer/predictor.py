@@ -11,13 +11,13 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from motley.checkpoint.read import checkpoints_at, newest_whole
+from motley.checkpoint.read import checkpoints_at, load_newest_intact
 from motley.data.source import Batch, Source, UnreadableSample, read
-from motley.engines.named_state import part_of
+from motley.engines.named_state import select_part
 from motley.engines.out_of_memory import in_halves
 from motley.errors import MotleyError
 from motley.measure.process_group import confirmed, promised_precision
-from motley.tasks.builtin import SAMPLES, check_classes, task_of
+from motley.tasks.builtin import SAMPLES, check_classes, get_task
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.task import Task
 from motley.train.command_line import config_from
@@ -64,14 +64,14 @@ def open_trained(
     found = checkpoints_at(path)
     if not found:
         raise MotleyError(f"--checkpoint {path}: no checkpoint is there; name a run's folder")
-    folder, tensors, progress, problems = newest_whole(found, ("config",), ("model", "ema"))
+    folder, tensors, progress, problems = load_newest_intact(found, ("config",), ("model", "ema"))
     saved = progress["config"]
     if data_dir is not None:
         saved = {**saved, "data_dir": data_dir}
-    task = task_of(config_from(saved))
+    task = get_task(config_from(saved))
     check_classes(task, saved)
-    weights, average = part_of(tensors, "model"), dict[str, Tensor]()
-    if averaged and not (average := part_of(tensors, "ema")):
+    weights, average = select_part(tensors, "model"), dict[str, Tensor]()
+    if averaged and not (average := select_part(tensors, "ema")):
         raise MotleyError(
             f"--use-ema: {folder} keeps no average of its parameters; it was trained without "
             "--model-ema"
@@ -80,7 +80,7 @@ def open_trained(
     return Trained(folder, weights, chosen, saved.get(SAMPLES, ""), average, tuple(problems))
 
 
-def precision_of(asked: str, device: torch.device) -> str:
+def select_precision(asked: str, device: torch.device) -> str:
     """Return the precision that ``--precision`` selects on this device."""
     if asked != "auto":
         return asked

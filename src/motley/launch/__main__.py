@@ -81,8 +81,8 @@ def main() -> None:
         Launcher,
         cores_per_rank,
         few_cores_note,
-        launch_of,
         leave_default_binding,
+        read_launch,
     )
     from motley.errors import MotleyError
     from motley.launch.environment import LAST_FOLDERS
@@ -111,14 +111,14 @@ def main() -> None:
     except MotleyError as error:
         stop_usage(str(error))
     leave_default_binding()
-    ranks_here = launch_of().local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if launch_of().local_rank == 0 or launch_of().size == 1:
+    ranks_here = read_launch().local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if read_launch().local_rank == 0 or read_launch().size == 1:
         notes = (temporary_note(os.environ), cache_note(), few_cores_note(ranks_here),
                  shadowed_note(folders))  # fmt: skip
         for note in filter(None, notes):
             print(f"motley: {note}", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(ranks_here)))
-    if launch_of().by is Launcher.MPI:
+    if read_launch().by is Launcher.MPI:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     else:  # where there may be no MPI
         sys.argv = sys.argv[1:]

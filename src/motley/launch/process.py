@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from motley.cluster.account import cache_folder, is_lasting
-from motley.cluster.launcher import launch_of
+from motley.cluster.launcher import read_launch
 from motley.errors import MotleyError
 from motley.text import typed_command
 
@@ -41,7 +41,7 @@ _FIRST_SAYS_S = 3.0  # that rank 0 may be behind the others, which mpirun ends w
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process's rank as the launcher's environment says it; 0 when there is none."""
-    return launch_of(environ).rank
+    return read_launch(environ).rank
 
 
 def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
@@ -56,7 +56,7 @@ def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
         found: rank on this machine in order of rank, for a launcher that gives no number.
         environ: environment of this process.
     """
-    local_rank = launch_of(environ).local_rank
+    local_rank = read_launch(environ).local_rank
     return found if local_rank is None else local_rank
 
 

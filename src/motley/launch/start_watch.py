@@ -38,11 +38,11 @@ from pathlib import Path
 
 import psutil
 
-from motley.cluster.launcher import RANKS, launch_of
+from motley.cluster.launcher import RANKS, read_launch
 from motley.cluster.processes import ticks
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
-from motley.membership.reaper import reap_after_this_process, sessions_of
+from motley.membership.reaper import find_sessions, reap_after_this_process
 from motley.text import typed_command
 
 _SHOWN_S = 0.05
@@ -60,7 +60,7 @@ class StartClock:
         self._last = time.perf_counter()
 
     @classmethod
-    def of_process(cls) -> "StartClock":
+    def for_process(cls) -> "StartClock":
         """Made where this process has imported what it needs: it has done nothing else yet."""
         started_s = ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
         return cls(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
@@ -103,7 +103,7 @@ class StartWatch:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         seconds = start_timeout(environ)
-        if launch_of(environ).size > 1 and seconds > 0:
+        if read_launch(environ).size > 1 and seconds > 0:
             command = [sys.executable, "-P", "-m", _WATCHES, str(os.getpid())]
             self._process = subprocess.Popen(
                 [*command, str(seconds)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
@@ -124,7 +124,7 @@ def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
         An object that has to live as long as this process.
     """
     with contextlib.suppress(MotleyError):  # StartWatch will say it
-        if launch_of(environ).size > 1 and (seconds := start_timeout(environ)) > 0:
+        if read_launch(environ).size > 1 and (seconds := start_timeout(environ)) > 0:
             command = [sys.executable, "-P", "-m", _WATCHES, str(os.getpid())]
             return subprocess.Popen(
                 [*command, str(seconds), _IMPORTS], stdin=subprocess.PIPE,
@@ -175,7 +175,7 @@ def siblings(pid: int) -> list[Sibling]:
             environ = dict(word.split("=", 1) for word in words if "=" in word)
             if state != "Z" and any(name in environ for name in RANKS):
                 number = int(folder.name)
-                rank = launch_of(environ).rank
+                rank = read_launch(environ).rank
                 found.append(Sibling(rank, number, state in "Tt", _is_ready(number)))
     return sorted(found, key=lambda sibling: sibling.rank)
 
@@ -227,7 +227,7 @@ def _stat(pid: int) -> tuple[str, int]:
 def _main() -> None:
     pid, seconds = int(sys.argv[1]), float(sys.argv[2])
     die_with_parent()
-    launch = launch_of()
+    launch = read_launch()
     turn = launch.rank if launch.local_rank is None else launch.local_rank
     if _IMPORTS in sys.argv:
         if _is_stopped_early(pid, seconds + _TURN_S * turn):
@@ -279,7 +279,7 @@ def _ends_within(seconds: float) -> bool:
 def _end(pid: int, seconds: float) -> None:
     """Say what is wrong, and end the job: a launcher ends it when a rank is killed."""
     here, launcher = siblings(pid), _stat(pid)[1]
-    launch, hosts = launch_of(), [*sessions_of(launcher).values()]
+    launch, hosts = read_launch(), [*find_sessions(launcher).values()]
     local = launch.local_size or len(here)
     line = words(here, local, launch.size, os.uname().nodename, hosts, seconds)
     die_with_parent(0)  # from here on this process outlives the rank

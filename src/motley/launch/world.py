@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from motley.cluster.facts import NodeFacts, read_node
-from motley.cluster.launcher import Launcher, launch_of
+from motley.cluster.launcher import Launcher, read_launch
 from motley.cluster.network import (
     VARIABLES,
     Network,
@@ -73,7 +73,7 @@ def reserve_port(address: str) -> socket.socket:
 _AGE_S = 10.0  # younger ones may be ending: of the job before, in a loop of jobs
 
 
-def say_leftovers() -> None:
+def report_leftovers() -> None:
     """Begin to look; what is found is said once, in one line."""
     threading.Thread(target=_look, name="leftovers", daemon=True).start()
 
@@ -120,7 +120,7 @@ class OneRank:
 
 def ranks_of_launch(environ: Mapping[str, str] = os.environ) -> Launched:
     """Meet the others; all ranks call it."""
-    launch = launch_of(environ)
+    launch = read_launch(environ)
     if launch.by is Launcher.MPI:
         return MpiRanks()
     if launch.size == 1:
@@ -144,7 +144,7 @@ def run(
             launch.
         packages: packages that the script needs, besides those that all scripts do.
     """
-    clock = StartClock() if launched else StartClock.of_process()
+    clock = StartClock() if launched else StartClock.for_process()
     gc.freeze()  # see motley.launch
     gc.enable()
     atexit.register(gc.disable)
@@ -152,7 +152,7 @@ def run(
     die_with_parent()
     keep_caches_local(os.environ)
     try:
-        allow_files(launch_of().size, launched_rank() == 0)
+        allow_files(read_launch().size, launched_rank() == 0)
         watch = None if launched else StartWatch()
         world = World(launched or ranks_of_launch(), clock)
         world.connect(packages)
@@ -161,7 +161,7 @@ def run(
     if watch:
         watch.joined()
         if world.first_here:
-            say_leftovers()
+            report_leftovers()
     threading.excepthook = partial(_end_with_thread, world.supervisor, threading.excepthook)
     try:
         main(world)
@@ -209,7 +209,7 @@ class World:
         self.nodes: list[NodeFacts] = []
         self.network: Network
         self._written: set[str] = set()  # variables of join_group, or in their place
-        if launch_of().by is Launcher.TORCHRUN:
+        if read_launch().by is Launcher.TORCHRUN:
             self._written |= TORCHRUN_GROUP
         self._leader: int | None = None  # of the group that was joined last
         self.supervisor = Supervisor(self.place)

@@ -13,7 +13,7 @@ from motley.live.track import RECENT, Track, read_step, since_slower
 from motley.plan.speeds import Links
 from motley.records.gpu_csv import GpuRows, GpuSample
 from motley.records.json_files import JsonDict
-from motley.records.run_folder import RunFolder, of_older_version
+from motley.records.run_folder import RunFolder, upgrade_record
 from motley.records.training import read_workers
 
 MOST = 256 * 1024  # bytes that are read at once; of more the end, and samples of what is before it,
@@ -238,7 +238,7 @@ class RunFollower:
             self.tracks[rank] = Track()
             last, before = RECENT, SAMPLES
         for line in filter(None, map(read_object, thinned(new.lines, last, before))):
-            if (step := read_step(of_older_version(line))) is not None:
+            if (step := read_step(upgrade_record(line))) is not None:
                 self.tracks[rank].add(step)
 
     def _look_at_devices(self, host: str, path: Path, wall: float) -> None:
@@ -272,10 +272,10 @@ class RunFollower:
             return
         self.problem = ""
         if read:
-            self._tell_who_came(self.about, read)
+            self._record_arrivals(self.about, read)
             self.about, self.slow_link = read, slow_link(read)
 
-    def _tell_who_came(self, before: JsonDict, now: JsonDict) -> None:
+    def _record_arrivals(self, before: JsonDict, now: JsonDict) -> None:
         """Hosts that train now and did not before, and the other way round: events of our own."""
         was, are = trained_hosts(before), trained_hosts(now)
         if not was or not are:
@@ -302,7 +302,7 @@ class RunFollower:
         tail = self._logs.get(host)
         return None if tail is None else tail.silent_s(self.clock)
 
-    def unheard_s(self) -> dict[int, float]:
+    def silence_s(self) -> dict[int, float]:
         """Seconds since the first rank last received from each silent rank."""
         since = dict[int, float]()
         for line in self.events:

@@ -142,7 +142,7 @@ class Copies:
     ) -> None:
         self._folder, self._place = run.path.resolve(), place
         self._piece = _PIECE if whole else 0
-        mine = RankGroups(about).ranks_of(host)
+        mine = RankGroups(about).list_ranks(host)
         paths = [*(run.step_file(rank) for rank in mine), run.gpu_file(host)]
         self._offsets = {path.name: 0 for path in paths}
 

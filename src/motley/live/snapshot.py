@@ -83,7 +83,7 @@ def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> l
         worker = known.get(rank, {})
         host, track = str(worker.get("host") or ""), followed.tracks.get(rank)
         steps = last_steps(track) if track and track.last else []
-        sample = device_of(followed.devices.get(host, {}), rank, worker)
+        sample = find_device_sample(followed.devices.get(host, {}), rank, worker)
         told = [step for step in steps if step.n_local is not None and step.n_global]
         samples = told[-1].n_local if told else planned(counts, worker)
         whole, part = sum(step.n_global for step in told), sum(step.n_local or 0 for step in told)
@@ -95,16 +95,16 @@ def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> l
             rank, plain(host), device_name(plain(worker.get("device"))),
             plain(worker.get("precision")),
             part / whole if whole and samples is not None else None, samples,
-            own and own * weight_of(told),
-            mean_parts(steps) if steps else told_of(rank, waits),
+            own and own * compute_sample_weight(told),
+            mean_parts(steps) if steps else get_straggler_times(rank, waits),
             waits.by_rank.get(rank, 0.0) if waits else 0.0,
             track.last.step if track and track.last else None,
-            silent_s=silence.of(rank, host), here=rank in followed.tracks, **of_device(sample),
+            silent_s=silence.of(rank, host), here=rank in followed.tracks, **describe_device(sample),
         ))  # fmt: skip
     return rows
 
 
-def told_of(rank: int, waits: Waits | None) -> tuple[float | None, ...]:
+def get_straggler_times(rank: int, waits: Waits | None) -> tuple[float | None, ...]:
     """Return the times of the straggler, as the first of many ranks reports them."""
     if waits is None or waits.rank != rank or waits.own_s is None:
         return ()
@@ -117,7 +117,7 @@ def planned(counts: Sequence[int], worker: Mapping[str, Any]) -> int | None:
     return counts[place] if isinstance(place, int) and 0 <= place < len(counts) else None
 
 
-def device_of(
+def find_device_sample(
     devices: Mapping[str, deque[GpuSample]], rank: int, worker: Mapping[str, Any]
 ) -> GpuSample | None:
     """The last sample of the device that a rank computes on."""
@@ -129,7 +129,7 @@ def device_of(
     return next(iter([*mine, *(sample for sample in last if sample.gpu is None)]), None)
 
 
-def of_device(sample: GpuSample | None) -> dict[str, Any]:
+def describe_device(sample: GpuSample | None) -> dict[str, Any]:
     """Return the fields of a row that describe its device."""
     if sample is None:
         return {}
@@ -165,7 +165,7 @@ def choose(rows: Sequence[Row], most: int) -> list[Row]:
     return sorted(sorted(rows, key=weight, reverse=True)[:most], key=lambda row: row.rank)
 
 
-def weight_of(steps: Sequence[Step]) -> float:
+def compute_sample_weight(steps: Sequence[Step]) -> float:
     """Return the weight of a sample, in the task's unit; 1 where it is not recorded."""
     told = [step for step in steps if step.weight is not None and step.n_global]
     samples = sum(step.n_global for step in told)
@@ -276,23 +276,23 @@ def take_snapshot(
         said, plain(task.get("unit") or "samples"), done, last_step, last.epoch if last else None,
         elapsed(about, wall),
         left_s(lead, last_step - done) if lead and last_step and moves else None,
-        rate and rate * weight_of(steps), fraction_of_limit(about, rate),
+        rate and rate * compute_sample_weight(steps), fraction_of_limit(about, rate),
         next((loss for _, loss in reversed(losses)), None), tuple(losses),
         last.lr if last else None, last.loss_scale if last else None,
         evaluation(followed.evaluation), plain(followed.slow_link), tuple(shown),
         len(rows) - len(shown), tuple(map(event, list(followed.events)[-_EVENTS:])),
-        elsewhere(followed), plain(followed.problem), history_of(followed, rank),
+        elsewhere(followed), plain(followed.problem), get_history(followed, rank),
     )  # fmt: skip
 
 
-def history_of(followed: RunFollower, rank: int | None) -> RankHistory | None:
+def get_history(followed: RunFollower, rank: int | None) -> RankHistory | None:
     """Return the history of one rank; None for one that does not train."""
     worker = next((each for each in workers(followed.about) if each["rank"] == rank), None)
     if worker is None or rank is None:
         return None
     track, host = followed.tracks.get(rank), str(worker.get("host"))
     points = track.history.points() if track else []
-    last = device_of(followed.devices.get(host, {}), rank, worker)
+    last = find_device_sample(followed.devices.get(host, {}), rank, worker)
     samples = list(followed.devices[host][last.gpu or ""]) if last else []
     return RankHistory(
         rank, tuple(point.step for point in points), tuple(point.parts for point in points),

@@ -277,7 +277,7 @@ def _foreseen(training: Training, forecast: dict[str, Any]) -> dict[int, Callabl
         if not isinstance(rank, int) or place >= len(seconds):
             continue
         if place < len(tables):
-            found[rank] = cache(tables[place].seconds_of)
+            found[rank] = cache(tables[place].compute_seconds)
         else:
             planned = counts[place] if place < len(counts) else 0
             found[rank] = partial(_in_proportion, seconds[place], planned)

@@ -14,7 +14,7 @@ from motley.live.follow import RunFollower, workers
 from motley.live.track import Held, Waits, last_steps, mean_parts
 from motley.records.json_files import JsonDict
 from motley.records.training import EMA, EpochRecord
-from motley.text import step_in_words
+from motley.text import format_step
 
 _LONGEST = 2000  # characters
 
@@ -52,7 +52,7 @@ def evaluation(line: JsonDict | None) -> str:
     """Return an evaluation in words, as in ``top1 0.9722, loss 0.1021 (epoch 9)``."""
     if not line:
         return ""
-    metrics = EpochRecord.metrics_of(line)
+    metrics = EpochRecord.read_metrics(line)
     said = [f"{name} {value:.4g}" for name, value in metrics.items()
             if isinstance(value, int | float) and not name.startswith(EMA)]  # fmt: skip
     return plain(f"{', '.join(said)} (epoch {line.get('epoch')})") if said else ""
@@ -138,7 +138,7 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
         host: silent for worker in workers(followed.about)
         if (silent := followed.host_silent_s(host := str(worker.get("host")))) and silent > late
     }  # fmt: skip
-    lead, unheard = followed.lead(), followed.unheard_s()
+    lead, unheard = followed.lead(), followed.silence_s()
     if lead is None or lead.last is None:
         return Silence(None, hosts, unheard=unheard)
     usual = median(step.seconds for step in lead.recent)  # one that took long changes nothing
@@ -199,7 +199,7 @@ def _ended(followed: RunFollower) -> str:
     if not failure:
         return f"{status}: no process holds the run any more; continue with --resume auto"
     rank, host, step = failure.get("rank"), failure.get("host"), failure.get("step")
-    at = step_in_words(step if isinstance(step, int) else None)
+    at = format_step(step if isinstance(step, int) else None)
     where = f"rank {rank} on {host}, {at}: " if host else ""
     return plain(f"{status}: {where}{failure.get('error')}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from motley.checkpoint.run import Run
-from motley.checkpoint.store import step_of
+from motley.checkpoint.store import parse_step
 from motley.config.options import Config
 from motley.faults import Phase
 from motley.launch.world import World
@@ -22,12 +22,12 @@ from motley.measure.process_group import ProcessGroup
 from motley.measure.profile import with_readers_of_compiled
 from motley.measure.speed_cache import compile_file
 from motley.membership.detector import PROGRESS_TIMEOUT_S
-from motley.plan.forecast import arrange
+from motley.plan.forecast import split_and_forecast
 from motley.plan.plan import cut
 from motley.plan.speeds import SpeedTable
 from motley.plan.wire import AllReduceCost
 from motley.tasks.model import TaskModel
-from motley.tasks.net import kind_of
+from motley.tasks.net import get_kind
 
 _FASTER = 0.02  # by less a compiled model is not worth what else it may bring
 _MOST_FASTER = 1.65  # times; 1.21 to 1.58 were measured (benchmarks/NOTES.md)
@@ -100,7 +100,7 @@ def can_compile(model: TaskModel) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
-def steps_of(config: Config, samples: int) -> int:
+def count_steps(config: Config, samples: int) -> int:
     """Steps of a whole run."""
     an_epoch = math.ceil(max(1, round(samples * config.data_fraction)) / config.batch_size)
     return min(config.epochs * an_epoch, config.max_steps or config.epochs * an_epoch)
@@ -163,7 +163,7 @@ def compile_where_faster(
     Returns:
         The speeds of all ranks, with those of compiled models, and notes for the user.
     """
-    tables, counts, forecast = arrange(config.batch_size, speeds, wire)
+    tables, counts, forecast = split_and_forecast(config.batch_size, speeds, wire)
     own: _Own | None = None
     if model is not None and group.rank is not None:
         rank = group.rank
@@ -224,13 +224,13 @@ class _Own:
         if config.compile == "on" or can_compile(model):
             promise = Promise.read(kept)
             blocks = model.task.blocks(model.net).values()
-            kinds = max(1, len({kind_of(block) for block in blocks}))
+            kinds = max(1, len({get_kind(block) for block in blocks}))
             whole = len(blocks) if model.task.compiles_whole else 0
             passes_s = sum(speed.micro_s(size) for size in sizes)
             least_s = promise.costs_least(passes_s, kinds)
             promise = replace(promise, cost_s=max(promise.costs(passes_s, kinds, whole), least_s))
-        begun = (step_of(run.resume_from[0]) or 0) if run and run.resume_from else 0
-        return cls(kept, promise, least_s, steps_of(config, model.samples), begun)
+        begun = (parse_step(run.resume_from[0]) or 0) if run and run.resume_from else 0
+        return cls(kept, promise, least_s, count_steps(config, model.samples), begun)
 
 
 def _is_wanted(

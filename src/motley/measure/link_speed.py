@@ -22,7 +22,7 @@ import torch.distributed as dist
 from motley.cluster.network import VIRTUAL
 from motley.comm.collectives import leave_group
 from motley.comm.modes.numbers import EXACT
-from motley.comm.reducer import Bucket, Reducer, buckets_of
+from motley.comm.reducer import Bucket, Reducer, make_buckets
 from motley.launch.world import World
 from motley.measure.device import wait_for
 from motley.plan.speeds import Flow, Links, Port, rounds
@@ -51,7 +51,7 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
     """
     traffic = traffic or Traffic(world.network.interface)
     ports = world.allgather(traffic.seen() if world.first_here else None)
-    return _links_of(world, _meet(world, _SECONDS), ports)
+    return _collect_links(world, _meet(world, _SECONDS), ports)
 
 
 def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
@@ -92,11 +92,11 @@ def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links | 
     """
     port = look_at(world.network.interface) if world.first_here else None
     ports = world.allgather(port)
-    now = _links_of(world, _meet(world, 0.0), ports)
-    return None if now.broken() else _links_of(world, flows, ports)
+    now = _collect_links(world, _meet(world, 0.0), ports)
+    return None if now.broken() else _collect_links(world, flows, ports)
 
 
-def _links_of(
+def _collect_links(
     world: World, flows: Mapping[tuple[int, int], Flow], ports: Sequence[Port | None]
 ) -> Links:
     hosts = {machine: world.nodes[machine].host for machine in sorted(set(world.machines))}
@@ -280,17 +280,17 @@ def measure_wire(
     send_s = _Sender(mode, tries, device, group).seconds
     total = sum(parameter.numel() for parameter in parameters)
     some = _first(parameters, _MOST)
-    pieces = buckets_of(some, min(int(_PIECE_MIB * 2**18), total // _PIECES))
+    pieces = make_buckets(some, min(int(_PIECE_MIB * 2**18), total // _PIECES))
     # Send as many small messages as pieces: a GPU is given the next while it works on one.
     side = max(_TINY, mode.least_side)
     tiny = [torch.empty(side, side, device=device) for _ in pieces]
     # The minimum over ranks is the time of the last rank to arrive, which waited for no other.
-    nothing_s = send_s(buckets_of(tiny, side**2), dist.ReduceOp.MIN, warm=True)
+    nothing_s = send_s(make_buckets(tiny, side**2), dist.ReduceOp.MIN, warm=True)
     latency_s = nothing_s / len(pieces)
     first_s = send_s(pieces[:1])
     part = pieces[: max(2, min(len(pieces), int(_PART_S / first_s)))]  # one alone has no slope
     part_s = send_s(part) if len(part) > 1 else first_s
-    first, more, whole = (_bytes_of(mode, sent) for sent in (pieces[:1], part, pieces))
+    first, more, whole = (_count_bytes(mode, sent) for sent in (pieces[:1], part, pieces))
     all_s = _all_s(first, more, whole, first_s, part_s)
     count = len(pieces)
     del part, pieces  # memory of theirs is needed
@@ -298,14 +298,14 @@ def measure_wire(
     if first < more == whole and (computes or dist.get_backend() == "nccl"):
         # A bucket with matrices that are computed with costs more than one of next to nothing
         # does; and one of NCCL's less, which begins with it while another is on its way.
-        each_s = (all_s - send_s(buckets_of(some, total))) / (count - 1)
+        each_s = (all_s - send_s(make_buckets(some, total))) / (count - 1)
         latency_s = max(latency_s if computes else 0.0, each_s)
     transfer_s = max(0.0, all_s - latency_s * count) * total / sum(p.numel() for p in some)
-    return cost_of(parameters, mode, latency_s, transfer_s)
+    return compute_cost(parameters, mode, latency_s, transfer_s)
 
 
-def _bytes_of(mode: WireMode, buckets: Sequence[Bucket]) -> float:
-    return mode.bytes_of([tuple(grad.shape) for bucket in buckets for grad in bucket.grads])
+def _count_bytes(mode: WireMode, buckets: Sequence[Bucket]) -> float:
+    return mode.count_bytes([tuple(grad.shape) for bucket in buckets for grad in bucket.grads])
 
 
 def _all_s(first: float, part: float, whole: float, first_s: float, part_s: float) -> float:
@@ -346,11 +346,11 @@ def measure_fewer(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> F
     return FewerCost(tuple(ranks), seconds.item())
 
 
-def cost_of(
+def compute_cost(
     parameters: Sequence[torch.Tensor], mode: WireMode, latency_s: float, transfer_s: float
 ) -> AllReduceCost:
     """Return the cost of adding up these parameters' gradient from its measured seconds."""
-    size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
+    size = mode.count_bytes([tuple(parameter.shape) for parameter in parameters])
     return AllReduceCost(
         latency_s, transfer_s, dist.get_backend() == "nccl",
         size=float(size), sync_every=mode.sync_every, tensors=_tensors(parameters, mode),
@@ -360,8 +360,8 @@ def cost_of(
 def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[float, float], ...]:
     """See AllReduceCost.tensors: the last layer's gradients come first."""
     shapes = [tuple(parameter.shape) for parameter in reversed(parameters)]
-    numbers, size = sum(map(math.prod, shapes)), mode.bytes_of(shapes)
-    return tuple((math.prod(shape) / numbers, mode.bytes_of([shape]) / size) for shape in shapes)
+    numbers, size = sum(map(math.prod, shapes)), mode.count_bytes(shapes)
+    return tuple((math.prod(shape) / numbers, mode.count_bytes([shape]) / size) for shape in shapes)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from motley.measure.link_speed import Traffic
 from motley.measure.process_group import ProcessGroup, shrink_group
 from motley.measure.profile import (
     Measured,
-    alike,
     can_overlap,
+    equalise_speeds,
     may_take,
     measure_between,
     measure_speeds,
-    wires_of,
+    measure_wires,
 )
 from motley.measure.speed_cache import WireMemory, recall, remember, wire_cache, with_sizes
 from motley.plan.advice import (
@@ -32,12 +32,12 @@ from motley.plan.advice import (
     fewer_hosts,
     larger_batch,
 )
-from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
+from motley.plan.forecast import WORTH_IT, Choice, Forecast, choose_machines, split_and_forecast
 from motley.plan.memory import Foreseen
 from motley.plan.plan import Plan, cut, make_plan
 from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import AllReduceCost, EngineTraits, WireMode
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 
 
@@ -87,7 +87,10 @@ def other_engines(
         name: other.through(wire, mode, group.precisions, exact)
         for name, other in traits.others.items() if other.can(mode)
     }  # fmt: skip
-    return {name: arrange(global_batch, measured.speeds, sent)[2] for name, sent in through.items()}
+    return {
+        name: split_and_forecast(global_batch, measured.speeds, sent)[2]
+        for name, sent in through.items()
+    }
 
 
 _ROUNDS = 4  # of timing and splitting, at most
@@ -123,7 +126,7 @@ def refine(
     """
     for _ in range(_ROUNDS):
         wire = measured.wires[mode]
-        speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
+        speeds, counts, predicted = split_and_forecast(global_batch, measured.speeds, wire)
         shows = wire.likes_long_batches and predicted.exposed_s > _SHOWS * predicted.step_s
         speed = None
         if model is not None and group.rank is not None:
@@ -293,7 +296,7 @@ def measure_and_plan(
 
 def _reads_images(config: Config) -> bool:
     """Return True if the samples are files of images in a folder."""
-    return getattr(task_of(config), "dataset", "") == "folder"
+    return getattr(get_task(config), "dataset", "") == "folder"
 
 
 def _without_others(
@@ -304,7 +307,7 @@ def _without_others(
     mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
     job = replace(job, group=group, model=job.model if group.rank is not None else None)
     job.world.clock.lap("plan")
-    wires = wires_of(job.world, group, job.model, [EXACT, mode], job.traits)
+    wires = measure_wires(job.world, group, job.model, [EXACT, mode], job.traits)
     job.world.clock.lap("wires")
     speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
     return job, Measured(speeds, wires, measured.links), mode
@@ -323,7 +326,7 @@ def _compiled(job: _Job, measured: Measured, mode: WireMode) -> tuple[Measured, 
         job.world, job.run, job.group, job.model, job.config, measured.speeds, measured.wires[mode]
     )
     if speeds != measured.speeds:
-        measured = replace(measured, speeds=alike(job.group, speeds))
+        measured = replace(measured, speeds=equalise_speeds(job.group, speeds))
         measured = _refined(job, measured, mode)
     job.world.clock.lap("compile")
     return measured, notes
@@ -450,7 +453,7 @@ def _stay(
 def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Planned:
     """Shares by measured speed, and what to expect of them."""
     wire = measured.wires[mode]
-    speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
+    speeds, counts, predicted = split_and_forecast(global_batch, measured.speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
     plan = make_plan(global_batch, counts, sizes, mode, predicted.buckets, measured.speeds[0].grain)
     return Planned(plan, speeds, predicted, measured.wires, links=measured.links)

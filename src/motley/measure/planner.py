@@ -32,13 +32,20 @@ from motley.measure.process_group import (
     shrink_group,
 )
 from motley.plan.forecast import Forecast
-from motley.plan.length import ramp_of
-from motley.plan.memory import Foreseen, MemoryNeed, ModelSize, amount, enough_ranks, need_of
-from motley.plan.plan import Rank, make_plan, whole_shares
+from motley.plan.length import make_ramp
+from motley.plan.memory import (
+    Foreseen,
+    MemoryNeed,
+    ModelSize,
+    amount,
+    enough_ranks,
+    estimate_rank_memory,
+)
+from motley.plan.plan import Rank, make_plan, whole_share_pieces
 from motley.plan.speeds import SpeedTable
 from motley.plan.wire import EngineTraits, WireMode
 from motley.tasks.build import build
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.check import check_task
 from motley.tasks.model import AUTOCAST, TaskModel, common_type, set_matmul_precision
 from motley.tasks.net import set_attention
@@ -123,7 +130,7 @@ def _need(
         kept_numbers(config) + config.model_ema,
     )  # fmt: skip
     is_narrow = narrow_type(task, group.precisions, traits) is not None
-    return need_of(size, traits, group.size, is_narrow, wire_bytes)
+    return estimate_rank_memory(size, traits, group.size, is_narrow, wire_bytes)
 
 
 def _room(group: ProcessGroup) -> float | None:
@@ -207,7 +214,7 @@ def open_model(
     if group.rank is None:
         return None
     traits = traits or EngineTraits()
-    task, precision = task_of(config), group.precisions[group.rank]
+    task, precision = get_task(config), group.precisions[group.rank]
     set_matmul_precision(precision)
     net, by_blocks = build(task, config)
     held = 0.0
@@ -252,13 +259,13 @@ def plan_batch(
     named = config.wire
     asked = named and named.in_job(group.precisions)
     _check_engine(asked, group, traits)
-    grain = check_grain(task_of(config), config.batch_size)
+    grain = check_grain(get_task(config), config.batch_size)
     if config.shares is not None:
         shares = config.shares.of(group.size)
         sizes = (
             config.micro_batch.of(group.size)
             if config.micro_batch
-            else whole_shares(config.batch_size, shares, grain)
+            else whole_share_pieces(config.batch_size, shares, grain)
         )
         mode = asked if asked is not None and group.size > 1 else EXACT
         planned = Planned(make_plan(config.batch_size, shares, sizes, mode, grain=grain))
@@ -285,7 +292,7 @@ def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
     """
     if config.shares is not None:
         raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
-    task = task_of(config)
+    task = get_task(config)
     world.once_per_node(task.prepare)
     group = join_process_group(world, config.precision, config.hosts)
     group, planned = plan_batch(world, None, group, open_model(group, config), config)
@@ -297,7 +304,7 @@ def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
 def check_grain(task: Task, batch_size: int) -> int:
     """The samples of a task that stay together; MotleyError unless the batch is whole groups."""
     grain = task.grain
-    for global_batch in ramp_of(batch_size).batches():
+    for global_batch in make_ramp(batch_size).batches():
         if global_batch % grain == 0:
             continue
         less = global_batch // grain * grain
@@ -348,8 +355,8 @@ def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
     Facts that an older run.json lacks are not compared.
     """
     pairs = zip(workers, before, strict=False)
-    alike = all(old.items() <= asdict(worker).items() for worker, old in pairs)
-    return alike and len(workers) == len(before)
+    equalise_speeds = all(old.items() <= asdict(worker).items() for worker, old in pairs)
+    return equalise_speeds and len(workers) == len(before)
 
 
 def _plan_before(
@@ -369,7 +376,7 @@ def _plan_before(
     started = kept | {rank["rank"] for rank in left_out} == set(range(world.size))
     if not ranks or not started or not _are(workers, ranks):
         return None
-    same = config.as_json(Decides.SPEED | Decides.PLAN) | task_of(config).identity()
+    same = config.as_json(Decides.SPEED | Decides.PLAN) | get_task(config).identity()
     if any(old.get(key) != value for key, value in same.items()):
         return None
     plan = content["plan"]
@@ -385,6 +392,6 @@ def _plan_before(
         group = shrink_group(world, group, kept, reasons)
     made = make_plan(
         plan["global_batch"], plan["shares"], plan["max_micro_batch"], wire, plan["buckets"],
-        task_of(config).grain,
+        get_task(config).grain,
     )  # fmt: skip
     return group, Planned(made, tuple(speeds), known)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from motley import ROOT
 from motley.cluster.launcher import bind_process, choose_node, memory_nodes
 from motley.comm.collectives import leave_group
-from motley.engines.out_of_memory import uuid_of
+from motley.engines.out_of_memory import get_uuid
 from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.measure.device import kernel_speed
@@ -43,7 +43,7 @@ def bind_to_device(world: World, device: torch.device) -> str:
     """Keep this rank next to its device; says where that is, nothing where it may be anywhere."""
     has_gpu, near = device.type == "cuda", None
     if has_gpu:
-        uuid = uuid_of(device)
+        uuid = get_uuid(device)
         own = [each for each in world.nodes[world.rank].devices if each.uuid == uuid]
         near = own[0].memory_node if own else None
     node = choose_node(
@@ -69,7 +69,7 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
     name, uuid, maker = "cpu", "", ""
     if device.type == "cuda":
         name = f"{device} {torch.cuda.get_device_properties(device).name}"
-        uuid, maker = uuid_of(device), "AMD" if torch.version.hip else "NVIDIA"
+        uuid, maker = get_uuid(device), "AMD" if torch.version.hip else "NVIDIA"
     precision, why = wanted, "asked for"
     if wanted == "auto":
         precision, why = confirmed(*promised_precision(device), device)
@@ -166,7 +166,7 @@ class ProcessGroup:
         """Which machine each rank is on; names of hosts may be alike."""
         return [world.machines[rank] for rank in self.ranks(world)]
 
-    def who_is_left_out(self) -> list[str]:
+    def describe_left_out(self) -> list[str]:
         """In words, a line for each reason."""
         ranks: dict[str, list[str]] = {}
         for entry in self.left_out:
@@ -210,7 +210,7 @@ def join_process_group(
     """
     check_nccl(world)
     known = range(torch.cuda.device_count())
-    gpus = tuple(uuid_of(torch.device("cuda", index)) for index in known)
+    gpus = tuple(get_uuid(torch.device("cuda", index)) for index in known)
     machine = world.machines[world.rank]
     launched = world.allgather(Rank(world.rank, world.host, machine, world.local_rank, gpus))
     named = named_hosts(hosts, [each.host for each in launched])

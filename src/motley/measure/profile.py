@@ -17,7 +17,7 @@ from motley.cluster.launcher import cores_per_rank
 from motley.comm.modes import modes
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
-from motley.data.loader import ranks_here, samples_on, workers_of
+from motley.data.loader import count_workers, ranks_here, samples_on
 from motley.data.source import Key, Keyed, Samples
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -25,16 +25,16 @@ from motley.launch.world import World
 from motley.measure.link_speed import (
     TRIES,
     Traffic,
-    cost_of,
+    compute_cost,
     known_links,
     measure_fewer,
     measure_links,
     measure_wire,
 )
 from motley.measure.process_group import ProcessGroup
-from motley.measure.speed_cache import WireFigures, speed_of
+from motley.measure.speed_cache import WireFigures, measure_own_speed
 from motley.membership.detector import PROGRESS_TIMEOUT_S
-from motley.plan.forecast import arrange
+from motley.plan.forecast import split_and_forecast
 from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import Addition, AllReduceCost, EngineTraits, FewerCost, WireMode
 from motley.tasks.model import TaskModel
@@ -90,7 +90,7 @@ def _with_readers(
         device: device of this rank.
     """
     readers = math.ceil(_AHEAD * speed.rate * one_s)
-    readers = workers_of(samples, config, device, min(_MOST, max(1, readers)))
+    readers = count_workers(samples, config, device, min(_MOST, max(1, readers)))
     return replace(
         speed, input_s=one_s / _at_once(readers, device), readers=readers,
         reads_ahead=readers > 0 and _spare(device) >= 1,
@@ -176,12 +176,12 @@ def measure_speeds(
     own = None
     world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
     if model is not None and group.rank is not None:
-        own = speed_of(group, model, config, traits.optimizer_shards(group.size))
+        own = measure_own_speed(group, model, config, traits.optimizer_shards(group.size))
         # All ranks of a host at once, as they do when they train.
         own = with_reading(own, model.task, config, group.device)
     found = [each for each in world.allgather(own) if each is not None]
     world.clock.lap("speeds")
-    return alike(group, found)
+    return equalise_speeds(group, found)
 
 
 def measure_between(
@@ -215,15 +215,15 @@ def measure_between(
         links = known or _passing_links(world, traffic, again=remembered is None)
     world.clock.lap("links")
     kept = remembered or WireFigures(links.flows if links else {})
-    wires = wires_of(world, group, model, [EXACT], traits, remembered=kept)
-    exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
+    wires = measure_wires(world, group, model, [EXACT], traits, remembered=kept)
+    exact = split_and_forecast(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
     slow = _slow_rank(group.machines(world), links)
     others = _other_modes(group, asked, traits, part, slow)
     for taken in (True, False):  # what is for the user's ears alone need not be as sure
         some = [mode for mode in others if may_take(mode, asked, group.precisions) == taken]
         tries = TRIES if taken else 1
-        wires = wires_of(world, group, model, some, traits, wires, kept, tries)
+        wires = measure_wires(world, group, model, some, traits, wires, kept, tries)
     if slow is not None:
         kept = replace(kept, fewer=kept.fewer or _without(world, group, model, slow))
         wires = {
@@ -312,7 +312,7 @@ def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]
     return mode == asked or asked == replace(mode, slow_rank=None)
 
 
-def wires_of(
+def measure_wires(
     world: World,
     group: ProcessGroup,
     model: TaskModel | None,
@@ -348,7 +348,7 @@ def wires_of(
             else:
                 found = mode.cost_from(own[EXACT]) if EXACT in own else None
                 if found is None and mode in old:
-                    found = cost_of(parameters, mode, *old[mode])
+                    found = compute_cost(parameters, mode, *old[mode])
                 found = found or measure_wire(parameters, mode, tries)
                 own[mode] = replace(found, frozen=frozen)
     wires = next(each for each in world.allgather(own) if each is not None)
@@ -380,7 +380,7 @@ def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
     return ranks[0] if len(ranks) == 1 and len(machines) > 2 else None
 
 
-def alike(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
+def equalise_speeds(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
     """Return equal speeds for CPU ranks of one machine.
 
     They share its cores, and noise must not give them different shares.

@@ -35,7 +35,7 @@ from motley.measure.process_group import ProcessGroup, nccl_version
 from motley.plan.speeds import Flow, SpeedTable
 from motley.plan.wire import AllReduceCost, EngineTraits, FewerCost, WireMode
 from motley.records.json_files import read_json, write_json
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 
 _STEPPED = 2**25  # numbers whose optimizer step is timed, of a model that is not held whole
@@ -46,7 +46,9 @@ _LARGER = 8  # times, from one such to the next
 _TELLS = 0.7  # of the best rate, at which a micro-batch shows the time of each sample
 
 
-def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int) -> SpeedTable:
+def measure_own_speed(
+    group: ProcessGroup, model: TaskModel, config: Config, shards: int
+) -> SpeedTable:
     """Return this rank's speed, remembered if the device still is as fast.
 
     Args:
@@ -135,7 +137,7 @@ def compile_file(group: ProcessGroup, config: Config) -> Path:
 def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict[str, Any]]:
     """Where a rank's speed is remembered, and all that it depends on."""
     assert group.rank is not None
-    own, task = group.workers[group.rank], task_of(config)
+    own, task = group.workers[group.rank], get_task(config)
     here = sum(worker.host == own.host for worker in group.workers)
     key = {
         "device": own.device, "uuid": own.uuid, "precision": own.precision,
@@ -144,10 +146,10 @@ def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict
         "options": {**config.as_json(Decides.SPEED), **task.identity()},
         "task": hashlib.sha256(Path(inspect.getfile(type(task))).read_bytes()).hexdigest(),
     }  # fmt: skip
-    return cache_folder() / SPEED_FILES.replace("*", digest_of(key)[:20]), key
+    return cache_folder() / SPEED_FILES.replace("*", compute_digest(key)[:20]), key
 
 
-def digest_of(content: object) -> str:
+def compute_digest(content: object) -> str:
     """Return the hash of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -298,7 +300,11 @@ def wire_cache(
         asked: the wire mode that the user wants; None: auto.
     """
     shapes = model and [[list(p.shape), p.requires_grad] for p in model.every_parameter()]
-    own = (world.network.address, world.network.interface, digest_of(shapes) if shapes else None)
+    own = (
+        world.network.address,
+        world.network.interface,
+        compute_digest(shapes) if shapes else None,
+    )
     told = world.allgather(own)
     key = {
         "hosts": [[world.nodes[m].host, *told[m][:2]] for m in sorted(set(world.machines))],
@@ -308,7 +314,7 @@ def wire_cache(
         "versions": versions(), "nccl": nccl_version(),
         "network": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_OF_NETWORK)},
     }  # fmt: skip
-    return WireCache(cache_folder() / f"wire-{digest_of(key)[:20]}.json", key, world.machines)
+    return WireCache(cache_folder() / f"wire-{compute_digest(key)[:20]}.json", key, world.machines)
 
 
 def recall(world: World, group: ProcessGroup, cache: WireCache) -> WireFigures | None:

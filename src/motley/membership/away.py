@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from motley.cluster.gpus import read_gpu_processes, user_of
+from motley.cluster.gpus import get_process_user, read_gpu_processes
 from motley.errors import MotleyError
 from motley.text import typed_command
 
@@ -35,7 +35,7 @@ _LIMIT_S = 4.0  # for an answer of logind's
 _ASKED = ("Name", "Seat", "Class", "Active", "Remote", "IdleHint", "LockedHint", "Type", "TTY")
 
 
-def who_is_here() -> str:
+def find_other_user() -> str:
     """Return another user who needs this machine, in words; empty if there is none."""
     return _at_console() or _on_gpu()
 
@@ -84,7 +84,7 @@ def _at_console_by_utmp() -> str:
 
 
 def _on_gpu() -> str:
-    own = user_of(os.getpid())  # a number where the user has no name
+    own = get_process_user(os.getpid())  # a number where the user has no name
     for process in read_gpu_processes() or ():
         if process.user not in (own, str(os.getuid())):
             return f"a process of {process.user} is on GPU {process.gpu}"

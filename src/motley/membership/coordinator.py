@@ -47,7 +47,7 @@ from motley.membership.protocol import (
     encode,
 )
 from motley.membership.regroup import Regroup
-from motley.membership.survivors import Regrouping
+from motley.membership.survivors import RegroupState
 
 
 class BackgroundWriter:
@@ -187,7 +187,7 @@ class Coordinator:
         on_fault: Callable[[Fault], None],
         on_event: Callable[[dict[str, Any]], None],
         standby: int,
-        regrouping: Regrouping,
+        regrouping: RegroupState,
         lost: Fault | None = None,
     ) -> None:
         self._witnesses = list[socket.socket]()
@@ -256,14 +256,14 @@ class Coordinator:
         """Accept a connection: of a rank, or of the reaper of a lost one."""
         if new.rank < 0:
             self._witnesses.append(new.line)
-            self._regroup.witness(~new.rank)
+            self._regroup.note_host_alive(~new.rank)
             return
         address = new.line.getpeername()[0]
         number = self._own.place.numbers[new.rank]
         status = RankStatus(new.rank, number, new.host, now, address=address, messages=new.messages)
         self._others[new.line] = status
         if new.rank == self._standby:
-            self._tell_standby_of_crash()
+            self._watch_crash_file()
         for message in map(decode, new.pending):
             self._hear(status, message)
 
@@ -278,11 +278,11 @@ class Coordinator:
         if survivors := self._regroup.go_on(left):
             self._pause.forget(len(left))
             self._standby = survivors.standby
-            self._tell_standby_of_crash()
+            self._watch_crash_file()
         elif fault := self._regroup.overdue(left):
             self.end_job(fault)
 
-    def _tell_standby_of_crash(self) -> None:
+    def _watch_crash_file(self) -> None:
         """Have what this rank's fault handler writes go to who would judge it."""
         for line, status in self._others.items():
             if status.rank == self._standby:

@@ -333,7 +333,7 @@ def _connections() -> Iterator[tuple[int, bytes]]:
             yield int(name), info.raw[: size.value]
 
 
-TOLD_AFTER_S = 2.5  # without a heartbeat: gaps of 1.5 s are usual on a busy machine
+REPORTED_AFTER_S = 2.5  # without a heartbeat: gaps of 1.5 s are usual on a busy machine
 # Without an answer to data that was sent twice again: a busy machine still acknowledges.
 CUT_OFF_AFTER_S, _TRIES = 1.0, 2
 
@@ -362,7 +362,7 @@ class SilentRanks:
             statuses: all ranks but 0, without lost ones.
         """
         now = self._awake.seconds
-        late, soon = now - TOLD_AFTER_S, now - CUT_OFF_AFTER_S
+        late, soon = now - REPORTED_AFTER_S, now - CUT_OFF_AFTER_S
         first = min((each.heard for each in statuses), default=now)
         if not self._silent and first >= soon:
             return []

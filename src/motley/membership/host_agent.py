@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from motley.cluster.account import SPEED_FILES, cache_folder
-from motley.cluster.orphans import Found, survey
+from motley.cluster.orphans import TrainingProcess, survey
 from motley.cluster.processes import is_alive, send
 from motley.errors import MotleyError
-from motley.membership.away import mark_away, read_away, remove_mark, who_is_here
+from motley.membership.away import find_other_user, mark_away, read_away, remove_mark
 from motley.membership.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
 from motley.plan.speeds import SpeedTable
 
@@ -39,12 +39,12 @@ _MOST_SPEEDS = 10  # that are reported
 _PRESENCE_S = 5.0  # between looks for another user
 
 
-def own_ranks() -> list[Found]:
+def own_ranks() -> list[TrainingProcess]:
     """Find this user's ranks on this machine, of this copy of Motley."""
     return [each for each in survey().found if each.kind == "rank"]
 
 
-def ask_to_leave(ranks: Sequence[Found]) -> None:
+def ask_to_leave(ranks: Sequence[TrainingProcess]) -> None:
     """Signal to ranks that the mark is there; a rank that still starts reads it by itself."""
     for each in ranks:
         send(each.pid, each.ticks, LEAVE_SIGNAL)
@@ -101,7 +101,7 @@ def be_polite(quiet_s: float) -> None:
     longer stays.
     """
     while True:
-        if seen := who_is_here():
+        if seen := find_other_user():
             away = read_away()
             if away is None or away.polite:
                 mark_away(quiet_s, f"--polite: {seen}")

@@ -24,7 +24,7 @@ from motley.membership.protocol import (
     decode,
     encode,
 )
-from motley.membership.survivors import standby_of
+from motley.membership.survivors import choose_standby
 
 # After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
 STOP_S = 0.2
@@ -126,7 +126,7 @@ class Member:
             return True
         try:
             if self._to_standby is None:
-                at = own.place.listening[standby_of(own.place.machines)]
+                at = own.place.listening[choose_standby(own.place.machines)]
                 self._to_standby = socket.create_connection((at.address, at.port), _ANSWER_S)
                 self._to_standby.setblocking(False)
             return bool(self._to_standby.recv(1))  # it says nothing there, until it ends

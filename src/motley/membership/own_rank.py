@@ -23,7 +23,7 @@ from motley.membership.detector import (
     dead_peers,
     heartbeat_interval_s,
 )
-from motley.membership.pause import REQUESTS, OwnPause, request_of
+from motley.membership.pause import REQUESTS, OwnPause, read_request
 from motley.membership.protocol import Hold, Message, Rescue, Rescued, decode, encode
 from motley.membership.reaper import LauncherReaper
 from motley.membership.survivors import GroupPlace, Survivors
@@ -90,7 +90,7 @@ class Outbox:
 
     def add_request(self, number: int) -> None:
         """Add the message that a signal asks for, if it asks for one."""
-        if (request := request_of(number)) is not None:
+        if (request := read_request(number)) is not None:
             self.messages.append(request)
 
     def add(self, message: Message) -> None:
@@ -188,7 +188,7 @@ class OwnRank:
         """Have the watching thread send a message to rank 0."""
         self.outbox.add(message)
 
-    def say_of_group(self, message: Message) -> None:
+    def send_in_group(self, message: Message) -> None:
         """Send a message that is void once a rank is lost; from the training's thread."""
         self.say(replace(message, group=self.change.trains_in))
 
@@ -251,12 +251,12 @@ class OwnRank:
     def go_on(self, survivors: Survivors) -> None:
         """Take the new place, and have the training's thread go on with the survivors."""
         self.place = self.place.among(survivors.ranks)
-        self.tell_reaper()
+        self.inform_reaper()
         self.held.clear()
         self.pause.forget()
         self.change.begin(survivors, self.hooks.free)
 
-    def tell_reaper(self) -> None:
+    def inform_reaper(self) -> None:
         """Send the reaper this rank's number, and the address of a rank to inform of its death.
 
         The other rank learns from the reaper that the host outlives this rank.
@@ -290,7 +290,7 @@ class OwnRank:
                 os._exit(code)
 
 
-def line_of(fault: Fault) -> str:
+def format_fault(fault: Fault) -> str:
     """Return the line that the user reads of a fault."""
     return f"motley: {fault.line()}"
 

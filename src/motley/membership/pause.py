@@ -32,7 +32,7 @@ PAUSE_SIGNAL = signal.SIGUSR2  # save, and end
 REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
 
 
-def request_of(number: int) -> Message | None:
+def read_request(number: int) -> Message | None:
     """Return what a rank sends to rank 0 after such a signal; None if it asks for nothing."""
     if number == PAUSE_SIGNAL:
         return PauseRequest()

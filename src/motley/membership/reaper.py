@@ -73,7 +73,7 @@ def _is_ours(path: Path) -> bool:
     return path.lstat().st_uid == os.getuid() and not path.is_symlink()
 
 
-def sessions_of(launcher: int) -> dict[int, str]:
+def find_sessions(launcher: int) -> dict[int, str]:
     """Return the process of each ssh session, with its host as hosts.txt has it.
 
     There are none, unless ``launcher`` is an mpirun that has started some.
@@ -98,7 +98,7 @@ class SshSessions:
     def __init__(self, launcher: int) -> None:
         self._first = ""
         self._hosts: dict[int, str] = {}  # of those that are open, by a descriptor of the process
-        for pid, host in sessions_of(launcher).items():
+        for pid, host in find_sessions(launcher).items():
             with contextlib.suppress(OSError):  # an older kernel, or it has just ended
                 self._hosts[os.pidfd_open(pid)] = host
 
@@ -153,7 +153,7 @@ class LauncherReaper:
                 start_new_session=True,
             )  # fmt: skip
         with contextlib.suppress(psutil.NoSuchProcess):
-            found = sessions_of(launcher.pid)
+            found = find_sessions(launcher.pid)
             self._sessions = {psutil.Process(pid): host for pid, host in found.items()}
         self.tell(
             rank=rank, number=number, host=host,
@@ -292,7 +292,7 @@ def _main() -> None:
         if launcher_first and told.rank == 0 and not told.ended:
             told.fault = asdict(_why_gone(told, sessions))
         if told.supervisor and not (launcher_first or told.ended):
-            _witness(told.rank, told.host, *told.supervisor)
+            _report_host_alive(told.rank, told.host, *told.supervisor)
         if told.line:  # before mpirun ends, and a shell says that it waits for the next command
             _say(told.line, terminal)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -317,7 +317,7 @@ def _say(line: str, terminal: str | None) -> None:
             print(line, file=screen, end="\r\n")
 
 
-def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:
+def _report_host_alive(rank: int, host: str, address: str, port: int, token: str) -> None:
     """Inform the first rank that this host lives, though its rank does not.
 
     The process then waits while the others train, because mpirun's daemon still serves their job.

@@ -9,9 +9,9 @@ from typing import Any
 
 from motley.faults import Fault
 from motley.membership.detector import RankStatus
-from motley.membership.own_rank import OwnRank, line_of
+from motley.membership.own_rank import OwnRank, format_fault
 from motley.membership.protocol import Gathered, GoOn, KeepState, Message, StateKept
-from motley.membership.survivors import Regrouping, Survivors, parts
+from motley.membership.survivors import RegroupState, Survivors, parts
 
 # A launcher that does not let ranks outlive one of them ends the others within this time: Open MPI
 # 4.1 takes 1 s.
@@ -31,7 +31,7 @@ class Regroup:
     def __init__(
         self,
         own: OwnRank,
-        regrouping: Regrouping,
+        regrouping: RegroupState,
         tell_all: Callable[[Message], None],
         record: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -56,9 +56,9 @@ class Regroup:
             return None
         return self._last[0]
 
-    def witness(self, rank: int) -> None:
+    def note_host_alive(self, rank: int) -> None:
         """See Regrouping."""
-        self._regrouping.witness(rank)
+        self._regrouping.note_host_alive(rank)
 
     def lose(self, rank: int, fault: Fault, left: Collection[RankStatus]) -> bool:
         """Have the others keep their state after a loss; return False if the job must end."""
@@ -98,7 +98,7 @@ class Regroup:
             return None
         own, lost = self._own, survivors.lost
         faults = self._regrouping.faults
-        said = [line_of(fault) for fault in faults]
+        said = [format_fault(fault) for fault in faults]
         own.print("\n".join(said) + f"; on with {len(survivors.ranks)} of {own.place.size} ranks")
         for fault in faults:
             self._record({"kind": "lost", "rank": fault.rank, "host": fault.host,

@@ -41,14 +41,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from motley.faults import Fault, Phase, fault_of
+from motley.faults import Fault, Phase, make_fault
 from motley.membership import messages
 from motley.membership.away import read_away
 from motley.membership.coordinator import ARRIVE_S, FIRST_CAUSE_S, BackgroundWriter, Coordinator
 from motley.membership.detector import Heartbeat
 from motley.membership.member import Member
 from motley.membership.messages import Handshakes, Listening, greeting
-from motley.membership.own_rank import HOLD_S, OwnRank, line_of
+from motley.membership.own_rank import HOLD_S, OwnRank, format_fault
 from motley.membership.pause import LEAVE_SIGNAL
 from motley.membership.protocol import (
     CanRegroup,
@@ -65,10 +65,10 @@ from motley.membership.reaper import LauncherReaper, outlived_by_launcher
 from motley.membership.survivors import (
     GroupPlace,
     RankLostError,
-    Regrouping,
+    RegroupState,
     Survivors,
+    choose_standby,
     packed,
-    standby_of,
     unpacked,
 )
 
@@ -135,10 +135,10 @@ class Watching:
         own, self._writer = self._own, BackgroundWriter()
         place = own.place
         self._handshakes.expect(range(place.rank + 1, place.size))
-        regrouping = Regrouping(place.machines, place.survives)
+        regrouping = RegroupState(place.machines, place.survives)
         return Coordinator(
             own, self._handshakes, self._writer, self._on_fault, self._on_event,
-            standby_of(place.machines), regrouping, lost,
+            choose_standby(place.machines), regrouping, lost,
         )  # fmt: skip
 
     def _connected(self, first: int, limit_s: float) -> Member:
@@ -154,7 +154,7 @@ class Watching:
         """Return the thread that watches once the next rank has taken rank 0's place."""
         own = self._own
         if own.place.rank == 1:
-            own.reaper = own.reaper or _reaper_of(own.place)
+            own.reaper = own.reaper or _make_reaper(own.place)
             return self._as_first(lost)
         try:
             connected = self._connected(1, ARRIVE_S)
@@ -177,10 +177,10 @@ class Watching:
             if isinstance(self._watch, Coordinator):
                 self._watch.run()
         except Exception as error:
-            fault = fault_of(error, self._own.place.number, self._own.place.host, self._own.step)
+            fault = make_fault(error, self._own.place.number, self._own.place.host, self._own.step)
             if isinstance(self._watch, Coordinator):
                 self._watch.end_job(fault)
-            self._own.print(line_of(fault))
+            self._own.print(format_fault(fault))
             self._own.leave(fault.code)
         finally:
             messages.end()
@@ -257,8 +257,8 @@ class Supervisor:
         own = self._own
         own.place = replace(own.place, listening=tuple(listening), survives=survives)
         is_lowest_here = own.place.machines[own.place.rank] == own.place.rank
-        own.reaper = _reaper_of(own.place) if is_lowest_here else None
-        own.tell_reaper()
+        own.reaper = _make_reaper(own.place) if is_lowest_here else None
+        own.inform_reaper()
         own.outbox.catch_signals()
         own.outbox.add_request(LEAVE_SIGNAL)  # it may have come before
         self._watching.start()
@@ -305,7 +305,7 @@ class Supervisor:
         """
         own = self._own
         if not own.finished.is_set():
-            own.say_of_group(Done())
+            own.send_in_group(Done())
             while not own.finished.wait(_LOOK_S):
                 self.check_group()
             self._watching.flush()
@@ -341,7 +341,7 @@ class Supervisor:
     def can_regroup(
         self, keep: Callable[[], None], free: Callable[[], None], without_first: bool
     ) -> None:
-        """Have this rank go on when another one is lost, once all can; see :meth:`survivors_of`.
+        """Have this rank go on when another one is lost, once all can; see :meth:`get_survivors`.
 
         Args:
             without_first: also when it is rank 0; the same on all ranks.
@@ -351,7 +351,7 @@ class Supervisor:
         """
         hooks = self._own.hooks
         hooks.keep, hooks.free, hooks.without_first = keep, free, without_first
-        self._own.say_of_group(CanRegroup())
+        self._own.send_in_group(CanRegroup())
 
     def connections(self) -> list[socket.socket]:
         """Return the connections that outlive the group, for they are of this supervisor."""
@@ -362,7 +362,7 @@ class Supervisor:
         if self._own.change.survivors is not None:
             raise RankLostError(self._own.change.survivors.lost.line())
 
-    def survivors_of(self, error: BaseException) -> Survivors:
+    def get_survivors(self, error: BaseException) -> Survivors:
         """Return the survivors to go on with after an error that a lost rank has led to.
 
         End with the job where a lost rank is not the cause, or no rank can go on.
@@ -371,8 +371,8 @@ class Supervisor:
         if own.change.survivors is None and (own.hooks.keep is None or own.finished.is_set()):
             raise error
         if own.change.survivors is None:
-            fault = fault_of(error, own.place.number, own.place.host, own.step)
-            own.say_of_group(_said(fault, own))
+            fault = make_fault(error, own.place.number, own.place.host, own.step)
+            own.send_in_group(_said(fault, own))
             if not own.change.begun.wait(3 * FIRST_CAUSE_S) and own.held.is_set():
                 own.change.begun.wait(HOLD_S)
         if own.change.survivors is None:
@@ -389,7 +389,7 @@ class Supervisor:
         """Return every rank's value, by rank, through rank 0; for ranks that go on."""
         own = self._own
         self.check_group()
-        own.say_of_group(GatherValue(packed(value)))
+        own.send_in_group(GatherValue(packed(value)))
         while (found := own.change.gathered.get()) is None:
             self.check_group()  # else it is of a loss before
         return [unpacked(text) for text in found]
@@ -403,12 +403,12 @@ class Supervisor:
         own = self._own
         if not self._watching.started:
             raise error  # mpi4py's runner ends all ranks
-        fault = fault_of(error, own.place.number, own.place.host, own.step)
+        fault = make_fault(error, own.place.number, own.place.host, own.step)
         if own.finished.is_set():  # no rank listens: the last events could not be recorded
             traceback.print_exception(error)
-            own.print(line_of(fault))
+            own.print(format_fault(fault))
             own.leave(fault.code)
-        own.say_of_group(_said(fault, own))
+        own.send_in_group(_said(fault, own))
         time.sleep(3 * FIRST_CAUSE_S)  # rank 0 ends this process before that
         if own.held.is_set():
             time.sleep(HOLD_S)
@@ -419,7 +419,7 @@ class Supervisor:
         self._own.leave(1)
 
 
-def _reaper_of(place: GroupPlace) -> LauncherReaper:
+def _make_reaper(place: GroupPlace) -> LauncherReaper:
     return LauncherReaper(place.rank, place.number, place.host)
 
 

@@ -43,7 +43,7 @@ _MEET_S = 60.0  # in which all have left the broken group; one may compute meanw
 
 
 class RankLostError(Exception):
-    """The group that this rank computes in is broken; see :meth:`Supervisor.survivors_of`."""
+    """The group that this rank computes in is broken; see :meth:`Supervisor.get_survivors`."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class GroupPlace:
     @property
     def is_standby(self) -> bool:
         """True if this rank reports to the user when rank 0 cannot."""
-        return bool(self.machines) and self.rank == standby_of(self.machines)
+        return bool(self.machines) and self.rank == choose_standby(self.machines)
 
     def among(self, ranks: Sequence[int]) -> "GroupPlace":
         """Return the place in the group of these ranks, which are numbered anew."""
         return replace(
             self, rank=ranks.index(self.rank), numbers=tuple(self.numbers[rank] for rank in ranks),
-            machines=tuple(machines_of(self.machines, ranks)),
+            machines=tuple(renumber_machines(self.machines, ranks)),
             listening=tuple(self.listening[rank] for rank in ranks if self.listening),
         )  # fmt: skip
 
@@ -175,7 +175,7 @@ class Status(Protocol):
     regroups: bool
 
 
-class Regrouping:
+class RegroupState:
     """The first rank's memory of who is lost, who has kept its state, and what was gathered.
 
     Args:
@@ -225,7 +225,7 @@ class Regrouping:
         self._keeping.discard(rank)
         return True
 
-    def witness(self, rank: int) -> None:
+    def note_host_alive(self, rank: int) -> None:
         """Note that the host of a rank lives, and so does mpirun's daemon there."""
         self._witnessed.add(rank)
 
@@ -251,12 +251,14 @@ class Regrouping:
         if self.first is None or self._keeping or not self.all_hosts_live(left):
             return None
         ranks = tuple(sorted(status.rank for status in left))
-        return Survivors(ranks, self.first, standby_of(machines_of(self._machines, ranks)))
+        return Survivors(
+            ranks, self.first, choose_standby(renumber_machines(self._machines, ranks))
+        )
 
     def begin_anew(self, survivors: Survivors) -> None:
         """Begin with the survivors, numbered anew."""
         self._meeting, self._since = survivors.lost, time.monotonic()
-        self._machines = machines_of(self._machines, survivors.ranks)
+        self._machines = renumber_machines(self._machines, survivors.ranks)
         self._lost.clear()
         self._witnessed.clear()
         self._gathered.clear()
@@ -272,7 +274,7 @@ class Regrouping:
         return found
 
 
-def standby_of(machines: Sequence[int]) -> int:
+def choose_standby(machines: Sequence[int]) -> int:
     """Return the rank that reports when rank 0 cannot.
 
     A rank on another machine is preferred, because it does not freeze with the machine of rank 0.
@@ -283,7 +285,7 @@ def standby_of(machines: Sequence[int]) -> int:
     return min((rank for rank, machine in enumerate(machines) if machine != 0), default=1)
 
 
-def machines_of(machines: Sequence[int], ranks: Sequence[int]) -> list[int]:
+def renumber_machines(machines: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return the machine of each of ``ranks``, by its lowest rank, all numbered anew."""
     kept = [machines[rank] for rank in ranks]
     return [kept.index(machine) for machine in kept]

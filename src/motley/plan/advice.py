@@ -4,10 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from motley.plan.forecast import Choice, Forecast, arrange, choose_machines, rates_of
+from motley.plan.forecast import (
+    Choice,
+    Forecast,
+    choose_machines,
+    compute_rates,
+    split_and_forecast,
+)
 from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import AllReduceCost, EngineTraits, WireMode
-from motley.text import rate_in_words, typed_command
+from motley.text import format_rate, typed_command
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
@@ -150,7 +156,7 @@ def larger_batch(
         wire: cost of an all-reduce in the planned mode.
         links: measured links between the machines; None: not measured.
     """
-    rates = rates_of(machines, speeds)
+    rates = compute_rates(machines, speeds)
     fastest = sorted(rates, key=lambda machine: -rates[machine])[:_FASTEST]
     ranks_of = [[r for r, m in enumerate(machines) if m == machine] for machine in fastest]
 
@@ -159,7 +165,7 @@ def larger_batch(
         alone = {}
         for ranks in ranks_of:
             few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)
-            alone[ranks[0]] = arrange(samples, few, less)[2].step_s
+            alone[ranks[0]] = split_and_forecast(samples, few, less)[2].step_s
         best = min(alone, key=lambda rank: alone[rank])
         together = choose_machines(samples, machines, speeds, wire, links).chosen
         return alone[best] / together.step_s, best, together.samples_per_s
@@ -195,12 +201,12 @@ def bound_by_input(
     packed = typed_command("--dataset packed reads images sooner (see setup/stage_cn.sh -h)")
     found = {}
     for name, speed, n in zip(names, speeds, counts, strict=True):
-        if not n or speed.waits_s(n) < _WAITS * speed.seconds_of(n):
+        if not n or speed.waits_s(n) < _WAITS * speed.compute_seconds(n):
             continue
         readers = speed.readers or 0
         who = f"{readers} loader process{'es' * (readers > 1)}" if readers else "each rank itself"
-        reads = rate_in_words(1 / speed.input_s)
-        computes = rate_in_words(n / speed.computing().seconds_of(n))
+        reads = format_rate(1 / speed.input_s)
+        computes = format_rate(n / speed.computing().compute_seconds(n))
         if speed.reads_ahead:
             how = f"{who} of a rank read {reads} samples a second, and it could compute {computes}"
             if readers == 1:

@@ -12,7 +12,7 @@ import numpy as np
 from motley.plan.plan import Speeds, apportion, limit_s, split
 from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import AllReduceCost
-from motley.text import rate_in_words
+from motley.text import format_rate
 
 _WORTH = 0.01  # of a step, that larger micro-batches must save
 _WORTH_A_BUCKET = 0.002  # of a step, that more buckets must save; seen: forecasts are that good
@@ -86,9 +86,9 @@ class Forecast:
         )
         lost = f". It loses {causes}" if causes and self.fraction < _WELL else ""
         return (
-            f"predicted: {self.step_s:.3g} s a step, {rate_in_words(rate)} {unit}/s, which is "
+            f"predicted: {self.step_s:.3g} s a step, {format_rate(rate)} {unit}/s, which is "
             f"{self.fraction:.2f} of what these machines can do together "
-            f"({rate_in_words(most)} {unit}/s; the wire alone takes "
+            f"({format_rate(most)} {unit}/s; the wire alone takes "
             f"{self.wire_s:.3g} s a step){lost}"
         )
 
@@ -124,12 +124,12 @@ def forecast(
             as any.
     """
     total = sum(counts)
-    compute = tuple(Speeds(speeds).seconds_of(np.array(counts, dtype=float)).tolist())
+    compute = tuple(Speeds(speeds).compute_seconds(np.array(counts, dtype=float)).tolist())
     last = max(range(len(counts)), key=lambda rank: compute[rank])
     input_s = 0.0
     if any(speed.input_s for speed in speeds):
         pairs = zip(speeds, counts, strict=True)
-        input_s = max(compute) - max(speed.computing().seconds_of(n) for speed, n in pairs)
+        input_s = max(compute) - max(speed.computing().compute_seconds(n) for speed, n in pairs)
     parts = [max(1, math.ceil(n / s.micro_batch)) for n, s in zip(counts, speeds, strict=True)]
     backward_s = speeds[last].micro_s(counts[last] / parts[last]) * 2 / 3
     choices = [buckets] if buckets else _BUCKETS
@@ -150,7 +150,7 @@ def forecast(
     )
 
 
-def arrange(
+def split_and_forecast(
     global_batch: int, speeds: Sequence[SpeedTable], wire: AllReduceCost
 ) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
     """Split the batch in micro-batches that make a step short.
@@ -248,14 +248,16 @@ def choose_machines(
         ranks = some
         while True:
             less = wire.among(machines, ranks, links)
-            _, counts, found = arrange(global_batch, [speeds[rank] for rank in ranks], less)
+            _, counts, found = split_and_forecast(
+                global_batch, [speeds[rank] for rank in ranks], less
+            )
             able = [r for r, n in zip(ranks, counts, strict=True) if n or machines[r] == needed]
             if len(able) == len(ranks):
                 return Choice(tuple(ranks), frozenset(some) - set(ranks), whole, found)
             ranks = able
 
-    rates = rates_of(machines, speeds)
-    *_, whole = arrange(global_batch, speeds, wire)
+    rates = compute_rates(machines, speeds)
+    *_, whole = split_and_forecast(global_batch, speeds, wire)
     if fixed:
         return Choice(everyone, frozenset(), whole, whole)
     best = most = choice(everyone)
@@ -271,7 +273,7 @@ def choose_machines(
     return best if best.chosen.step_s < (1 - WORTH_IT) * most.chosen.step_s else most
 
 
-def rates_of(machines: Sequence[int], speeds: Sequence[SpeedTable]) -> dict[int, float]:
+def compute_rates(machines: Sequence[int], speeds: Sequence[SpeedTable]) -> dict[int, float]:
     """Samples a second of each machine, all of its ranks together, at their best."""
     rates: dict[int, float] = {}
     for machine, speed in zip(machines, speeds, strict=True):
@@ -298,7 +300,7 @@ def _fewer_than(all_of_them: int) -> list[int]:
     return sorted({*(count for count in doubled if count < all_of_them), all_of_them - 1})
 
 
-def what_if(
+def forecast_alternatives(
     global_batch: int,
     names: Sequence[str],
     machines: Sequence[int],
@@ -320,7 +322,7 @@ def what_if(
         Forecasts by a description of each way.
     """
     ranks = range(len(speeds))
-    best = min(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
+    best = min(ranks, key=lambda rank: speeds[rank].compute_seconds(global_batch))
     alone = wire.among(machines, [best], links)
     rows = {f"{names[best]} alone": forecast([global_batch], [speeds[best]], alone)}
     if len(speeds) == 1:
@@ -328,11 +330,11 @@ def what_if(
     grain = speeds[0].grain
     equal = apportion(global_batch // grain, (1.0,) * len(speeds))
     rows["equal shares"] = forecast([grain * groups for groups in equal], speeds, wire)
-    fast = sorted(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
+    fast = sorted(ranks, key=lambda rank: speeds[rank].compute_seconds(global_batch))
     for count in _fewer_than(len(speeds))[1:]:
         few = [speeds[rank] for rank in sorted(fast[:count])]
         less = wire.among(machines, fast[:count], links)
-        *_, rows[f"the fastest {count}"] = arrange(global_batch, few, less)
+        *_, rows[f"the fastest {count}"] = split_and_forecast(global_batch, few, less)
     twice = 2 * global_batch
-    *_, rows[f"--batch-size {twice}"] = arrange(twice, speeds, wire)
+    *_, rows[f"--batch-size {twice}"] = split_and_forecast(twice, speeds, wire)
     return rows

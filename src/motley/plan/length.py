@@ -76,7 +76,7 @@ class RampedBatch(int):
         return str(self.ramp)
 
 
-def ramp_of(batch_size: int) -> Ramp:
+def make_ramp(batch_size: int) -> Ramp:
     """How a batch grows; where it does not, one that is the same in all steps."""
     if isinstance(batch_size, RampedBatch):
         return batch_size.ramp

@@ -161,7 +161,7 @@ def amount(mib: float) -> str:
     return f"{mib / 1024:.3g} GiB" if mib >= 1000 else f"{mib:.3g} MiB"
 
 
-def need_of(
+def estimate_rank_memory(
     size: ModelSize,
     traits: "EngineTraits",
     ranks: int,

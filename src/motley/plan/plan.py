@@ -64,7 +64,7 @@ class Speeds:
     def ready_s(
         self, samples: Floats, slowdown: Floats | float = 1.0, computed_s: Floats | None = None
     ) -> Floats:
-        """Return :meth:`SpeedTable.seconds_of` less ``step_s``, for all ranks.
+        """Return :meth:`SpeedTable.compute_seconds` less ``step_s``, for all ranks.
 
         Args:
             samples: samples of each rank in a step.
@@ -76,8 +76,8 @@ class Speeds:
         ready: Floats = np.maximum(slowdown * computed, read)
         return ready
 
-    def seconds_of(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
-        """Return :meth:`SpeedTable.seconds_of`, for all ranks.
+    def compute_seconds(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
+        """Return :meth:`SpeedTable.compute_seconds`, for all ranks.
 
         Args:
             samples: samples of each rank in a step.
@@ -86,7 +86,7 @@ class Speeds:
         return self.step_s + self.ready_s(samples, slowdown)
 
     def samples_in(self, seconds: float, slowdown: Floats | float = 1.0) -> Floats:
-        """The most samples in so many seconds, real numbers: the inverse of :meth:`seconds_of`."""
+        """The most samples in so many seconds, real numbers: the inverse of :meth:`compute_seconds`."""
         left = np.maximum(0.0, seconds - self.step_s) / slowdown
         full = np.floor(left / self._m_s)
         more = (full + 1) * self._size_in(left / (full + 1))
@@ -96,7 +96,7 @@ class Speeds:
         found: Floats = np.minimum(computed, read)
         return found
 
-    def whole_in(self, seconds: float, slowdown: Floats | float = 1.0) -> NDArray[np.int64]:
+    def count_whole(self, seconds: float, slowdown: Floats | float = 1.0) -> NDArray[np.int64]:
         """Return the whole samples, or grains, in these numbers, less errors of rounding."""
         grains = self.samples_in(seconds, slowdown) / self._grain
         return (grains + 1e-8).astype(np.int64) * self._grain
@@ -148,11 +148,11 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     taken from who would be last.
     """
     speeds = Speeds(_some(tables))
-    whole = speeds.whole_in(_time_for(global_batch, speeds, len(tables)))
+    whole = speeds.count_whole(_time_for(global_batch, speeds, len(tables)))
     counts, surplus = whole.tolist(), int(whole.sum() - global_batch) // tables[0].grain
-    took = np.where(whole > 0, speeds.seconds_of(whole.astype(float)), 0.0)
+    took = np.where(whole > 0, speeds.compute_seconds(whole.astype(float)), 0.0)
     last = [  # of equal times the largest share first: what the clock took for equal need not be
-        (-tables[rank].seconds_of(counts[rank]), -counts[rank], rank)
+        (-tables[rank].compute_seconds(counts[rank]), -counts[rank], rank)
         for rank in _slowest(surplus, took) if counts[rank]
     ]  # fmt: skip
     heapq.heapify(last)
@@ -160,7 +160,7 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
         *_, rank = heapq.heappop(last)
         counts[rank] -= tables[0].grain
         if n := counts[rank]:
-            heapq.heappush(last, (-tables[rank].seconds_of(n), -n, rank))
+            heapq.heappush(last, (-tables[rank].compute_seconds(n), -n, rank))
     return tuple(counts)
 
 
@@ -193,10 +193,10 @@ def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
     then.
     """
     low = 0.0
-    high = 1.000001 * float(speeds.seconds_of(np.full(ranks, float(global_batch))).max())
+    high = 1.000001 * float(speeds.compute_seconds(np.full(ranks, float(global_batch))).max())
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        done = speeds.whole_in(middle).sum()
+        done = speeds.count_whole(middle).sum()
         if done == global_batch:
             return middle
         low, high = (low, middle) if done > global_batch else (middle, high)
@@ -391,7 +391,7 @@ class Plan:
         least = longest if self.equal_micro_steps else 1
         return tuple(sizes + (0,) * (least - len(sizes)) for sizes in cuts)
 
-    def of_batch(self, n: int) -> "Plan":
+    def for_batch(self, n: int) -> "Plan":
         """Return this plan for a global batch of ``n`` samples: the ragged last of an epoch."""
         return self if n == self.global_batch else replace(self, global_batch=n)
 
@@ -434,7 +434,9 @@ class Plan:
         return f"{_count(count, 'sample')} in {steps}{groups}"
 
 
-def whole_shares(global_batch: int, shares: Sequence[float], grain: int = 1) -> tuple[int, ...]:
+def whole_share_pieces(
+    global_batch: int, shares: Sequence[float], grain: int = 1
+) -> tuple[int, ...]:
     """Micro-batches of each rank's whole share, of one grain at least."""
     return tuple(grain * max(1, groups) for groups in apportion(global_batch // grain, shares))
 

@@ -350,7 +350,7 @@ class ReplanMonitor:
         soonest = speeds.step_s + speeds.ready_s(load.least, slowdown, load.least_s)
         if soonest[load.least > 0].max() > enough:
             return None
-        if speeds.whole_in(enough, slowdown).sum() < sum(load.counts):
+        if speeds.count_whole(enough, slowdown).sum() < sum(load.counts):
             return None
         pairs = zip(self._tables, slowdown.tolist(), strict=True)
         tables = [table.slower(factor) for table, factor in pairs]

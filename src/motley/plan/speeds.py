@@ -114,7 +114,7 @@ class SpeedTable:
         )
         return start + (end - start) * (samples - low) / (high - low)
 
-    def seconds_of(self, samples: float) -> float:
+    def compute_seconds(self, samples: float) -> float:
         """t(n): a rank's own time for its part of a step."""
         parts = max(1, math.ceil(samples / self.micro_batch))
         computed = self.step_s + parts * self.micro_s(samples / parts)
@@ -123,7 +123,7 @@ class SpeedTable:
 
     def waits_s(self, samples: float) -> float:
         """Return the seconds of these in which the rank waits for its samples."""
-        return self.seconds_of(samples) - self.computing().seconds_of(samples)
+        return self.compute_seconds(samples) - self.computing().compute_seconds(samples)
 
     def computing(self) -> "SpeedTable":
         """Return the table of a rank that reads nothing."""

@@ -120,7 +120,7 @@ class WireMode(ABC):
             "benchmarks"
         )
 
-    def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
+    def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
         """Return the bytes that a gradient of these shapes takes on the wire, each time."""
         return _BYTES[self.dtype] * sum(map(math.prod, shapes))
 

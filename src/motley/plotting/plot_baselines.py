@@ -130,7 +130,7 @@ def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
             end += part
         end = max(end, draw_marks(ax, row, place, shown))
         ax.annotate(words, (end, place), (5, 0), textcoords="offset points", va="center")
-    ax.set_yticks(range(len(rows)), [title_of(row) for row in rows])
+    ax.set_yticks(range(len(rows)), [make_title(row) for row in rows])
     ax.tick_params(axis="y", length=0)
     ax.grid(False, axis="y")
     ax.set_ylim(len(rows) - 0.4, -0.6)  # with the cells that have no bar
@@ -162,13 +162,13 @@ def draw_marks(ax: "Axes", row: Row, place: int, shown: dict[str, str]) -> float
     return end
 
 
-def title_of(row: Row) -> str:
+def make_title(row: Row) -> str:
     """Return the cell's name, precision, hosts and batch."""
     hosts = "1 host" if row.machines == 1 else f"{row.machines} hosts"
     return f"{row.name}\n{row.precision}, {hosts}, batch {row.batch}"
 
 
-def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return rows that differ in the number of hosts alone, two or more, by their common settings.
 
     In weak scaling the batch grows with the hosts.
@@ -237,7 +237,7 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
     rows = read_rows(folder)
     if not rows:
         raise MotleyError(f"{folder.path} holds no run that has ended; left out")
-    series = series_of(rows)
+    series = group_series(rows)
     heights = [1.2 + 0.46 * len(rows), *([3.4] if series else []), 3.2]
     figure = style.new_figure(11, sum(heights))
     parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]

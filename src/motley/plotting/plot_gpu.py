@@ -204,7 +204,7 @@ def draw_series(ax: "Axes", panel: Panel, one: Series, unit: float) -> None:
         ax.fill_between(x, 0, others, color=color, alpha=0.2, linewidth=0)
 
 
-def handles_of(series: list[Series], epochs: bool) -> "list[Line2D | Patch]":
+def make_handles(series: list[Series], epochs: bool) -> "list[Line2D | Patch]":
     """Return what a legend of all panels explains."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -257,7 +257,7 @@ def draw_panel(ax: "Axes", panel: Panel, series: list[Series], starts: list[floa
         ax.set_ylim(0, 105)
 
 
-def panels_of(name: str, series: list[Series]) -> list[Panel]:
+def make_panels(name: str, series: list[Series]) -> list[Panel]:
     """Return the panels of some logs; a quantity without any value has none."""
     panels = [panel for panel in PANELS if any(panel.shows(one) for one in series)]
     if not panels:
@@ -273,7 +273,7 @@ def few_starts(series: list[Series]) -> list[float]:
 
 def draw_folder(name: str, series: list[Series]) -> "Figure":
     """Return the picture of one folder of logs."""
-    panels, starts = panels_of(name, series), few_starts(series)
+    panels, starts = make_panels(name, series), few_starts(series)
     figure = style.new_figure(9, 1.2 + 1.75 * len(panels) + 0.1 * len(series))
     figure.suptitle(f"Machines of {name}")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -281,15 +281,15 @@ def draw_folder(name: str, series: list[Series]) -> "Figure":
         draw_panel(ax, panel, series, starts)
     for ax in axes[:-1]:
         ax.set_xlabel("")
-    add_legend(figure, handles_of(series, bool(starts)))
+    add_legend(figure, make_handles(series, bool(starts)))
     return figure
 
 
 def machine_panels(name: str, series: list[Series]) -> "Iterator[tuple[str, Figure]]":
     """Yield the same panel by panel, each with what it shows in words."""
     starts = few_starts(series)
-    handles = handles_of(series, bool(starts))
-    for panel in panels_of(name, series):
+    handles = make_handles(series, bool(starts))
+    for panel in make_panels(name, series):
         figure, ax = style.panel(2.4 + 0.17 * len(handles))
         draw_panel(ax, panel, series, starts)
         add_legend(figure, handles)

@@ -119,7 +119,7 @@ def by_task(runs: Mapping[str, Losses]) -> dict[str, dict[str, Losses]]:
     return tasks
 
 
-def kinds_of(runs: Mapping[str, Losses]) -> list[dict[str, Curve | None]]:
+def list_curves(runs: Mapping[str, Losses]) -> list[dict[str, Curve | None]]:
     """Return the curves to draw, kind by kind: losses, then held-out values where a run has any."""
     held_out = {name: run.held_out for name, run in runs.items()}
     kinds: list[dict[str, Curve | None]] = [{name: run.loss for name, run in runs.items()}]
@@ -129,7 +129,7 @@ def kinds_of(runs: Mapping[str, Losses]) -> list[dict[str, Curve | None]]:
 def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
     """Return the picture of several runs, by name; of each task a block."""
     tasks = by_task(runs)
-    kinds = {task: kinds_of(each) for task, each in tasks.items()}
+    kinds = {task: list_curves(each) for task, each in tasks.items()}
     heights = [max(3.2 * len(kinds[task]), 0.8 + 0.17 * len(each)) for task, each in tasks.items()]
     figure = style.new_figure(11, sum(heights))
     blocks = figure.subfigures(len(tasks), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -148,7 +148,7 @@ def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
 def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
     """Yield the same panel by panel, each with what it shows in words."""
     for task, each in by_task(runs).items():
-        for curves in kinds_of(each):
+        for curves in list_curves(each):
             label = next(curve.label for curve in curves.values() if curve is not None)
             for over_time in (False, True):
                 names = 0.17 * max(0, len(each) - 4)  # inches
@@ -159,7 +159,7 @@ def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
                 yield f"{label} of each run against {against}: {task or 'runs'}", figure
 
 
-def losses_of(trainings: Iterable[Training]) -> dict[str, Losses]:
+def read_losses(trainings: Iterable[Training]) -> dict[str, Losses]:
     """Return the losses of each run by its folder's name; warn of a run without and skip it."""
     found: dict[str, Losses] = {}
     for training in trainings:
@@ -173,7 +173,7 @@ def losses_of(trainings: Iterable[Training]) -> dict[str, Losses]:
 
 def draw(paths: list[Path], out: Path | None) -> int:
     """Draw all runs together; return the exit code."""
-    runs = losses_of(filter(None, map(read_or_say, find_runs(paths))))
+    runs = read_losses(filter(None, map(read_or_say, find_runs(paths))))
     if not runs:
         raise command.nothing("run", paths)
     beside = Path(os.path.commonpath([path.resolve() for path in paths]))

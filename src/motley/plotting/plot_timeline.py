@@ -65,7 +65,7 @@ def spans(
     found = []
     for rank, lines in chosen.items():
         late = [
-            _met(line) - _met(reference[step])
+            _sum_time(line) - _sum_time(reference[step])
             for step, line in lines.items()
             if step in reference and None not in (line.get("t_comm"), reference[step].get("t_comm"))
         ]
@@ -84,7 +84,7 @@ def spans(
     ]
 
 
-def _met(line: JsonDict) -> float:
+def _sum_time(line: JsonDict) -> float:
     """Return the time when all ranks had the sum, by this one's clock."""
     return float(line["time"] - line["t_opt"])
 

@@ -17,7 +17,7 @@ from motley.plotting import command, style
 from motley.plotting.run_steps import others, seat_label, title, usual_steps
 from motley.records.costs import Training, column, leak, mean, median, read_training
 from motley.records.run_folder import find_runs
-from motley.text import rate_in_words
+from motley.text import format_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,7 @@ def draw_rate(ax: "Axes", training: Training) -> None:
         (by_clock, training.mean_rate(), "--"),
     ):
         if np.isfinite(value):
-            ax.axhline(value, color="0.3", linestyle=line, label=f"{name}: {rate_in_words(value)}")
+            ax.axhline(value, color="0.3", linestyle=line, label=f"{name}: {format_rate(value)}")
     style.label_axes(ax, "step", f"{unit}, all ranks", zero=True)
     style.legend_above(ax)
 

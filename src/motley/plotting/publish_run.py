@@ -108,10 +108,10 @@ class Session:
             self._collector.wait()
         else:
             for host in hosts_elsewhere(follower):
-                self._warn_of(host, follower.troubles.get(host))
+                self._warn_host(host, follower.troubles.get(host))
         return began
 
-    def _warn_of(self, host: str, trouble: str | None) -> None:
+    def _warn_host(self, host: str, trouble: str | None) -> None:
         if host in self._said or (self._collector.asked and trouble is None):
             return  # they may be on their way
         self._said.add(host)

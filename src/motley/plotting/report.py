@@ -27,7 +27,7 @@ from motley.plotting import command, style
 from motley.plotting.plot_baselines import LOST, lost
 from motley.plotting.plot_baselines import draw_folder as draw_matrix
 from motley.plotting.plot_gpu import machine_panels, read_folder, to_series
-from motley.plotting.plot_runs import losses_of, runs_panels
+from motley.plotting.plot_runs import read_losses, runs_panels
 from motley.plotting.plot_timeline import draw_timeline
 from motley.plotting.plot_training import run_panels
 from motley.plotting.run_steps import read_or_say, title
@@ -41,7 +41,7 @@ from motley.records.trace import read_trace, summarise
 from motley.sweep.matrix import REFERENCE
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import HEAD, Row, read_rows, shown
-from motley.text import rate_in_words, step_in_words
+from motley.text import format_rate, format_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -273,7 +273,7 @@ def details(
     return Details(name, summary, said, pictures, profiled)
 
 
-def of_matrix(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
+def make_matrix_section(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
     """Return the section of one matrix."""
     rows = read_rows(folder)
     firsts = {cell.name: folder.attempt(cell, 0) for cell in folder.matrix_cells()}
@@ -301,7 +301,7 @@ def _rate(rows: list[Row], name: str) -> str:
 def rates(training: Training) -> tuple[str, str, str]:
     """Return the median rate of its steps, the mean rate by the clock, and its headline metric."""
     middle, mean = (
-        "" if np.isnan(rate) else f"{rate_in_words(rate)} {training.unit}/s"
+        "" if np.isnan(rate) else f"{format_rate(rate)} {training.unit}/s"
         for rate in (median(training.rates()), training.mean_rate())
     )
     return middle, mean, training.headline
@@ -323,7 +323,7 @@ def distinct_names(runs: Sequence[RunFolder]) -> list[str]:
     return [path.name if count[path.name] == 1 else "/".join(path.parts[-2:]) for path in paths]
 
 
-def ranks_in_words(run: RunFolder, about: JsonDict) -> str:
+def describe_ranks(run: RunFolder, about: JsonDict) -> str:
     """Return how many ranks train, and how many were lost since the start, as ``2 (1 lost)``."""
     ranks, began = len(about.get("ranks") or []), about.get("started") or 0
     lost = [event for event in run.read_events() if event.get("event") == "lost"]
@@ -331,7 +331,7 @@ def ranks_in_words(run: RunFolder, about: JsonDict) -> str:
     return f"{ranks} ({count} lost)" if count else str(ranks)
 
 
-def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Section:
+def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Section:
     """Return the section of runs that belong to no matrix, the newest first."""
     head = ["run", "status", "started", "result", "median rate", "mean rate", "ranks", "batch",
             "wire", "task"]  # fmt: skip
@@ -355,14 +355,14 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         rows.append([
             name, str(about.get("status", "")), when,
             "" if best is None else style.metric(headline, best), middle, mean,
-            ranks_in_words(run, about), str(config.get("batch_size") or ""),
+            describe_ranks(run, about), str(config.get("batch_size") or ""),
             str((about.get("plan") or {}).get("wire") or ""),
             str((about.get("task") or {}).get("title", "")),
         ])  # fmt: skip
         if failure and about.get("status") != "stopped":
             where = f"rank {failure.get('rank')} on {failure.get('host')}"
             if failure.get("step") is not None:
-                where += f", {step_in_words(failure['step'])}"
+                where += f", {format_step(failure['step'])}"
             failed.append((name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
     each = [details(*pair, colours, co2) for pair in zip(runs, names, trainings, strict=True)]
@@ -373,7 +373,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         heading, said = runs[0].path.resolve().name, each[0].verdict or said
         each = [replace(each[0], verdict=[])]
     else:
-        pictures = panels("", lambda: runs_panels(losses_of(filter(None, trainings))))
+        pictures = panels("", lambda: runs_panels(read_losses(filter(None, trainings))))
     return Section(heading, said, [], head, rows, 1, failed, pictures, each)
 
 
@@ -386,11 +386,11 @@ def draw(paths: list[Path], out: Path | None, co2: float) -> int:
     sections = []
     for folder in matrices:
         try:
-            sections.append(of_matrix(BaselineFolder(folder), colours, co2))
+            sections.append(make_matrix_section(BaselineFolder(folder), colours, co2))
         except MotleyError as error:
             command.warn(error)
     if alone:
-        sections.append(of_runs(alone, colours, co2))
+        sections.append(make_runs_section(alone, colours, co2))
     if not sections:
         raise command.nothing("run", paths)
     environment = Environment(

@@ -117,7 +117,7 @@ def is_live() -> bool:
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
-def signs_of(console: Console) -> Signs:
+def choose_signs(console: Console) -> Signs:
     """Return the signs that the console can show."""
     return BLOCKS if console.encoding.lower().startswith("utf") else ASCII
 
@@ -127,7 +127,7 @@ def print_once(runs: Runs) -> None:
     width = shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns
     width = width if sys.stdout.isatty() else max(width, _TEXT_WIDTH)
     console = Console(width=width, highlight=False)
-    signs, view, wall = signs_of(console), View(keys=False), time.time()
+    signs, view, wall = choose_signs(console), View(keys=False), time.time()
     known = [runs.snapshot(name, wall) for name in runs.names]
     shown = [each for each in known if each is not None]
     lines = [] if len(shown) == 1 else runs_screen(shown, view, width, None, signs)
@@ -154,7 +154,7 @@ def watch(runs: Runs, collector: Collector) -> int:
     for name in ("COLUMNS", "LINES"):  # a shell's, which know of no window that changes
         os.environ.pop(name, None)
     console = Console(highlight=False)
-    signs, view = signs_of(console), View()
+    signs, view = choose_signs(console), View()
     with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         view = view if keys.there else replace(view, keys=False)
         size, shown, key = None, None, None

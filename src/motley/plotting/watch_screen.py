@@ -13,7 +13,7 @@ from rich.text import Text
 
 from motley.live.snapshot import RankHistory, Row, Snapshot
 from motley.live.words import Mood
-from motley.text import clock, rate_in_words
+from motley.text import clock, format_rate
 
 PARTS = ("input", "compute", "waiting", "wire", "optimizer", "host")
 _LOOK = ("white", "blue", "yellow", "red", "green", "magenta")  # of each part
@@ -137,7 +137,7 @@ def fit(said: str, width: int, cut: str) -> str:
 def facts(now: Snapshot) -> list[str]:
     """Return short facts, the most important first."""
     share = f"{now.fraction:.2f} of the limit" if now.fraction is not None else ""
-    rate = "" if now.rate is None else f"{rate_in_words(now.rate)} {now.unit}/s"
+    rate = "" if now.rate is None else f"{format_rate(now.rate)} {now.unit}/s"
     return [*filter(None, (
         rate, share, now.evaluation,
         "" if now.lr is None else f"lr {now.lr:.3g}",
@@ -287,7 +287,7 @@ def _said(row: Row, column: Column) -> str:
         return "" if value is None else form.format(value)
     said = {_RANK: str(row.rank), _HOST: row.host, _DEVICE: row.device,
             _PRECISION: row.precision, _OTHERS: row.others,
-            _RATE: "" if row.rate is None else rate_in_words(row.rate)}  # fmt: skip
+            _RATE: "" if row.rate is None else format_rate(row.rate)}  # fmt: skip
     return said[column]
 
 
@@ -458,9 +458,7 @@ def runs_screen(
         done = f" {min(1.0, now.step / now.last_step):.0%}" if now.last_step else ""
         left = f" {clock(now.left_s)} left" if now.left_s is not None else ""
         rate = (
-            f" {rate_in_words(now.rate)} {now.unit}/s"
-            if now.rate and now.status == "running"
-            else ""
+            f" {format_rate(now.rate)} {now.unit}/s" if now.rate and now.status == "running" else ""
         )
         said = f"{now.name}  {now.status}{done}{left}{rate}"
         look = "reverse" if now.name == view.run else ""

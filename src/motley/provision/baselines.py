@@ -32,9 +32,9 @@ from typing import Any, NoReturn
 from motley import ROOT
 from motley.cluster.hostfile import Host, allocated_nodes, read_hosts, srun_words
 from motley.cluster.processes import handle_end
-from motley.config.option import flag_of, options_of
+from motley.config.option import get_flag, get_options
 from motley.config.options import GROUPS
-from motley.engines.strategies import TORCH, ZERO, StrategyOptions, engines_of, known_strategies
+from motley.engines.strategies import TORCH, ZERO, StrategyOptions, known_strategies, list_engines
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
 from motley.provision.setup_command import PLACE, table
@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace) -> int:
     if options.prepare:
         if not options.dry_run:
             folder.claim(matrix).close()
-        print(json.dumps(tasks_of(matrix, folder, todo)))
+        print(json.dumps(plan_tasks(matrix, folder, todo)))
         return 0
     if options.dry_run:
         show_plan(matrix, folder, todo)
@@ -164,7 +164,7 @@ def tell(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
     return rows
 
 
-def tasks_of(
+def plan_tasks(
     matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]
 ) -> dict[str, Any]:
     """Return the parts of the request that setup/slurm_job.sh makes to Slurm.
@@ -319,7 +319,7 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
     try:
         # A script may know more.
         config = read_config(parser, [*cell.words[1:], *shared], strict=False)
-        traits = engines_of(config, strategies).traits
+        traits = list_engines(config, strategies).traits
     except MotleyError as error:
         refuse(str(error))
     if config.wire is not None and not traits.can(config.wire):
@@ -341,8 +341,8 @@ def known_options() -> dict[str, str]:
     return {
         flag: declared.cell
         for group in (*GROUPS, StrategyOptions, *own)
-        for declared in options_of(group).values() if declared.cell
-        for flag in (flag_of(declared), declared.short) if flag
+        for declared in get_options(group).values() if declared.cell
+        for flag in (get_flag(declared), declared.short) if flag
     }  # fmt: skip
 
 

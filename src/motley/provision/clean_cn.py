@@ -35,7 +35,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from motley.cluster.orphans import Found, Survey, state, survey_from_json
+from motley.cluster.orphans import Survey, TrainingProcess, state, survey_from_json
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble
 from motley.provision import setup_command
@@ -49,7 +49,7 @@ class Row:
     """One process on one host, and its state."""
 
     host: str
-    process: Found
+    process: TrainingProcess
     state: str
 
 
@@ -99,14 +99,14 @@ def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
         print(setup_command.table(("host", "GPU", "owner", "pid", "MiB"), others))
 
 
-def _what(process: Found) -> str:
+def _what(process: TrainingProcess) -> str:
     workers = (
         f" and {setup_command.many(len(process.workers), 'data worker')}" if process.workers else ""
     )
     return textwrap.shorten(printable(process.what), 50, placeholder=" ...") + workers
 
 
-def _started(process: Found) -> str:
+def _started(process: TrainingProcess) -> str:
     return time.strftime("%b %d %H:%M", time.localtime(time.time() - process.age_s))
 
 

@@ -114,12 +114,12 @@ class HostGpu:
 
 def fits(build: Build, gpu: HostGpu) -> bool:
     """Return True if a build runs on a GPU. A GPU of unknown capability is taken to be newer."""
-    capability = gpu.capability or capability_of(gpu.name)
+    capability = gpu.capability or get_capability(gpu.name)
     known = capability is None or build.oldest <= capability <= build.newest
     return known and int(gpu.driver.partition(".")[0]) >= build.driver
 
 
-def capability_of(name: str) -> tuple[int, int] | None:
+def get_capability(name: str) -> tuple[int, int] | None:
     """Compute capability of a GPU by its name; None if it is not in the list."""
     found = [capability for part, capability in _FAMILIES.items() if part in name]
     return found[0] if found else None
@@ -136,7 +136,7 @@ def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
         MotleyError: no build runs on all GPUs.
     """
     all_gpus = list(gpus)
-    here = build_of(installed)
+    here = get_build(installed)
     if not all_gpus:
         return here, "no host has a GPU"
     fitting = [each for each in BUILDS if all(fits(each, gpu) for gpu in all_gpus)]
@@ -151,14 +151,14 @@ def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
     return best.name, why + (f"; torch {best.last} is the last that has it" if best.last else "")
 
 
-def build_of(version: str) -> str:
+def get_build(version: str) -> str:
     """Return a torch version's build: "2.9.1+cu126" is cu126, "2.15.0" is PyPI's."""
     return version.partition("+")[2] or PYPI
 
 
 def describe_gpu(gpu: HostGpu) -> str:
     """Return a line such as ``ecetesla0: Tesla P4 (6.1), driver 535.183.01``."""
-    capability = gpu.capability or capability_of(gpu.name)
+    capability = gpu.capability or get_capability(gpu.name)
     label = "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
     return f"{gpu.host}: {gpu.name} ({label}), driver {gpu.driver}"
 
@@ -245,7 +245,7 @@ def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> 
     installed = importlib.metadata.version("torch")
     build, why = choose_build(gpus, installed)
     print(f"torch: {build} build, {why}; here is {installed}")
-    if build == build_of(installed):
+    if build == get_build(installed):
         return
     if options.offline or build == PYPI:
         raise MotleyError(
@@ -277,7 +277,7 @@ def describe(report: HostReport) -> tuple[str, str, str]:
     if report.same_folder:
         where = "this machine" if report.here else "shares this folder"
         return report.host, report.environment or "-", where
-    python = _python_of(report)
+    python = _find_python(report)
     newest = report.newest_python
     has = ".".join(map(str, newest.version)) if newest else "none"
     if not report.environment:
@@ -285,7 +285,7 @@ def describe(report: HostReport) -> tuple[str, str, str]:
     return report.host, report.environment, "of its own"
 
 
-def _python_of(report: HostReport) -> str | None:
+def _find_python(report: HostReport) -> str | None:
     """Return the host's own Python of the same 3.X as the environment here."""
     same = [each.path for each in report.pythons if each.version[:2] == sys.version_info[:2]]
     return same[0] if same else None
@@ -314,14 +314,14 @@ def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespa
 
 def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
     """Return the command that makes the environment on a host."""
-    python = _python_of(report)
+    python = _find_python(report)
     words = ["env", f"MOTLEY_VENV={VENV}", f"PYTHON={python or PYTHON}", "bash",
              f"{PLACE}/setup/make_env.sh", "--lock", f"{STAGE}/{LOCK.name}"]  # fmt: skip
     if options.python_archive and not python:
         words += ["--python-archive", f"{STAGE}/{options.python_archive.name}"]
     if options.offline:
         words += ["--wheels", f"{STAGE}/wheels"]
-    elif (build := build_of(importlib.metadata.version("torch"))) != PYPI:
+    elif (build := get_build(importlib.metadata.version("torch"))) != PYPI:
         words += ["--torch", build]
     return words
 
@@ -340,7 +340,7 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
     if "is current" in remote.run('"$@"', *plain, "--dry-run").output:
         tell("environment is current")
         return
-    if options.python_archive and not _python_of(report):
+    if options.python_archive and not _find_python(report):
         send(remote, options.python_archive.parent, [options.python_archive.name], STAGE)
     if options.offline:
         wheels = sorted(each.name for each in options.offline.iterdir() if each.is_file())

@@ -21,7 +21,7 @@ from motley.launch.process import die_with_parent
 from motley.launch.ranks import SECRET_VARIABLE
 from motley.membership.survivors import SURVIVE, SURVIVES
 from motley.provision.launch_line import LaunchLine
-from motley.text import seconds_of
+from motley.text import parse_seconds
 
 SAVE_EVERY = "50s"  # and some seconds to write it: a minute
 _MINUTE_S = 60
@@ -155,7 +155,7 @@ def loss_warning(outcome: Outcome, launcher: str, save_every: str | None) -> str
     """
     if outcome in (Outcome.LIVE, Outcome.FAILED):  # the start itself says why it fails
         return ""
-    seconds = seconds_of(save_every) if save_every else None
+    seconds = parse_seconds(save_every) if save_every else None
     if save_every is None:
         cost = f"up to a minute of steps, for this run saves every {SAVE_EVERY}"
     else:

@@ -39,7 +39,7 @@ from motley.errors import HostTrouble, MotleyError
 from motley.membership.host_agent import WAIT_S
 from motley.provision import setup_command
 from motley.provision.setup_command import printable, run_module
-from motley.text import did_you_mean, seconds_of, typed_command
+from motley.text import did_you_mean, parse_seconds, typed_command
 
 ASK_S = 15.0  # in which a host answers, or ssh has given up
 
@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     parser.add_argument("--for", dest="time")
     options = parser.parse_args(words)
-    seconds = None if options.time is None else time_of(options.time)
+    seconds = None if options.time is None else parse_time(options.time)
     hosts = chosen(options)
     found, troubles = split(setup_command.ask_all(hosts, lambda host: tell(host, "ranks"), ASK_S))
     refuse(found)
@@ -161,9 +161,9 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def time_of(word: str) -> int:
+def parse_time(word: str) -> int:
     """Return a time in seconds. Raise MotleyError if the word is none."""
-    seconds = seconds_of(word)
+    seconds = parse_seconds(word)
     if seconds is None:
         raise MotleyError(
             f"--for {word!r} is no time from 1s to 366d; write it as in 2h, 30m, 1d or 1h30m, or "

@@ -163,7 +163,7 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
     )
 
 
-def tag_of(public: str) -> str:
+def make_tag(public: str) -> str:
     """Return the mark of keys that were made for the mesh of this machine's key."""
     return f"mesh-{public.split()[1][-16:]}"
 
@@ -185,7 +185,7 @@ def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
     # One by one, here and below: homes may be shared.
     for host, remote in remotes.items():
         try:
-            comment = f"motley {read_login(host).user}@{host} {tag_of(public)}"
+            comment = f"motley {read_login(host).user}@{host} {make_tag(public)}"
             keys[host] = do(remote, "make_key", comment)[-1]
         except HostTrouble as trouble:
             troubles[host] = trouble
@@ -245,7 +245,7 @@ def remove(dry_run: bool) -> int:
             print(f"would remove our line from ~/.ssh/authorized_keys on {host}, and its mesh key")
         print(f"would remove {own_key()} and our block of ~/.ssh/config")
         return 0
-    head, tag = (public.split()[1], tag_of(public)) if public else ("", "")
+    head, tag = (public.split()[1], make_tag(public)) if public else ("", "")
     states = run_on_all(hosts, connect, LIMIT_S)
     rows, troubles = [], {}
     for host, remote in states.items():

@@ -51,7 +51,7 @@ from motley.data.packed_file import (
     Folder,
     Keep,
     Packed,
-    bytes_of,
+    count_bytes,
     list_folder,
     open_packed,
     pack,
@@ -167,7 +167,7 @@ def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None
 def estimate(folder: Folder, keep: Keep) -> int:
     """Return the file's size in bytes. Print the sizes of both kinds."""
     count = len(folder.paths)
-    sizes = {kind: bytes_of(folder, Keep(kind, keep.longest)) for kind in (PIXELS, JPEG)}
+    sizes = {kind: count_bytes(folder, Keep(kind, keep.longest)) for kind in (PIXELS, JPEG)}
     texts = [
         f"as {kind} {'' if kind == PIXELS else 'about '}{said(size / count)} an image, {said(size)}"
         for kind, size in sizes.items()

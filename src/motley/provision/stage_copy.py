@@ -33,7 +33,7 @@ class Run:
         return f"{self.first}-{self.last}"
 
 
-def blocks_of(size: int) -> int:
+def count_blocks(size: int) -> int:
     """Return the number of blocks of a file of so many bytes; the last may be shorter."""
     return -(-size // BLOCK)
 
@@ -232,7 +232,7 @@ def read_source(path: Path, images: tuple[int, int, str], tell: Callable[[int], 
     size, whole = path.stat().st_size, hashlib.sha256()
     hashes = []
     with path.open("rb") as file:
-        for number in range(blocks_of(size)):
+        for number in range(count_blocks(size)):
             at, block = number * BLOCK, file.read(BLOCK)
             hashes.append(hashlib.sha256(block).hexdigest())
             whole.update(memoryview(block)[max(0, begin - at) : max(0, end - at)])

@@ -144,5 +144,5 @@ def show(group: "ProcessGroup", size: int, rows: list[list[float]]) -> None:
             f"{compute * 1e3:.2f}", f"{reduce * 1e3:.2f}", f"{error:.1e}",
         )  # fmt: skip
     console().print(table)
-    for line in group.who_is_left_out():
+    for line in group.describe_left_out():
         print(line)

@@ -93,7 +93,7 @@ def main(words: Sequence[str]) -> int:
         print(f"the hosts share {shared.subnet}{'; ' if words else ''}{words}")
     if options.dry_run:
         show_parameters(reports, shared)
-    own, troubles = tell_hosts(reports, shared, options.dry_run)
+    own, troubles = write_hosts(reports, shared, options.dry_run)
     if troubles:
         print_troubles(troubles)
         return 1
@@ -102,9 +102,9 @@ def main(words: Sequence[str]) -> int:
 
     silent = try_pairs(reports, shared)
     hello = ["./entry_cn.sh", "setup/hello_mpi.py"] if ROOT else [str(VENV / "bin/motley"), "hello"]
-    answers = {"Python": say_hello(hosts, options, hello)}
+    answers = {"Python": run_hello(hosts, options, hello)}
     if make_hello(reports):
-        answers["C"] = say_hello(hosts, options, [str(VENV / HELLO)])
+        answers["C"] = run_hello(hosts, options, [str(VENV / HELLO)])
     rows = [
         (host.name, shared.at[host.name].interface, shared.at[host.name].address,
          "no" if any(host.name in pair for pair in silent) else "yes",
@@ -128,7 +128,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def tell_hosts(
+def write_hosts(
     reports: Mapping[str, HostReport], shared: Shared, dry_run: bool
 ) -> tuple[dict[str, HostTrouble], dict[str, HostTrouble]]:
     """Write the parameters on all hosts. Return the user's own settings, and the failures."""
@@ -248,7 +248,7 @@ class Answer:
     links: list[str]
 
 
-def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
+def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
     """Start a rank for every slot, and count the answers. The status of mpirun says nothing."""
     asked = sum(host.slots for host in hosts)
     where = [] if not ROOT or VENV == ROOT / ".venv" else ["-x", "MOTLEY_VENV"]

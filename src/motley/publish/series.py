@@ -23,7 +23,7 @@ from motley.live.track import read_step
 from motley.live.words import event, mapping, plain
 from motley.records.gpu_csv import GpuRows, GpuSample, device_name
 from motley.records.json_files import JsonDict
-from motley.records.run_folder import RunFolder, of_older_version
+from motley.records.run_folder import RunFolder, upgrade_record
 from motley.records.training import EpochRecord, RankGroups
 
 
@@ -141,7 +141,7 @@ class RunReader:
             step = read_step(line)
             if step is not None and step.step > last:
                 last = step.step
-                found.append(of_older_version(line))
+                found.append(upgrade_record(line))
         if found:
             self._position.steps[rank] = last
         return found
@@ -276,7 +276,7 @@ def evaluation_rows(new: NewRecords) -> list[Row]:
         Row(line["step"], line["time"], values)
         for line in new.evaluations
         if _is_number(line.get("time"))
-        and (values := _named("evaluation", EpochRecord.metrics_of(line)))
+        and (values := _named("evaluation", EpochRecord.read_metrics(line)))
     ]
 
 

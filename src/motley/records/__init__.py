@@ -110,7 +110,7 @@ def load(path: str | Path) -> Run:
         for rank, lines in run.read_steps().items() for line in lines
     )  # fmt: skip
     epochs = run.read_epochs()
-    metrics = {name: float for line in epochs for name in EpochRecord.metrics_of(line)}
+    metrics = {name: float for line in epochs for name in EpochRecord.read_metrics(line)}
     events = [{**line, "more": _rest(line)} for line in run.read_events()]
     return Run(
         run.path, about, _columns(steps, _STEPS), _columns(epochs, _EPOCHS | metrics),

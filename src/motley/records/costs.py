@@ -216,7 +216,7 @@ class Training:
     @property
     def headline(self) -> str:
         """The metric that an evaluation is judged by; empty if there is none besides the loss."""
-        names = EpochRecord.metrics_of(self.epochs[-1]) if self.epochs else {}
+        names = EpochRecord.read_metrics(self.epochs[-1]) if self.epochs else {}
         return next((name for name in names if name != "loss"), "")
 
     def last_launch(self) -> "Training | None":

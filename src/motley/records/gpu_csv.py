@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"([+-]?(?:\d+(?:[.,]\d*)?|[.,]\d+)(?:e[+-]?\d+)?)\s*(%|MiB
 _CLOCK_SET = datetime(2000, 1, 1)
 
 
-def encoding_of(path: Path) -> str:
+def detect_encoding(path: Path) -> str:
     """Return the encoding of a log, by its byte-order mark."""
     with path.open("rb") as file:
         return "utf-16" if file.read(2) in _UTF_16 else "utf-8-sig"
@@ -337,7 +337,7 @@ def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) 
         MotleyError: it is no GPU log, or no row of it can be read.
     """
     rows = GpuRows(path)
-    with path.open(encoding=encoding_of(path), errors="replace") as file:
+    with path.open(encoding=detect_encoding(path), errors="replace") as file:
         samples = [sample for line in file if (sample := rows.read(line)) is not None]
     if not rows.columns:
         raise MotleyError(f"{path} is empty: it is no GPU log, or its logger has just begun")
@@ -351,7 +351,7 @@ def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) 
 def read_hosts(path: Path) -> set[str]:
     """Return the hosts of a GPU log: the one that ``gpu.HOST.csv`` is of, of any other file all."""
     rows = GpuRows(path)
-    with path.open(encoding=encoding_of(path), errors="replace") as file:
+    with path.open(encoding=detect_encoding(path), errors="replace") as file:
         if _is_ours(path):
             samples = filter(None, map(rows.read, file))
             return {sample.host for sample in islice(samples, 1)}
@@ -362,10 +362,10 @@ def read_hosts(path: Path) -> set[str]:
                  if len(fields := header.fields(line)) == len(header.columns)
                  and fields[0] != header.names[0]}  # fmt: skip
         told = (dict(zip(names, each, strict=True)) for each in found)
-        return {_host_of(row, "") for row in told}
+        return {_get_host(row, "") for row in told}
 
 
-def _host_of(row: Mapping[str, str], usual: str) -> str:
+def _get_host(row: Mapping[str, str], usual: str) -> str:
     return row.get("Host") or usual or f"rank {row.get('Rank') or '?'}"
 
 
@@ -375,7 +375,7 @@ def _sample(row: Mapping[str, str], when: float, host: str) -> GpuSample:
     load = read_number(row.get("CPU_Load" if on_cpu else "GPU_Load"))
     return GpuSample(
         time=when,
-        host=_host_of(row, host),
+        host=_get_host(row, host),
         gpu=gpu,
         name=(row.get("CPU_Name") if on_cpu else row.get("GPU_Name")) or "",
         load=None if load is None or load < 0 else load,  # -1: the tool does not know

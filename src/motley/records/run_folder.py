@@ -253,7 +253,7 @@ class RunFolder:
         if model and "task" not in content:  # of an older version, which knew images alone
             title = f"{model} on {content['config'].get('dataset', 'images')}"
             content["task"] = {"name": "image", "unit": "images", "weight": 1.0, "title": title}
-            of_older_version(content.get("result") or {})
+            upgrade_record(content.get("result") or {})
         return content
 
     def update_run(self, **changes: Any) -> None:
@@ -287,7 +287,7 @@ class RunFolder:
         with JsonLines(self.events_file) as lines:
             lines.write({"time": time.time(), "event": kind, **content})
 
-    def forget_after(
+    def drop_after(
         self, step: int, rank: int, ranks: Sequence[int], diverges: bool = False
     ) -> None:
         """Drop this rank's lines of steps that will be taken again after a resume.
@@ -331,7 +331,7 @@ class RunFolder:
     def read_steps(self) -> dict[int, list[JsonDict]]:
         """All step records by rank, in order."""
         return {
-            rank: [of_older_version(line) for line in read_json_lines(path)]
+            rank: [upgrade_record(line) for line in read_json_lines(path)]
             for rank, path in self.step_files().items()
         }
 
@@ -426,7 +426,7 @@ def find_runs(paths: list[Path]) -> list[RunFolder]:
     return [RunFolder(path) for path in sorted(found)]
 
 
-def of_older_version(line: JsonDict) -> JsonDict:
+def upgrade_record(line: JsonDict) -> JsonDict:
     """Return a record of an older version with the rate by its present name."""
     if "images_per_s" in line:
         line["samples_per_s"] = line.pop("images_per_s")

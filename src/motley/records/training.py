@@ -82,7 +82,7 @@ class RankGroups:
             return {}
         return workers[-1 if step is None else max(0, bisect_right(steps, step) - 1)]
 
-    def ranks_of(self, host: str) -> list[int]:
+    def list_ranks(self, host: str) -> list[int]:
         """Return all ranks that ever trained on a host, ascending."""
         told = ((rank, each) for rank, (_, workers) in self._known.items() for each in workers)
         return sorted({rank for rank, worker in told if str(worker.get("host")) == host})
@@ -224,11 +224,11 @@ class EpochRecord:
     @classmethod
     def from_json(cls, line: JsonDict) -> "EpochRecord":
         """Read the output of :meth:`as_json`."""
-        metrics = cls.metrics_of(line)
+        metrics = cls.read_metrics(line)
         return cls(**{k: v for k, v in line.items() if k not in metrics}, metrics=metrics)
 
     @classmethod
-    def metrics_of(cls, line: JsonDict) -> JsonDict:
+    def read_metrics(cls, line: JsonDict) -> JsonDict:
         """The metrics in a line, in their order."""
         known = {each.name for each in fields(cls)}
         return {name: value for name, value in line.items() if name not in known}

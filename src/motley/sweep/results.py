@@ -24,7 +24,7 @@ from motley.faults import FaultKind, kind_of_text
 from motley.records.json_files import read_json, write_json
 from motley.records.run_folder import RunFolder, one_at_a_time, take_folder
 from motley.sweep.matrix import Cell, Matrix
-from motley.text import step_in_words
+from motley.text import format_step
 
 DONE = "done"
 _SIGNAL = re.compile(r"(?:exited on|by) signal (\d+)")  # mpirun says it
@@ -62,7 +62,7 @@ class Outcome:
         """Time of the failure as ``epoch 0, step 4, backward``, where known, for ``step`` 3."""
         parts = [
             None if self.epoch is None else f"epoch {self.epoch}",
-            None if self.step is None else step_in_words(self.step), self.phase,
+            None if self.step is None else format_step(self.step), self.phase,
         ]  # fmt: skip
         return ", ".join(filter(None, parts))
 

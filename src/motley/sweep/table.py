@@ -15,7 +15,7 @@ from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder
 from motley.sweep.matrix import REFERENCE, Cell
 from motley.sweep.results import DONE, BaselineFolder, Outcome
-from motley.text import rate_in_words
+from motley.text import format_rate
 
 _PARTS = ("data", "compute", "wait", "comm", "opt", "host")
 
@@ -97,9 +97,7 @@ class Row:
         return self._words(self.mean_samples_per_s)
 
     def _words(self, samples_per_s: float | None) -> str:
-        return (
-            f"{rate_in_words(self.weight * samples_per_s)} {self.unit}/s" if samples_per_s else ""
-        )
+        return f"{format_rate(self.weight * samples_per_s)} {self.unit}/s" if samples_per_s else ""
 
     @property
     def is_compiled(self) -> bool:

@@ -24,7 +24,7 @@ from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.tasks.deferred import Recording, record
 from motley.tasks.ghost_batch_norm import batch_norms
-from motley.tasks.net import build_net, kind_of, prepared
+from motley.tasks.net import build_net, get_kind, prepared
 from motley.tasks.task import Task
 
 _THREADS = 8  # that draw numbers, each of a tensor of its own, some 100 million a second
@@ -96,7 +96,7 @@ class BlockByBlock:
         instead: dict[int, int] = {}
         first: dict[Hashable, list[int]] = {}
         for block in self._blocks.values():
-            own, kind = self._only_in(block), kind_of(block)
+            own, kind = self._only_in(block), get_kind(block)
             like = first.setdefault(kind, own)
             if like is not own and len(like) == len(own):
                 instead |= dict(zip(own, like, strict=True))
@@ -163,7 +163,7 @@ class BlockByBlock:
         """Return the tensors that a block alone holds."""
         inside = {id(module) for module in block.modules()}
         return [
-            key for key in _tensors_of(block)
+            key for key in _list_tensors(block)
             if all(id(module) in inside for module, _, _ in self._held[key].places)
         ]  # fmt: skip
 
@@ -177,7 +177,7 @@ def _ready(value: Tensor, held: _Held, device: torch.device) -> Tensor:
     return made
 
 
-def _tensors_of(block: nn.Module) -> Iterator[int]:
+def _list_tensors(block: nn.Module) -> Iterator[int]:
     """By id, each once."""
     found = (
         id(tensor)

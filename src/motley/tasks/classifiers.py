@@ -124,7 +124,7 @@ class Classifier:
         return net
 
 
-def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
+def list_blocks(net: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a timm model by name, in order.
 
     A rule that goes by classes would take the stages of Swin and ConvNeXt instead.
@@ -135,7 +135,7 @@ def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
     }  # fmt: skip
 
 
-def head_of(net: nn.Module) -> tuple[str, ...]:
+def find_head(net: nn.Module) -> tuple[str, ...]:
     """Return the path of a model's classifier; of both, where it has two."""
     found: Any = net.get_classifier() if hasattr(net, "get_classifier") else ()  # type: ignore[operator]
     heads = found if isinstance(found, tuple | list) else (found,)

@@ -113,7 +113,7 @@ class Corpus:
             return bytes(tokens).decode(errors="replace")
         return "".join(self.alphabet[token] for token in tokens)
 
-    def bytes_of(self, tokens: "Tokens") -> int:
+    def count_bytes(self, tokens: "Tokens") -> int:
         """In UTF-8."""
         return len(tokens) if self.kind == "bytes" else len(self.decode(tokens.tolist()).encode())
 
@@ -240,7 +240,7 @@ class TokenizedCorpus(Corpus):
                                             skip_special_tokens=False)  # fmt: skip
         return found
 
-    def bytes_of(self, tokens: "Tokens") -> int:
+    def count_bytes(self, tokens: "Tokens") -> int:
         """See Corpus; of all that is held out the sum is exact, to rounding of each piece."""
         return round(float(self._sizes[tokens].sum()))
 

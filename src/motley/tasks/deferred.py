@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from motley.data.source import seed_of
+from motley.data.source import make_seed
 
 # These operations overwrite their tensor and keep none of its old numbers.
 _DRAWS = {"normal_", "uniform_", "zero_", "fill_", "_no_grad_trunc_normal_"}
@@ -75,7 +75,7 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def tensors_of(values: Any) -> list[Tensor]:
+def list_tensors(values: Any) -> list[Tensor]:
     """All tensors in some values, in order."""
     return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
@@ -105,14 +105,14 @@ class Recording:
             found: result of the call, whose tensors have no numbers.
             changes: arguments that the operation changes in place.
         """
-        given = tensors_of((args, kwargs))
+        given = list_tensors((args, kwargs))
         known = {_storage(each) for each in given if each.is_meta}
-        made = {place: _storage(each) for place, each in enumerate(tensors_of(found))
+        made = {place: _storage(each) for place, each in enumerate(list_tensors(found))
                 if _storage(each) not in known}  # fmt: skip
         changed = {_storage(each) for each in changes}
         if not made and not changed:
             return  # another look at the same numbers
-        self._alive += [each.untyped_storage() for each in tensors_of(found)]
+        self._alive += [each.untyped_storage() for each in list_tensors(found)]
         for storage in {*made.values(), *changed}:
             self._touched[storage].append(len(self._done))
         kept = tree_map(_kept, (args, kwargs))
@@ -134,7 +134,7 @@ class Recording:
                 lambda each: each.over(storages) if isinstance(each, _Geometry) else each,
                 operation.given,
             )
-            found = tensors_of(_drawn(operation.func, args, kwargs, seed_of(self.seed, place)))
+            found = list_tensors(_drawn(operation.func, args, kwargs, make_seed(self.seed, place)))
             for which, storage in operation.made.items():
                 storages[storage] = found[which].untyped_storage()
         value = geometry.over(storages)
@@ -288,7 +288,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """One operation."""
         with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
-            given = tensors_of((args, kwargs))
+            given = list_tensors((args, kwargs))
             if not given:
                 return self._make(func, args, kwargs)
             if not any(each.is_meta for each in given):
@@ -323,7 +323,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = func(*args, **{**kwargs, "device": _META})
         except (NotImplementedError, RuntimeError):
             return func(*args, **kwargs)
-        if sum(each.numel() for each in tensors_of(found)) < _SMALL:
+        if sum(each.numel() for each in list_tensors(found)) < _SMALL:
             return func(*args, **kwargs)
         self._recording.add(func, args, kwargs, found, ())
         return found
@@ -349,5 +349,5 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += tensors_of(given)
+            found += list_tensors(given)
     return found

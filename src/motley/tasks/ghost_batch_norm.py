@@ -186,12 +186,12 @@ class GroupStatistics:
                 hook.remove()
         for path, x in seen.items():
             rows, rest = divmod(len(x), 3)
-            if rest or not rows or (rows > 1 and not _are_alike(*x.reshape(3, -1))):
+            if rest or not rows or (rows > 1 and not _rows_match(*x.reshape(3, -1))):
                 raise _uncountable(path, len(x), 3)
             self._named[path].rows = rows
 
     @contextlib.contextmanager
-    def of_pass(self, samples: int) -> Iterator[None]:
+    def note_pass(self, samples: int) -> Iterator[None]:
         """Count the calls of each layer in a forward pass over this many samples.
 
         The backward pass may call layers again, and these calls are not counted.
@@ -413,7 +413,7 @@ def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
     )
 
 
-def _are_alike(first: Tensor, same: Tensor, other: Tensor) -> bool:
+def _rows_match(first: Tensor, same: Tensor, other: Tensor) -> bool:
     """Return True if the second sample's rows equal the first's, whose pixels it has."""
     near, far = ((first - each).abs().double().mean() for each in (same, other))
     return bool(near <= _UNLIKE * far)

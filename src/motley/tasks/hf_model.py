@@ -297,7 +297,7 @@ class HfModel:
         return f"{self.fields['model_type']} of {self.path.resolve().name} ({weights})"
 
 
-def logits_of(made: Any) -> Tensor:
+def get_logits(made: Any) -> Tensor:
     """[n, length, vocabulary], of what a model gives: logits, or transformers' output."""
     found: Tensor = made if isinstance(made, Tensor) else made["logits"]
     return found
@@ -321,7 +321,7 @@ def _is_causal(net: nn.Module, vocabulary: int) -> bool:
     here = torch.arange(_LOOKED_AT)[None] % vocabulary
     other, half = here.clone(), _LOOKED_AT // 2
     other[:, half:] = (other[:, half:] + 1) % vocabulary
-    one, two = (logits_of(net(each))[:, :half] for each in (here, other))
+    one, two = (get_logits(net(each))[:, :half] for each in (here, other))
     return torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(one.abs().max() + 1))
 
 

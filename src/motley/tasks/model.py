@@ -295,7 +295,7 @@ class TaskModel(nn.Module):
             return _Idle.apply(*(p for p in self.net.parameters() if p.requires_grad))
         if self.statistics is None or not self.training:
             return self._losses(data)
-        with self.statistics.of_pass(samples):
+        with self.statistics.note_pass(samples):
             return self._losses(data)
 
     def compile_task(self, counts: Collection[int] = ()) -> None:

@@ -59,7 +59,7 @@ def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Modul
     return list(dict.fromkeys(found))  # one may be used in two places
 
 
-def kind_of(block: nn.Module) -> Hashable:
+def get_kind(block: nn.Module) -> Hashable:
     """Blocks of the same kind have the same modules, which hold tensors of the same shapes."""
     return tuple(
         (name, type(module), tuple(

@@ -304,7 +304,7 @@ class Files:
                     into[:] = self._values(file, path, variable, position, levels)
                     if not np.isfinite(into).all():
                         raise UnreadableSample(
-                            f"{variable.name} of {path} at {time_of(hour)} has values that are no "
+                            f"{variable.name} of {path} at {format_time(hour)} has values that are no "
                             "numbers (NaN)"
                         )
         return surface, air
@@ -469,13 +469,13 @@ def _hectopascals(level: Any) -> tuple[int, ...]:
     return tuple(round(value) for value in values / (100 if values.max() > 2000 else 1))
 
 
-def time_of(hour: int) -> str:
+def format_time(hour: int) -> str:
     """Return a time in words, as in 2024-05-01T06."""
     return str(np.datetime64(hour, "h"))
 
 
 def _span(hours: Collection[int]) -> str:
-    return f"{len(hours)} from {time_of(min(hours))} to {time_of(max(hours))}"
+    return f"{len(hours)} from {format_time(min(hours))} to {format_time(max(hours))}"
 
 
 def _grid(lat: NDArray[Any], lon: NDArray[Any]) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from motley import ROOT
-from motley.cluster.launcher import MPIRUN, Launcher, launch_of
+from motley.cluster.launcher import MPIRUN, Launcher, read_launch
 from motley.comm.modes import modes, parse_wire
-from motley.config.option import flag_of, format_value, options_of
+from motley.config.option import format_value, get_flag, get_options
 from motley.config.options import GROUPS, Config
 from motley.config.parser import ConfigFile, OneVoice, OptionParser, split_config
 from motley.engines.strategies import Strategy, StrategyOptions, known_strategies
@@ -29,11 +29,11 @@ from motley.tasks.builtin import (
     CLASS_NAMES,
     SAMPLES,
     USUAL,
-    identity_of,
+    get_identity,
+    get_task,
     known_tasks,
     task_being_read,
     task_class,
-    task_of,
 )
 from motley.tasks.task import Task
 from motley.text import RUN, did_you_mean, own_command
@@ -82,7 +82,7 @@ def make_words(
             "another file"
         )
     if isinstance(task, Task):
-        for field, declared in options_of(loaded).items():
+        for field, declared in get_options(loaded).items():
             value = declared.text_of(getattr(task, field))
             if parser.changes(declared.name, value):
                 words += parser.words_of(declared.name, value)
@@ -158,17 +158,17 @@ def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
     Raises:
         MotleyError: the checkpoint is of another task.
     """
-    if saved.get("task_class") not in (None, type(task_of(config)).__name__):
+    if saved.get("task_class") not in (None, type(get_task(config)).__name__):
         raise MotleyError(
             f"the checkpoint was trained with --task {saved.get('task')}, and this launch has "
             f"--task {config.task}; add --task {saved.get('task')}"
         )
-    task, typed = task_of(config), config.typed_names
+    task, typed = get_task(config), config.typed_names
     if getattr(task, "recipe", None) != saved.get("recipe"):
         typed |= config.recipe_names
 
     def taken(group: type) -> dict[str, Any]:
-        declared = options_of(group)
+        declared = get_options(group)
         return {
             field: value for field, value in _values(group, saved).items()
             if declared[field].name not in typed and not declared[field].per_launch
@@ -190,7 +190,7 @@ def list_different_options(config: Config, other: Config) -> list[str]:
     """Return the options of ``config`` that ``other`` has not, as in ``--lr 0.0003``."""
     before = {name: declared.text_of(value) for name, declared, value in other.options()}
     return [
-        f"{flag_of(declared)} {format_value(text)}" for name, declared, value in config.options()
+        f"{get_flag(declared)} {format_value(text)}" for name, declared, value in config.options()
         if (text := declared.text_of(value)) != before.get(name)
     ]  # fmt: skip
 
@@ -202,15 +202,15 @@ def _is_for_single_ranks(value: Any) -> bool:
 
 def options_to_save(config: Config) -> dict[str, Any]:
     """Return what a checkpoint keeps of the options, as :func:`restore_options` reads it."""
-    typed, task = sorted(config.typed_names | config.recipe_names), task_of(config)
+    typed, task = sorted(config.typed_names | config.recipe_names), get_task(config)
     about = {CLASS_NAMES: list(task.class_names), SAMPLES: task.sample_list, TYPED: typed}
-    return {**config.as_json(), **identity_of(config), **about}
+    return {**config.as_json(), **get_identity(config), **about}
 
 
 def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a group's fields, as far as they are saved."""
     registered, found = _registered({}), dict[str, Any]()
-    for field, declared in options_of(group).items():
+    for field, declared in get_options(group).items():
         if declared.name in saved:
             declared = replace(declared, **registered.get(declared.name, {}))
             found[field] = declared.value_of(saved[declared.name])
@@ -283,8 +283,8 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     task = task_class(asked.task)
     parser.add_own(task, f"--task {asked.task}")
     parser.elsewhere = {
-        flag_of(declared): f"--task {name}"
-        for name, other in known_tasks().items() for declared in options_of(other).values()
+        get_flag(declared): f"--task {name}"
+        for name, other in known_tasks().items() for declared in get_options(other).values()
     }  # fmt: skip
     if asked.recipe is None or not task.recipes:  # then it is an unknown option
         return []
@@ -311,7 +311,7 @@ def make_resume_line(folder: RunFolder) -> str:
         begin, words = shlex.join(line[:at]), line[at:]
     else:  # rank 0 is on another host than its launcher
         typed = _COMMAND if command else f"./{_ENTRY}" if ROOT else f"{_COMMAND} {RUN}"
-        starter = _STARTERS.get(launch_of().by)
+        starter = _STARTERS.get(read_launch().by)
         begin = f"{starter} ... {typed}" if starter else typed
         script = os.path.relpath(sys.argv[0], ROOT)
         words = [command or script, *sys.argv[1:]]

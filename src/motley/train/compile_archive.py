@@ -91,7 +91,7 @@ class Index:
     files: Mapping[str, int] = field(default_factory=dict)
 
 
-def kind_of(node: NodeFacts) -> str:
+def hash_node_kind(node: NodeFacts) -> str:
     """Return a hash of the facts that compiled code depends on besides its source.
 
     Code for a CPU uses all that this one can do, and Triton's files name each other by whole paths.
@@ -203,7 +203,7 @@ class CompileArchive:
             One of ERRORS; the archive is the one that it was.
         """
         started = time.monotonic()
-        found = _whole_files(self._folder, self._below)
+        found = _list_complete_files(self._folder, self._below)
         if not any(info.st_mtime >= since for info in found.values()):
             return None
         with contextlib.suppress(FileExistsError):
@@ -293,7 +293,7 @@ def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below
         sys.exit(words_of(error))
 
 
-def _whole_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
+def _list_complete_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
     """Return the complete files by name, as many as an archive takes.
 
     Temporary files are left out, and so are folders that are being written to. Folders that were
@@ -361,7 +361,7 @@ class CompileKeeper:
         self._notes: list[str] = []
         self._since = time.time()
         self._host, self._place = world.host, Path(config.logs) / FOLDER
-        self._kind = kind_of(world.nodes[world.rank])
+        self._kind = hash_node_kind(world.nodes[world.rank])
         self._archive = CompileArchive(
             self._place, self._kind, cache_folder(), compiled_below(os.environ)
         )

@@ -17,7 +17,7 @@ from motley.checkpoint.store import save
 from motley.comm.collectives import all_gather_floats, mark_now
 from motley.config.option import Duration
 from motley.data.loader_memory import LoaderGrowth, explain_workers
-from motley.data.source import Batch, seed_of
+from motley.data.source import Batch, make_seed
 from motley.engines.named_state import seed_random
 from motley.engines.optimizer import rate_of, set_rate
 from motley.engines.protocol import LaunchedStep, StepResult
@@ -227,7 +227,9 @@ class Loop:
             self._rescue.whole(self._state, self._plan)
         self._world.supervisor.step = self._state.step
         # Drop-out differs between ranks and steps, and a step that is taken again has its own.
-        seed_random(seed_of(job.config.seed, dist.get_rank(), self._state.step), job.engine.device)
+        seed_random(
+            make_seed(job.config.seed, dist.get_rank(), self._state.step), job.engine.device
+        )
         clock = job.engine.clock
         clock.lap(HOST)
         for micro_batch, last in micro_batches:

@@ -222,10 +222,10 @@ def compare_clocks() -> tuple[TraceClock, int]:
         all_gather_floats([0.0])
         own.append(((begin - base_ns) / 1e9, (time.time_ns() - base_ns) / 1e9))
     told = all_gather_floats([each for pair in own for each in pair])[0]
-    return clock_of(list(zip(told[::2], told[1::2], strict=True)), own), base_ns
+    return estimate_offset(list(zip(told[::2], told[1::2], strict=True)), own), base_ns
 
 
-def clock_of(
+def estimate_offset(
     first: Sequence[tuple[float, float]], own: Sequence[tuple[float, float]]
 ) -> TraceClock:
     """Return the offset between two clocks, from the begin and end of each exchange by both.

@@ -38,7 +38,7 @@ from motley.plan.plan import Plan
 from motley.records.gpu_logger import Progress
 from motley.records.training import EMA, MOST_WRITERS, EpochRecord, StepRecord, others_ready
 from motley.tasks.task import Task
-from motley.text import clock, rate_in_words
+from motley.text import clock, format_rate
 
 _WARM_UP = 2  # steps that say nothing yet
 _STEPS = 8  # whose median does
@@ -154,7 +154,7 @@ class Reporter:
         if record.loss is not None:
             self._loss = f"loss {record.loss:.4f}  "
         rate = record.samples_per_s * record.weight / record.n_global
-        text = f"epoch {record.epoch}  {self._loss}{rate_in_words(rate)} {self._about.unit}/s"
+        text = f"epoch {record.epoch}  {self._loss}{format_rate(rate)} {self._about.unit}/s"
         if self._on_terminal:
             self._bar.update(self._task, completed=done, description=text)
             return
@@ -449,7 +449,7 @@ class Recorder:
     def _open(self, done: int) -> None:
         """Without what is recorded of later steps, which will be taken again."""
         folder = self._run.folder
-        folder.forget_after(done, self._launched, self._ranks, self._diverges)
+        folder.drop_after(done, self._launched, self._ranks, self._diverges)
         writes = self._rank == 0 or not self._many
         self._steps = folder.steps(self._launched) if writes else None
         self._epochs = folder.epochs() if self._rank == 0 else None

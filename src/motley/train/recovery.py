@@ -28,7 +28,7 @@ from motley.plan.length import TrainState
 from motley.plan.plan import Plan, Rank
 from motley.plan.replan import Proposal
 from motley.tasks.check import fingerprint
-from motley.text import name_some, step_in_words
+from motley.text import format_step, name_some
 from motley.train.loss_scale import find_overflow
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
@@ -424,7 +424,7 @@ def shrink_micro_batches(
             f"out of memory with the smallest micro-batches ({said}); wait until others leave, "
             "or take the host out of hosts.txt, and continue with --resume auto"
         ) from None
-    at = step_in_words(step)
+    at = format_step(step)
     before = {names[rank]: max(plan.micro_batches[rank]) for rank in short}
     after = {names[rank]: smaller.max_micro_batch[rank] for rank in short}
     recorder.note(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from motley.checkpoint.store import Kept, progress_of
+from motley.checkpoint.store import KeptState, make_progress
 from motley.comm.collectives import abandon_group, connections
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
@@ -63,7 +63,7 @@ class Rescue:
         self._taking = threading.Lock()
         self._checkpoints, self._config = job.checkpoints, job.saved_config
         self.possible = job.engine.rescuable and job.length.save_every != 0
-        self.kept: Kept | None = None
+        self.kept: KeptState | None = None
 
     def launched(self, state: TrainState, step: LaunchedStep) -> None:
         """Set the state after a step that the device has begun.
@@ -112,7 +112,7 @@ class Rescue:
             return ""
         kept = self.kept or self._take()
         # 0 ranks: state that a rank held alone, such as its error feedback, is lost with it.
-        progress = progress_of(kept.state, 0, kept.scale, self._config, kept.found.plain)
+        progress = make_progress(kept.state, 0, kept.scale, self._config, kept.found.plain)
         self._checkpoints.save(kept.found.tensors | kept.estimated, progress)
         return f"saved as of step {kept.state.step}"
 
@@ -122,7 +122,7 @@ class Rescue:
             self.kept = self._take()
             self._engine = None  # its memory is of use to the next
 
-    def _take(self) -> Kept:
+    def _take(self) -> KeptState:
         """A copy of the last finished step; MotleyError if there is none in time."""
         deadline, engine = time.monotonic() + _WAIT_S, self._engine
         assert engine is not None
@@ -142,7 +142,7 @@ class Rescue:
                         seen = engine.state(Scope.STATISTICS, keep).tensors
                         estimated = engine.state(Scope.BUFFERS, keep).tensors
                     scale = engine.scale.state_dict()
-                    kept = Kept(state, plan, found, scale, seen, estimated)
+                    kept = KeptState(state, plan, found, scale, seen, estimated)
                     time.sleep(_LOOK_S)
                     if (version, taken) == (self._version, self._was_taken()):
                         return kept
@@ -224,7 +224,7 @@ class Continuation:
 
     group: ProcessGroup
     planned: Planned
-    kept: Kept | None
+    kept: KeptState | None
 
 
 class Survivor:
@@ -279,14 +279,14 @@ class Survivor:
         fixed, machines = self.world.has_fixed_master(), self.world.machines
         return len(machines) > 1 and (machines[1] == machines[0] or (shared and not fixed))
 
-    def survivors_of(self, error: Exception) -> Survivors:
+    def get_survivors(self, error: Exception) -> Survivors:
         """Return the survivors to go on with after an error.
 
         The job ends if no rank is lost, or if the survivors cannot go on.
 
         Release the objects that the error still holds of the old group before :meth:`go_on`.
         """
-        return self.world.supervisor.survivors_of(error)
+        return self.world.supervisor.get_survivors(error)
 
     def go_on(self, survivors: Survivors) -> Continuation:
         """Form a group with them; all of them call it, and again if one of them is lost here."""
@@ -306,11 +306,11 @@ class Survivor:
         told = [each for each in self.world.allgather(own) if each is not None]
         _, plan = max(told, key=lambda each: each[0])
         self._group = reconnected(self.world, self._group)
-        planned = Planned(plan_of(plan, self._places), self._speeds)
+        planned = Planned(plan_for_survivors(plan, self._places), self._speeds)
         return Continuation(self._group, planned, kept)
 
 
-def plan_of(plan: Plan, stay: list[int]) -> Plan:
+def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:
     """Return the plan of the same batch for these of its ranks alone, cut by the same speeds."""
     wire = replace(plan.wire, slow_rank=None) if len(stay) > 1 else EXACT
     shares = [plan.shares[rank] for rank in stay]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from motley.checkpoint.resume import resume, state_of
+from motley.checkpoint.resume import find_state, resume
 from motley.checkpoint.run import Run
-from motley.checkpoint.store import Checkpoints, Kept, free_bytes, go_on
+from motley.checkpoint.store import Checkpoints, KeptState, free_bytes, go_on
 from motley.comm.collectives import all_gather_object
 from motley.config.option import Duration
 from motley.config.options import Config
@@ -25,12 +25,12 @@ from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.errors import MotleyError
 from motley.measure.measured_plan import Planned
 from motley.measure.process_group import ProcessGroup
-from motley.plan.length import Length, TrainState, ramp_of
+from motley.plan.length import Length, TrainState, make_ramp
 from motley.plan.plan import Plan, Rank
 from motley.plan.precision import start_scale
 from motley.plan.replan import Device, ReplanMonitor
 from motley.plan.speeds import SpeedTable
-from motley.tasks.builtin import CLASS_NAMES, SAMPLES, identity_of, task_of
+from motley.tasks.builtin import CLASS_NAMES, SAMPLES, get_identity, get_task
 from motley.tasks.model import TaskModel
 from motley.text import clock, name_some
 from motley.train.command_line import options_to_save
@@ -90,7 +90,7 @@ class Budget:
         )
 
 
-def budget_of(
+def make_budget(
     checkpoints: Checkpoints,
     length: Length,
     state: TrainState,
@@ -161,7 +161,7 @@ class Sizes:
         return cls(
             sum(value.numel() for value in model.net.state_dict().values()),
             sum(each.numel() for each in parameters), sum(map(math.prod, shapes)),
-            plan.wire.bytes_of(shapes),
+            plan.wire.count_bytes(shapes),
         )  # fmt: skip
 
     def notes(self) -> list[Note]:
@@ -189,14 +189,14 @@ class Ready:
 
     def state(self, folders: list[Path]) -> TrainState | None:
         """Where the run is going to begin; see motley.checkpoint.resume.state_of."""
-        found = state_of(folders)
+        found = find_state(folders)
         return found and self.length.at(found)
 
     def budget(self, state: TrainState, planned: Planned) -> Budget:
         """Return the budget of the rest of the run; on the rank that writes."""
         size = checkpoint_bytes(self.sizes.numbers, self.sizes.trained, self.config, self.plan)
         step_s = planned.forecast.step_s if planned.forecast else None
-        found = budget_of(self.checkpoints, self.length, state, size, self.config.keep, step_s)
+        found = make_budget(self.checkpoints, self.length, state, size, self.config.keep, step_s)
         found.check()
         return found
 
@@ -230,7 +230,7 @@ def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
     return Length(
         config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
         save_every=None if isinstance(every, Duration) else every,
-        by_clock=isinstance(every, Duration), ramp=ramp_of(config.batch_size),
+        by_clock=isinstance(every, Duration), ramp=make_ramp(config.batch_size),
     )  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def begin(
     model: TaskModel | None,
     monitor: MonitorFactory,
     initial: Sequence[str],
-    kept: Kept | None = None,
+    kept: KeptState | None = None,
 ) -> Begun | None:
     """Put a job together and load the state that it continues; None on a rank that is left out.
 
@@ -371,9 +371,9 @@ def begin(
 
 def check_samples(config: Config, workers: Sequence[Rank]) -> None:
     """Raise MotleyError unless all ranks learn from the same data, by their task's fingerprint."""
-    task = task_of(config)
+    task = get_task(config)
     own = {CLASS_NAMES: task.class_names, SAMPLES: task.sample_list}
-    first, *others = all_gather_object(identity_of(config) | own)
+    first, *others = all_gather_object(get_identity(config) | own)
     for worker, other in zip(workers[1:], others, strict=True):
         unlike = [name for name in first if other.get(name) != first[name]]
         if unlike:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from motley.checkpoint.resume import load_initial, read_saved_options
 from motley.checkpoint.run import Run
-from motley.checkpoint.store import Checkpoints, step_of
+from motley.checkpoint.store import Checkpoints, parse_step
 from motley.cluster.hostfile import idle_nodes
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.engines.out_of_memory import release, set_aside
 from motley.engines.protocol import EngineFactory
-from motley.engines.strategies import Strategy, engines_of
+from motley.engines.strategies import Strategy, list_engines
 from motley.faults import Phase
 from motley.launch.world import World
 from motley.measure.planner import ModelFactory, open_model, plan_batch
@@ -29,7 +29,7 @@ from motley.measure.process_group import (
 from motley.membership.detector import DATA, PROGRESS_TIMEOUT_S
 from motley.membership.survivors import Survivors
 from motley.plan.replan import ReplanMonitor
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 from motley.train.command_line import (
     list_different_options,
@@ -42,7 +42,7 @@ from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, memory_peak
 from motley.train.rescue import Rescue, Survivor, arm_rescue
 from motley.train.setup import Begun, Job, MonitorFactory, begin
-from motley.train.summary import print_summary, print_verdict, records_of
+from motley.train.summary import make_records, print_summary, print_verdict
 
 
 def train_or_continue(world: World, given: Config, strategies: Mapping[str, Strategy]) -> Path:
@@ -62,7 +62,7 @@ def train_or_continue(world: World, given: Config, strategies: Mapping[str, Stra
         taken = ", ".join(list_different_options(config, given))
         if taken and world.rank == 0:
             print(f"options of the checkpoint: {taken}", flush=True)
-    train(world, config, engines_of(config, strategies), run=found)
+    train(world, config, list_engines(config, strategies), run=found)
     return found.folder.path
 
 
@@ -89,7 +89,7 @@ def train(
     """
     run = run or Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
-    world.once_per_node(task_of(config).prepare)
+    world.once_per_node(get_task(config).prepare)
     keeper = CompileKeeper(world, config)
     keeper.take(world)
     world.clock.lap("prepare")
@@ -98,7 +98,7 @@ def train(
         try:
             return train_with(survivor, survivors, run, keeper, engine_factory, make_model, monitor)
         except Exception as error:
-            survivors = survivor.survivors_of(error)
+            survivors = survivor.get_survivors(error)
 
 
 def train_with(
@@ -125,7 +125,7 @@ def train_with(
     world, config, traits = survivor.world, survivor.config, engine_factory.traits
     world.supervisor.set_status(Phase.BUILD, PROGRESS_TIMEOUT_S)
     if continuation is not None:
-        run.of_survivors(world)
+        run.for_survivors(world)
         group = continuation.group
     else:
         run.divert_nccl()
@@ -149,7 +149,7 @@ def train_with(
     own = (begun.job.length.last_step(begun.state), begun.state.step) if begun else (0, 0)
     last_step, step = map(max, zip(*world.allgather(own), strict=True))
     world.clock.lap("engine")
-    run.start(records_of(world, config, group, plan, planned, traits, job, last_step), step)
+    run.start(make_records(world, config, group, plan, planned, traits, job, last_step), step)
     shared = run.is_shared()
     if continuation is None:
         print_summary(world, run, group, planned, plan, config)
@@ -200,7 +200,7 @@ def train_begun(
     job.checkpoints.wait()
     keeper.end()
     if group.rank == 0:
-        run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples, peaks))
+        run.record_result(recorder.result(evaluated, job.loader.order.epoch_samples, peaks))
         print_verdict(run)
     run.finish()
 
@@ -227,7 +227,7 @@ def how_to_continue(line: str, checkpoints: Checkpoints, save_every: int | None)
     found = checkpoints.found()
     if not found:
         return "nothing of it is saved yet; --save-every N saves it every N steps"
-    return f"saved as of step {step_of(found[0])}: continue with: {line}"
+    return f"saved as of step {parse_step(found[0])}: continue with: {line}"
 
 
 def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:

@@ -22,15 +22,15 @@ from motley.live.verdict import run_verdict
 from motley.measure.measured_plan import Planned
 from motley.measure.planner import plan_only
 from motley.measure.process_group import ProcessGroup
-from motley.plan.forecast import Forecast, what_if
-from motley.plan.length import growth, ramp_of
+from motley.plan.forecast import Forecast, forecast_alternatives
+from motley.plan.length import growth, make_ramp
 from motley.plan.plan import Plan
 from motley.plan.speeds import Links
 from motley.plan.wire import EngineTraits
 from motley.records.costs import read_training
-from motley.tasks.builtin import identity_of, task_of
+from motley.tasks.builtin import get_identity, get_task
 from motley.tasks.task import Task
-from motley.text import rate_in_words, typed_command
+from motley.text import format_rate, typed_command
 from motley.train.command_line import make_resume_line
 from motley.train.recorder import console
 from motley.train.setup import Job
@@ -38,7 +38,7 @@ from motley.train.setup import Job
 _JUDGED = 10  # steps; fewer say nothing of a run
 
 
-def records_of(
+def make_records(
     world: World,
     config: Config,
     group: ProcessGroup,
@@ -64,9 +64,9 @@ def records_of(
             file.
         last_step: number of the run's last step.
     """
-    task = task_of(config)
+    task = get_task(config)
     return {
-        "config": {**config.as_json(), **identity_of(config)},
+        "config": {**config.as_json(), **get_identity(config)},
         "task": {
             "name": config.task,
             "unit": task.unit,
@@ -144,7 +144,7 @@ def print_summary(
     predicted = planned.forecast
     for entry in group.left_out:
         run.event("left_out", **entry.as_json())
-    task = task_of(config)
+    task = get_task(config)
     print(task.title())
     if task.account:
         print(f"  {task.account}")
@@ -158,7 +158,7 @@ def print_summary(
             + (f", on {worker.cores}" if worker.cores else "")
             + (f", {predicted.compute_s[number]:.3g} s" if predicted else "")
         )
-    for line in group.who_is_left_out():
+    for line in group.describe_left_out():
         print(f"  {line}")
     for line in planned.links.remarks() if planned.links else ():
         print(f"  {line}")
@@ -166,7 +166,7 @@ def print_summary(
     print(f"  a step is {plan.global_batch} samples = {counts}, over {group.backend}, {plan.wire}")
     if len({worker.maker for worker in group.workers if worker.maker}) > 1:
         print(f"  {_of_two_makers(group, predicted)}")
-    for line in growth(ramp_of(config.batch_size)):
+    for line in growth(make_ramp(config.batch_size)):
         print(f"  {line}")
     if predicted:
         print(f"  {predicted.sentence(task.unit, task.weight)}")
@@ -186,7 +186,7 @@ def show_plan(world: World, config: Config) -> None:
     """Plan on all ranks, print on rank 0."""
     group, planned = plan_only(world, config)
     if world.rank == 0:
-        _show(group, planned, group.machines(world), task_of(config))
+        _show(group, planned, group.machines(world), get_task(config))
 
 
 def _show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: Task) -> None:
@@ -206,7 +206,7 @@ def _show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: 
             f"{last - seconds:.2g} s",
         )  # fmt: skip
     out.print(table)
-    for line in group.who_is_left_out():
+    for line in group.describe_left_out():
         out.print(line)
     if planned.links is not None:
         _show_links(planned.links)
@@ -224,11 +224,13 @@ def _show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: 
     names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
     rows = {f"as planned, --wire {plan.wire}": predicted, **planned.others}
     wire = planned.wires[EXACT]
-    rows |= what_if(plan.global_batch, names, machines, planned.speeds, wire, planned.links)
+    rows |= forecast_alternatives(
+        plan.global_batch, names, machines, planned.speeds, wire, planned.links
+    )
     for label, forecast in rows.items():
         times = forecast.samples_per_s / predicted.samples_per_s
         others.add_row(
-            label, f"{forecast.step_s:.3g}", rate_in_words(task.weight * forecast.samples_per_s),
+            label, f"{forecast.step_s:.3g}", format_rate(task.weight * forecast.samples_per_s),
             f"{times:.2f}",
         )  # fmt: skip
     out.print(others)

@@ -26,7 +26,7 @@ class Fp8(WireMode):
         """See WireMode."""
         return (cls(),)
 
-    def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
+    def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
         """See WireMode."""
         return sum(map(math.prod, shapes))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from motley.engines.strategies import ZERO, engines_of, known_strategies
+from motley.engines.strategies import ZERO, known_strategies, list_engines
 from motley.launch.world import World, run
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
     def main(world: World) -> None:
         """Train, then tell."""
-        train(world, config, engines_of(config, strategies), make)
+        train(world, config, list_engines(config, strategies), make)
         said = f"rank {world.rank} held at most {models[-1].most} bytes of parameters"
         print(said, flush=True)
 

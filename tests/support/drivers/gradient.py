@@ -24,7 +24,7 @@ from motley.launch.world import World, run
 from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
@@ -56,7 +56,7 @@ def main(world: World) -> None:
     config = read_config(training_parser(""), OPTIONS)
     group = join_process_group(world, read_precisions("fp32"))
     device = torch.device("cpu")
-    task = task_of(config)
+    task = get_task(config)
     net = build_net(task, config)
     net = net.double() if ENGINE == "ddp" else net
     model = TaskModel(task, net, "fp32", device)

@@ -21,7 +21,7 @@ from motley.launch.world import World, run
 from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
@@ -59,7 +59,7 @@ def main(world: World) -> None:
     config = read_config(training_parser(""), options)
     group = join_process_group(world, read_precisions("fp32"))
     assert group.rank is not None
-    task = task_of(config)
+    task = get_task(config)
     models = [
         TaskModel(task, build_net(task, config), "fp32", group.device)
         for _ in range(group.size + 1)

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 
-from motley.engines.strategies import TORCH, engines_of, known_strategies
+from motley.engines.strategies import TORCH, known_strategies, list_engines
 from motley.launch.world import World, run
 from motley.membership.pause import PAUSE_SIGNAL
 from motley.train.command_line import read_config, training_parser
@@ -32,7 +32,7 @@ def main() -> None:
     def work(world: World) -> None:
         if world.rank == world.size - 1:
             threading.Thread(target=ask, args=(world,), daemon=True).start()
-        train(world, config, engines_of(config, strategies))
+        train(world, config, list_engines(config, strategies))
 
     run(work)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.comm.modes import parse_wire
-from motley.comm.reducer import Reducer, buckets_of
+from motley.comm.reducer import Reducer, make_buckets
 from motley.launch.world import World, run
 from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.precision import read_precisions
@@ -24,7 +24,7 @@ STEPS, LONG = 8, 100
 def send(reducer: Reducer, seed: int, scale: float, device: torch.device) -> tuple[Tensor, float]:
     """The sum of one step's gradients, the loss scale undone; and the error of a bias in it."""
     torch.manual_seed(seed)
-    buckets = buckets_of([torch.empty(shape, device=device) for shape in SHAPES], 10_000)
+    buckets = make_buckets([torch.empty(shape, device=device) for shape in SHAPES], 10_000)
     for bucket in buckets:
         bucket.flat.mul_(scale)
     bias = buckets[0].grads[1].clone()  # beside a matrix, and not compressed

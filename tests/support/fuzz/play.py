@@ -159,13 +159,13 @@ def damage(played: Played, kind: str, dice: random.Random) -> None:
         (newest / "manifest.json").write_text("[]\n")
     elif kind == "list_progress":
         (newest / "progress.json").write_text("[1]\n")
-        _vouch(newest)
+        _hash_progress(newest)
     elif kind == "pickle_tensors":
         torch.save({"weight": torch.zeros(3)}, newest / "optimizer.safetensors")
-        _vouch(newest)
+        _hash_progress(newest)
 
 
-def _vouch(checkpoint: Path) -> None:
+def _hash_progress(checkpoint: Path) -> None:
     """Write a manifest that says of each file what it is."""
     files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
     manifest = {

@@ -22,9 +22,9 @@ from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.data.source import Batch, Order
 from motley.engines.optimizer import make_optimizer
-from motley.plan.length import ramp_of
+from motley.plan.length import make_ramp
 from motley.plan.plan import make_plan
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.net import build_net
 
 
@@ -90,7 +90,7 @@ class Reference:
 
     def configure(self, config: Config) -> None:
         """Begin with these options, or go on with them."""
-        self._config, self._task = config, task_of(config)
+        self._config, self._task = config, get_task(config)
         old = getattr(self, "_net", None)
         net = in_type(build_net(self._task, config), self._dtype).to(self._device)
         if old is not None:
@@ -230,7 +230,7 @@ class Reference:
 
     def _size(self) -> int:
         """Samples of a whole step here."""
-        ramp = ramp_of(self._config.batch_size)
+        ramp = make_ramp(self._config.batch_size)
         used = self._epoch * self.samples + self._consumed
         return size_after(used, ramp.most, (ramp.first, ramp.by, ramp.over))
 

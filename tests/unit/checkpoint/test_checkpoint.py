@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
-from motley.checkpoint.read import checkpoints_at, load_checkpoint, newest_whole
-from motley.checkpoint.resume import state_of
+from motley.checkpoint.read import checkpoints_at, load_checkpoint, load_newest_intact
+from motley.checkpoint.resume import find_state
 from motley.checkpoint.store import Checkpoints
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
@@ -62,7 +62,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
         os.truncate(newer / name, 1 << 40)
     elif damage != "gone":
         (newer / name).write_bytes(content if damage == "flip" else content[:-7])
-    found, _, progress, problems = newest_whole(checkpoints_at(tmp_path))
+    found, _, progress, problems = load_newest_intact(checkpoints_at(tmp_path))
     assert (found, progress["step"]) == (older, 3)
     assert len(problems) == 1 and str(newer) in problems[0]
 
@@ -102,7 +102,7 @@ def test_a_manifest_vouches_for_each_file_or_for_none(
     (newer / "model.safetensors").write_bytes(content)
     manifest = newer / "manifest.json"
     manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
-    found, tensors, _, (problem,) = newest_whole(checkpoints_at(tmp_path))
+    found, tensors, _, (problem,) = load_newest_intact(checkpoints_at(tmp_path))
     assert found == older and torch.equal(
         tensors["model.head.weight"], TENSORS["model.head.weight"]
     )
@@ -143,7 +143,7 @@ def test_garbage_under_a_right_name_is_damage(tmp_path: Path, name: str, content
     (newer / name).write_bytes(content)
     if name != "manifest.json":
         vouch(newer)
-    found, _, progress, (problem,) = newest_whole(checkpoints_at(tmp_path))
+    found, _, progress, (problem,) = load_newest_intact(checkpoints_at(tmp_path))
     assert (found, progress["step"]) == (older, 3)
     assert str(newer / name) in problem and "\n" not in problem
 
@@ -151,7 +151,7 @@ def test_garbage_under_a_right_name_is_damage(tmp_path: Path, name: str, content
 def test_what_a_reader_needs_and_a_checkpoint_lacks_is_damage(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 3)
     with pytest.raises(MotleyError, match=r"progress.json.*no 'config'"):
-        newest_whole([folder], needs=("config",))
+        load_newest_intact([folder], needs=("config",))
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_none_whole_is_an_error_that_names_all(tmp_path: Path) -> None:
     for folder in save(tmp_path, 1, 2):
         (folder / "manifest.json").unlink()
     with pytest.raises(MotleyError, match=r"step_00000002.*step_00000001"):
-        newest_whole(checkpoints_at(tmp_path))
+        load_newest_intact(checkpoints_at(tmp_path))
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -301,13 +301,13 @@ def test_what_is_written_behind_is_whole_or_said_whoever_waits(tmp_path: Path) -
 
 
 def test_where_a_run_goes_on_is_known_without_its_tensors(tmp_path: Path) -> None:
-    assert state_of([]) == TrainState()
+    assert find_state([]) == TrainState()
     checkpoints = Checkpoints(tmp_path, 9)
     told = {"epoch": 2, "ranks": 1, "scale": {}, "config": {}}
     for step in (10, 20):
         checkpoints.save({}, {**told, "step": step, "consumed": 3 * step})
     newest, before = checkpoints.found()
-    assert state_of([newest, before]) == TrainState(20, 2, 60)
+    assert find_state([newest, before]) == TrainState(20, 2, 60)
     (newest / "progress.json").write_text("{")
-    assert state_of([newest, before]) == TrainState(10, 2, 30)
-    assert state_of([newest]) is None, "its reader says why"
+    assert find_state([newest, before]) == TrainState(10, 2, 30)
+    assert find_state([newest]) is None, "its reader says why"

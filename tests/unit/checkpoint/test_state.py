@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import pytest
 
 from motley.checkpoint.resume import _differences
-from motley.config.option import Decides, Option, flag_of, option, options_of
+from motley.config.option import Decides, Option, get_flag, get_options, option
 from motley.config.options import GROUPS, Config
 from motley.engines.strategies import TORCH, ZERO, StrategyOptions, known_strategies
 from motley.errors import MotleyError
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.builtin.image import ImageTask
 from motley.train.command_line import (
     config_from,
@@ -39,14 +39,14 @@ def test_an_option_says_what_it_decides_or_decides_everything() -> None:
     class Plain:
         x: int = 0
 
-    assert options_of(Plain)["x"].decides == Decides.MODEL | Decides.NUMBERS | Decides.SPEED
+    assert get_options(Plain)["x"].decides == Decides.MODEL | Decides.NUMBERS | Decides.SPEED
     with pytest.raises(TypeError, match="decides"):
         option("does something")
     for script in (TORCH, ZERO):
         strategies = known_strategies(script)
         own = [group for each in strategies.values() for group in each.options]
         groups = (*GROUPS, *own, ImageTask)
-        declared = {known.name for group in groups for known in options_of(group).values()}
+        declared = {known.name for group in groups for known in get_options(group).values()}
         several = {"strategy"} if len(strategies) > 1 else set()
         assert declared | several == config_of(script).as_json().keys()
 
@@ -54,7 +54,7 @@ def test_an_option_says_what_it_decides_or_decides_everything() -> None:
 @pytest.mark.parametrize("name", SAVED)
 def test_what_changes_at_a_resume_is_said(name: str) -> None:
     declared: Option = {each: known for each, known, _ in CONFIG.options()}[name]
-    said = f"{flag_of(declared)} another"
+    said = f"{get_flag(declared)} another"
     if declared.decides & Decides.MODEL:
         with pytest.raises(MotleyError, match=said):
             differences(**{name: "another"})
@@ -97,13 +97,13 @@ def test_options_come_from_the_checkpoint_unless_typed_or_of_one_launch() -> Non
     again = restore_options(read_config(training_parser("", known_strategies(TORCH)), []), saved)
     assert (again.lr, again.clip_grad, str(again.wire)) == (3e-4, 1.0, "powersgd:4")
     assert (again.max_steps, again.schedule_ends_with_run) == (40, True)
-    assert str(again.save_every) == "10m" and task_of(again).augment is False
-    assert task_of(again).dataset == "synthetic" and task_of(again).name == task_of(first).name
+    assert str(again.save_every) == "10m" and get_task(again).augment is False
+    assert get_task(again).dataset == "synthetic" and get_task(again).name == get_task(first).name
     assert (again.shares, str(again.precision), again.workers) == (None, "auto", None)
     assert again.logs == "logs" and again.of(StrategyOptions).strategy == "ddp"
     words = ["--lr", "1e-3", "--clip-grad", "none", "--augment", "--epochs", "3"]
     typed = restore_options(read_config(training_parser("", known_strategies(TORCH)), words), saved)
-    assert (typed.lr, typed.clip_grad, task_of(typed).augment) == (1e-3, None, True)
+    assert (typed.lr, typed.clip_grad, get_task(typed).augment) == (1e-3, None, True)
     assert (typed.max_steps, typed.epochs, typed.schedule_ends_with_run) == (None, 3, False)
     assert set(list_different_options(typed, again)) == {
         "--lr 0.001", "--clip-grad none", "--epochs 3", "--max-steps none", "--augment True",

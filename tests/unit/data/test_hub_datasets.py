@@ -9,7 +9,7 @@ import pytest
 from hub_images import check_images, opened, png, save_folder
 
 from motley.data.datasets import find_dataset, known_datasets
-from motley.data.images import of_classes
+from motley.data.images import select_classes
 from motley.data.source import UnreadableSample, read
 from motley.errors import MotleyError
 
@@ -40,7 +40,7 @@ def test_hugging_face_folders_are_read_by_index(tmp_path: Path, kind: str) -> No
     images = opened(f"hfds/{folder}", tmp_path / "data")
     check_images(images, 1000, (9, 6))
     assert images.name_of(images.train, 4) == "image 4 of train"
-    some = of_classes(images, (2, 0)).train
+    some = select_classes(images, (2, 0)).train
     assert [some[index][1] for index in range(4)] == [1, 0, 1, 0]
 
 

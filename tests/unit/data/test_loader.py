@@ -29,10 +29,10 @@ from motley.config.options import Config
 from motley.data.images import Images
 from motley.data.loader import Loader
 from motley.data.loader_memory import explain_workers
-from motley.data.source import Batch, Order, first_batch, seeds_of, slices
+from motley.data.source import Batch, Order, first_batch, make_seeds, slices
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.builtin.image import ImageTask
 from motley.train.command_line import read_config, training_parser
 
@@ -44,7 +44,7 @@ def config(*words: str) -> Config:
 
 
 def image_task(options: Config) -> ImageTask:
-    task = task_of(options)
+    task = get_task(options)
     assert isinstance(task, ImageTask)
     return task
 
@@ -74,7 +74,7 @@ def test_ranks_take_every_sample_once_in_the_global_order(
         part = order[start : start + n]
         for rank in range(len(shares)):
             taken += [
-                index for cut in slices(part, plan.of_batch(len(part)), rank) for index in cut
+                index for cut in slices(part, plan.for_batch(len(part)), rank) for index in cut
             ]
     assert taken == order
 
@@ -82,9 +82,9 @@ def test_ranks_take_every_sample_once_in_the_global_order(
 def test_seeds_of_samples_are_splitmix64() -> None:
     # The generator's first outputs for 0, as its authors' own code prints them; 63 bits of them.
     known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert seeds_of(0, range(3)) == [value >> 1 for value in known]
-    assert seeds_of(9, [5, 2]) == [seeds_of(9, range(6))[5], seeds_of(9, [2])[0]]
-    assert seeds_of(2**63 - 1, []) == []
+    assert make_seeds(0, range(3)) == [value >> 1 for value in known]
+    assert make_seeds(9, [5, 2]) == [make_seeds(9, range(6))[5], make_seeds(9, [2])[0]]
+    assert make_seeds(2**63 - 1, []) == []
 
 
 def test_epochs_seeds_and_fractions() -> None:
@@ -103,7 +103,7 @@ def test_augmented_pixels_do_not_depend_on_the_split(
     if not sum(shares):
         shares[0] = 1
     options = config("--dataset", "synthetic", "--data-fraction", "0.002", "--img-size", "16")
-    images = task_of(options)
+    images = get_task(options)
 
     def pixels(plan: Plan, start: int) -> list[torch.Tensor]:
         ranks = [
@@ -128,10 +128,10 @@ def test_worker_processes_change_nothing_and_serve_all_passes(room: int | None) 
     """Args: room: samples that a process has room for to pass at once; batches are of 4."""
     options = config("--data-fraction", "0.05", "--eval-samples", "20")
     plan = Plan(16, (1.0,), (4,), EXACT)
-    inside = Loader(task_of(options), options, 0, CPU)
-    example, _ = first_batch(task_of(options), 2)
+    inside = Loader(get_task(options), options, 0, CPU)
+    example, _ = first_batch(get_task(options), 2)
     beside = Loader(
-        task_of(options), dataclasses.replace(options, workers=2), 0, CPU,
+        get_task(options), dataclasses.replace(options, workers=2), 0, CPU,
         *(() if room is None else (example, room)),
     )  # fmt: skip
 
@@ -159,10 +159,10 @@ def test_processes_are_added_between_two_steps_and_no_sample_is_lost() -> None:
     plan = Plan(16, (1.0,), (4,), EXACT)
     expected = [
         [b.indices for b in step]
-        for step in batches(Loader(task_of(options), options, 0, CPU), plan)
+        for step in batches(Loader(get_task(options), options, 0, CPU), plan)
     ]
-    example, _ = first_batch(task_of(options), 2)
-    loader = Loader(task_of(options), dataclasses.replace(options, workers=1), 0, CPU, example, 4)
+    example, _ = first_batch(get_task(options), 2)
+    loader = Loader(get_task(options), dataclasses.replace(options, workers=1), 0, CPU, example, 4)
     found = []
     for number, (_, micro_batches) in enumerate(loader.steps(0, 0, plan)):
         found.append([batch.indices for batch, _ in micro_batches])
@@ -175,9 +175,9 @@ def test_processes_are_added_between_two_steps_and_no_sample_is_lost() -> None:
 
 def test_an_epoch_that_was_prepared_is_the_same_whatever_is_read_meanwhile() -> None:
     options = config("--data-fraction", "0.1", "--eval-samples", "20")
-    plan, inside = Plan(16, (1.0,), (4,), EXACT), Loader(task_of(options), options, 0, CPU)
+    plan, inside = Plan(16, (1.0,), (4,), EXACT), Loader(get_task(options), options, 0, CPU)
     expected = [[batch.indices for batch in step] for step in batches(inside, plan, 1)]
-    beside = Loader(task_of(options), dataclasses.replace(options, workers=1), 0, CPU)
+    beside = Loader(get_task(options), dataclasses.replace(options, workers=1), 0, CPU)
     for meanwhile in ("nothing", "held-out samples", "another epoch"):
         list(beside.test_batches(plan))
         beside.prepare(1, 0, plan)
@@ -194,8 +194,8 @@ def test_an_epoch_that_was_prepared_is_the_same_whatever_is_read_meanwhile() -> 
 def test_a_rank_without_samples_gets_as_many_empty_batches_from_processes() -> None:
     options = config("--data-fraction", "0.1", "--eval-samples", "20")
     plan = Plan(16, (1.0, 0.0), (4, 4), EXACT)
-    beside = Loader(task_of(options), dataclasses.replace(options, workers=1), 1, CPU)
-    inside = Loader(task_of(options), options, 1, CPU)
+    beside = Loader(get_task(options), dataclasses.replace(options, workers=1), 1, CPU)
+    inside = Loader(get_task(options), options, 1, CPU)
     found, expected = batches(beside, plan), batches(inside, plan)
     assert [[len(batch) for batch in step] for step in found] == [[0]] * len(expected)
     assert list(map(len, beside.test_batches(plan))) == list(map(len, inside.test_batches(plan)))
@@ -210,12 +210,12 @@ def test_an_error_of_a_loader_process_reaches_the_training_thread(
     monkeypatch.setattr(ImageTask, "sample", broken)
     options = dataclasses.replace(config(), workers=1)
     with pytest.raises(ValueError, match="sample 7 is broken"):
-        batches(Loader(task_of(options), options, 0, CPU), Plan(8, (1.0,), (8,), EXACT))
+        batches(Loader(get_task(options), options, 0, CPU), Plan(8, (1.0,), (8,), EXACT))
 
 
 def test_a_loader_process_that_is_killed_is_named() -> None:
     options = dataclasses.replace(config(), workers=1)
-    loader = Loader(task_of(options), options, 0, CPU)
+    loader = Loader(get_task(options), options, 0, CPU)
     before = set(psutil.Process().children())
     steps = iter(loader.steps(0, 0, Plan(8, (1.0,), (8,), EXACT)))
     _, micro_batches = next(steps)
@@ -232,7 +232,7 @@ def test_every_held_out_image_is_taken_once_or_some_evenly(
     words: tuple[str, ...], step: int
 ) -> None:
     options = config(*words)
-    images = task_of(options)
+    images = get_task(options)
     plan = Plan(128, (3.0, 0.0, 2.0), (50, 50, 50), EXACT, equal_micro_steps=True)
     taken = [
         index

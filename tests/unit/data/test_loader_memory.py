@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 
 from motley.comm.modes.numbers import EXACT
 from motley.data.loader import Loader
-from motley.data.loader_memory import bytes_of, explain_workers, free_memory, held, workers_that_fit
+from motley.data.loader_memory import (
+    count_bytes,
+    explain_workers,
+    free_memory,
+    held,
+    workers_that_fit,
+)
 from motley.data.source import Batch
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.train.command_line import read_config, training_parser
 
 GIB = 2.0**30
@@ -56,7 +62,7 @@ def test_fewer_processes_and_too_large_a_micro_batch_are_explained() -> None:
 
 def test_a_sample_is_as_large_as_its_part_of_the_example() -> None:
     data = {"a": torch.zeros(2, 100), "b": torch.zeros(2, dtype=torch.int64)}
-    assert bytes_of(Batch(data, (0, 1))) == 408
+    assert count_bytes(Batch(data, (0, 1))) == 408
     assert workers_that_fit(3, 0.0, 9, pytest.fail) == (3, ""), "nothing is asked of the host"
     assert 0 < free_memory(2) < 0.6 * free_memory(1)
 
@@ -76,7 +82,7 @@ def load_with_little_shared_memory() -> None:
     for size in ("1m", "64m"):
         gc.collect()  # or a process of the second loader forgets the first, whose are none of its
         subprocess.run(["mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
-        loader = Loader(task_of(config), config, 0, torch.device("cpu"))  # of unknown samples
+        loader = Loader(get_task(config), config, 0, torch.device("cpu"))  # of unknown samples
         try:
             print(sum(map(len, loader.test_batches(Plan(16, (1.0,), (16,), EXACT)))))
         except MotleyError as error:

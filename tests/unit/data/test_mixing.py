@@ -26,7 +26,7 @@ def test_pairs_are_mixed_alike_whoever_has_them(
         plan = make_plan(1000 * grain, parts, [size * grain] * len(parts), EXACT, grain=grain)
         rows: dict[int, tuple[list[float], int, float]] = {}
         for rank in range(len(parts)):
-            for cut in slices(range(n), plan.of_batch(n), rank):
+            for cut in slices(range(n), plan.for_batch(n), rank):
                 batch = mix(images[cut], labels[cut], drawn[cut], grain)
                 kept = (batch["images"].tolist(), batch["partners"].tolist(), batch["own"].tolist())
                 rows |= dict(zip(cut, zip(*kept, strict=True), strict=True))

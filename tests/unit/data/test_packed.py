@@ -13,7 +13,7 @@ from pictures import picture_folder
 
 from motley.data.datasets import find_dataset
 from motley.data.images import Images
-from motley.data.packed_file import JPEG, Keep, bytes_of, list_folder, open_packed, pack, shrunk
+from motley.data.packed_file import JPEG, Keep, count_bytes, list_folder, open_packed, pack, shrunk
 from motley.data.source import UnreadableSample, read
 from motley.data.transforms import Look
 from motley.errors import MotleyError
@@ -46,7 +46,7 @@ def test_what_is_not_shrunk_gives_the_samples_of_the_folder_bit_by_bit(
         source, reference = (
             (each.test if held_out else each.train) for each in (ours, theirs)
         )  # fmt: skip
-        make = LOOK.of_evaluation(ours) if held_out else LOOK.of_training(ours)
+        make = LOOK.for_evaluation(ours) if held_out else LOOK.for_training(ours)
         assert len(source) == len(reference) and source.targets == reference.targets  # type: ignore[attr-defined]
         for index in range(len(source)):
             try:
@@ -69,7 +69,7 @@ def test_images_are_shrunk_once_and_of_a_known_size(root: Path, path: Path) -> N
     assert images.train[0][0].shape == (3, 15, 20)
     readable = len(images.train) + len(images.test) - 1
     assert open_packed(path).content.nbytes - 64 == readable * 900
-    assert bytes_of(list_folder(root), keep) in (readable * 900, (readable + 1) * 900)
+    assert count_bytes(list_folder(root), keep) in (readable * 900, (readable + 1) * 900)
     kept = packed(root, path.with_name("jpeg.packed"), Keep(JPEG, 20))
     assert kept.train[0][0].size == (20, 15) and kept.identity != images.identity
     difference = np.array(kept.train[0][0], int) - images.train[0][0].permute(1, 2, 0).numpy()

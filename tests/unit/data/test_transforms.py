@@ -52,7 +52,7 @@ def test_a_random_crop_and_flip_is_torchvisions_bit_by_bit(
         v2.ToImage(), v2.RandomResizedCrop(40, interpolation=kind, antialias=True),
         v2.RandomHorizontalFlip(),
     ])  # fmt: skip
-    ours = look.of_training(images_of(None))
+    ours = look.for_training(images_of(None))
     pixels = noise(size[1], size[0], len(mode))
     picture = Image.fromarray(pixels.numpy() if mode == "RGB" else pixels[..., 0].numpy())
     for seed in range(200):
@@ -68,7 +68,7 @@ def test_a_shift_and_flip_is_torchvisions_bit_by_bit(native: int) -> None:
         v2.ToImage(), v2.RandomCrop(native, padding=native // 8),
         *([] if native == 40 else [v2.Resize((40, 40), antialias=True)]), v2.RandomHorizontalFlip(),
     ])  # fmt: skip
-    ours, pixels = LOOK.of_training(images_of(native)), noise(native, native, 3)
+    ours, pixels = LOOK.for_training(images_of(native)), noise(native, native, 3)
     for seed in range(200):
         expected = drawn_with(seed, usual, pixels.permute(2, 0, 1))
         for image in (pixels.permute(2, 0, 1), Image.fromarray(pixels.numpy())):
@@ -83,7 +83,7 @@ def test_held_out_images_are_timms_bit_by_bit_for_every_model() -> None:
     normalize = transforms.Normalize(torch.tensor(mean), torch.tensor(std))
     for interpolation, crop, mode in sorted(seen):
         look = Look(50, mean, std, interpolation, crop, crop_mode=mode)
-        ours = look.of_evaluation(images_of(None))
+        ours = look.for_evaluation(images_of(None))
         usual = timm.data.create_transform((3, 50, 50), interpolation=interpolation, mean=mean,
                                            std=std, crop_pct=crop, crop_mode=mode)  # fmt: skip
         for height, width in ((75, 53), (52, 160), (40, 44)):
@@ -95,7 +95,7 @@ def test_held_out_images_are_timms_bit_by_bit_for_every_model() -> None:
 
 def test_so_it_is_where_other_changes_follow() -> None:
     look = replace(LOOK, auto="rand-m9-mstd0.5", jitter=0.4, erase=0.5)
-    ours = look.of_training(images_of(None))
+    ours = look.for_training(images_of(None))
     steps = [v2.ToPILImage(), look._auto_augment(), v2.ToImage(), v2.ColorJitter(0.4, 0.4, 0.4)]
     crop = v2.RandomResizedCrop(40, antialias=True)
     whole = [v2.ToImage(), crop, v2.RandomHorizontalFlip(), *steps, look._erase()]
@@ -135,7 +135,7 @@ def test_only_small_images_travel_small_and_not_where_they_are_changed_large(
 ) -> None:
     look, images = replace(LOOK, augment=augment, **changes), images_of(native)
     image = Image.fromarray(np.ascontiguousarray(images.train[0][0].permute(1, 2, 0)))
-    train, test = look.of_training(images)(image), look.of_evaluation(images)(image)
+    train, test = look.for_training(images)(image), look.for_evaluation(images)(image)
     assert train.shape == (3, side, side) and train.dtype == torch.uint8
     assert test.shape[1] == min(native, look.size), "a held-out image is never changed large"
 
@@ -144,7 +144,7 @@ def test_a_small_image_is_what_it_was_at_full_size() -> None:
     images = images_of(8)
     steps = [v2.ToImage(), v2.RandomCrop(8, padding=1), v2.Resize((40, 40), antialias=True)]
     before = v2.Compose([*steps, v2.RandomHorizontalFlip()])
-    ours = LOOK.of_training(images)
+    ours = LOOK.for_training(images)
     for seed in range(50):
         torch.manual_seed(seed)
         expected = before(images.train[seed % 4][0])

@@ -14,7 +14,7 @@ from torch import Tensor
 from motley.engines.optimizer import kept_numbers
 from motley.engines.optimizers import adamw8bit
 from motley.engines.optimizers.adamw8bit import BLOCK, AdamW8bit, pack, unpack
-from motley.engines.strategies import ZERO, engines_of, known_strategies
+from motley.engines.strategies import ZERO, known_strategies, list_engines
 from motley.errors import MotleyError
 from motley.train.command_line import read_config, training_parser
 
@@ -174,4 +174,4 @@ def test_deepspeed_which_cuts_no_rows_refuses_it_at_once(stage: int) -> None:
     words = ["--opt", "adamw8bit", "--stage", str(stage)]
     config = read_config(training_parser("", known), words)
     with pytest.raises(MotleyError, match=rf"ZeRO stage {stage} .* take .*--strategy fsdp"):
-        engines_of(config, known)
+        list_engines(config, known)

@@ -115,7 +115,7 @@ def test_who_was_thought_gone_leaves_the_new_owners_lease_alone(tmp_path: Path) 
 @given(st.integers(1, 60), st.integers(1, 20))
 def test_shards_hold_every_item_once(items: int, size: int) -> None:
     shards = Shards(Path(), items, size, ())
-    assert [i for n in range(shards.count) for i in shards.items_of(n)] == list(range(items))
+    assert [i for n in range(shards.count) for i in shards.get_items(n)] == list(range(items))
 
 
 def test_shards_are_whole_and_of_one_thing(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_shards_are_whole_and_of_one_thing(tmp_path: Path) -> None:
         shards.write(0, broken())
     assert shards.missing() == [0, 1, 2]
     for number in (2, 0, 1):
-        shards.write(number, [(i, f'with "quotes", {i}') for i in shards.items_of(number)])
+        shards.write(number, [(i, f'with "quotes", {i}') for i in shards.get_items(number)])
     lines = shards.merge().read_text().splitlines()
     assert lines[0] == "index,word" and [line[0] for line in lines[1:]] == list("01234")
     (tmp_path / "out" / "shard.00001.csv").write_text("index\n2\n3\n")  # of an earlier version

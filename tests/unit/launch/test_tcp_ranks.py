@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from project import LIMIT_S
 
-from motley.cluster.launcher import WITHOUT_MPI, Launcher, launch_of
+from motley.cluster.launcher import WITHOUT_MPI, Launcher, read_launch
 from motley.errors import MotleyError
 from motley.launch.ranks import TcpRanks, meeting_point, secret
 
@@ -46,7 +46,7 @@ def start(environ: Mapping[str, str]) -> subprocess.Popen[str]:
 
 def test_they_exchange_values_though_strangers_are_quicker() -> None:
     job = os.getpid()
-    _, _, port = meeting_point(launch_of(slurm(0, 4, job)), slurm(0, 4, job))
+    _, _, port = meeting_point(read_launch(slurm(0, 4, job)), slurm(0, 4, job))
     first = start(slurm(0, 4, job))
     strangers: list[socket.socket] = []
     deadline = time.monotonic() + 30
@@ -81,11 +81,11 @@ def test_who_has_another_secret_is_not_unpickled_and_says_so(
     job = f"{os.getpid()}1"
     monkeypatch.setenv("UNPICKLED", str(tmp_path / "made"))
     here = slurm(0, 2, job, MOTLEY_START_TIMEOUT="8")
-    _, _, port = meeting_point(launch_of(here), here)
+    _, _, port = meeting_point(read_launch(here), here)
     first = start(here)
     stranger = slurm(1, 2, job, MOTLEY_START_TIMEOUT="3", MOTLEY_SECRET="another")
     with pytest.raises(MotleyError, match=r"another secret listens there: set MOTLEY_SECRET"):
-        TcpRanks(launch_of(stranger), stranger)
+        TcpRanks(read_launch(stranger), stranger)
 
     def pickles() -> None:
         with Client(("localhost", port)) as line:
@@ -107,23 +107,23 @@ def test_who_has_another_secret_is_not_unpickled_and_says_so(
 )
 def test_an_environment_that_names_no_node_is_refused(environ: dict[str, str], words: str) -> None:
     environ = slurm(1, 2, 1, **environ)
-    assert launch_of(environ).by is Launcher.SLURM
+    assert read_launch(environ).by is Launcher.SLURM
     with pytest.raises(MotleyError, match=words):
-        meeting_point(launch_of(environ), environ)
+        meeting_point(read_launch(environ), environ)
 
 
 def test_ranks_of_srun_with_pmix_meet_without_mpi_where_they_are_to() -> None:
     environ = slurm(1, 2, 1, PMIX_RANK="1")
-    assert launch_of(environ).by is Launcher.MPI
+    assert read_launch(environ).by is Launcher.MPI
     environ[WITHOUT_MPI] = "1"
-    assert launch_of(environ).by is Launcher.SLURM
+    assert read_launch(environ).by is Launcher.SLURM
     environ["OMPI_COMM_WORLD_RANK"] = "1"  # of mpirun in an allocation
-    assert launch_of(environ).by is Launcher.MPI
+    assert read_launch(environ).by is Launcher.MPI
 
 
 def test_the_first_node_of_the_step_is_met_wherever_the_allocation_begins() -> None:
     environ = slurm(1, 2, 1, SLURM_NODELIST="n[01-04]", SLURM_STEP_NODELIST="n[03-04]")
-    assert meeting_point(launch_of(environ), environ)[1] == "n03"
+    assert meeting_point(read_launch(environ), environ)[1] == "n03"
 
 
 def test_the_secret_is_made_once_and_not_taken_from_others(

@@ -45,7 +45,7 @@ def test_copies_hold_the_same_whole_lines_and_the_run_is_seen_with_them(tmp_path
     assert not now.elsewhere and now.rows[1].load == 0.93 and now.rows[1].step == 5
     assert now.rows[1].waited > 0.4
 
-    live.run.forget_after(3, 1, [0, 1])  # a resumed run takes these steps again
+    live.run.drop_after(3, 1, [0, 1])  # a resumed run takes these steps again
     copies.update(THERE)
     followed.look(1.0, 0.0)
     assert take_snapshot(followed, live.now).rows[1].step == 2

@@ -94,7 +94,7 @@ def test_steps_that_are_taken_again_are_not_read_again(tmp_path: Path) -> None:
     reader = RunReader(live.run)
     assert len(reader.look(0.0, 0.0).steps[0]) == 8
     lines = live.run.step_file(0).read_text().splitlines(keepends=True)
-    live.run.forget_after(5, 0, [0])
+    live.run.drop_after(5, 0, [0])
     assert not reader.look(1.0, 0.0)
     with live.run.step_file(0).open("a") as file:
         file.writelines([*lines[5:], lines[7].replace('"step": 7', '"step": 8')])

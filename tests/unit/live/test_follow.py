@@ -104,7 +104,7 @@ def test_steps_that_a_resumed_run_takes_again_are_forgotten(tmp_path: Path) -> N
     followed = looked(live.run.path)
     assert seen(followed).step == 40
     for rank in (0, 1):
-        live.run.forget_after(25, rank, [0, 1])
+        live.run.drop_after(25, rank, [0, 1])
     followed.look(1.0, NOW)
     assert seen(followed).step == 25 and len(seen(followed).losses) == 25
     live.close()

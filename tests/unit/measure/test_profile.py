@@ -49,7 +49,7 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
     after = refine(world, group, torch.nn.Linear(1, 1), 512, before)  # type: ignore[arg-type]
     counts = split(512, after.speeds)
     assert 1 <= len(timed) <= 4 and len(set(timed)) == len(timed)
-    assert after.speeds[1].seconds_of(counts[1]) == pytest.approx(real(counts[1]), rel=0.05)
+    assert after.speeds[1].compute_seconds(counts[1]) == pytest.approx(real(counts[1]), rel=0.05)
     assert after.speeds[0] is fast
 
 
@@ -135,5 +135,5 @@ def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     model: Any = SimpleNamespace(
         net=net, by_blocks=None, every_parameter=net.parameters, zero_grad=net.zero_grad
     )
-    found = speeds.speed_of(group, model, config, 1)
+    found = speeds.measure_own_speed(group, model, config, 1)
     assert tried == timed and found is (remembered if kept else anew)

@@ -15,7 +15,7 @@ from motley.cluster.processes import send, ticks
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.membership import away
-from motley.membership.away import mark_away, read_away, remove_mark, who_is_here
+from motley.membership.away import find_other_user, mark_away, read_away, remove_mark
 from motley.membership.detector import RankStatus
 from motley.membership.pause import LEAVE_SIGNAL, OwnPause, PauseAgreement
 from motley.membership.protocol import AskStep, encode
@@ -162,4 +162,4 @@ def test_who_is_at_the_console_is_asked_of_logind(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SEAT", seat)
     monkeypatch.setenv("IDLE", idle)
-    assert who_is_here() == ("alice is at its console" if here else "")
+    assert find_other_user() == ("alice is at its console" if here else "")

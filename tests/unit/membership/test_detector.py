@@ -9,9 +9,9 @@ from motley.membership.detector import (
     CUT_OFF_AFTER_S,
     HEARTBEAT_INTERVAL_S,
     HEARTBEAT_TIMEOUT_S,
+    REPORTED_AFTER_S,
     SETTLED_S,
     SUSPECT_AFTER_S,
-    TOLD_AFTER_S,
     AwakeClock,
     Heartbeat,
     RankStatus,
@@ -181,11 +181,17 @@ def test_who_is_not_heard_is_told_once_and_so_is_that_it_is_heard_again() -> Non
     clock, _, (_, one, two, three) = world("a", "b", "b", "c")
     unheard = SilentRanks(clock)  # type: ignore[arg-type]
     hear(clock, 10.0, one, two, three)
-    hear(clock, 10.0 + TOLD_AFTER_S, two)
+    hear(clock, 10.0 + REPORTED_AFTER_S, two)
     assert unheard.changes([one, two, three]) == []
-    hear(clock, 10.1 + TOLD_AFTER_S, two)
+    hear(clock, 10.1 + REPORTED_AFTER_S, two)
     said = [
-        {"kind": "silent", "rank": rank, "host": host, "step": 17, "seconds": TOLD_AFTER_S + 0.1}
+        {
+            "kind": "silent",
+            "rank": rank,
+            "host": host,
+            "step": 17,
+            "seconds": REPORTED_AFTER_S + 0.1,
+        }
         for rank, host in ((1, "b"), (3, "c"))
     ]
     assert unheard.changes([one, two, three]) == said

@@ -66,10 +66,10 @@ def test_what_is_said_of_the_broken_group_is_void_even_if_the_others_went_on_mea
     own = OwnRank(GroupPlace(0, "a", (0, 1, 2), (0, 0, 0), listening))
     lost = Fault(2, "a", 7, "died", kind=FaultKind.KILLED)
     own.go_on(Survivors((0, 1), lost, standby=1))  # from the watching thread
-    own.say_of_group(RankFailed(lost))  # from the training's
+    own.send_in_group(RankFailed(lost))  # from the training's
     own.change.freeing.join()
     assert own.change.take().ranks == (0, 1)
-    own.say_of_group(GatherValue(""))
+    own.send_in_group(GatherValue(""))
     assert [message.group for message in own.outbox.messages] == [
         own.change.group - 1,
         own.change.group,

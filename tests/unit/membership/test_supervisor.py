@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from project import LIMIT_S, ROOT, environment
 
 from motley.errors import MotleyError
-from motley.faults import fault_of
+from motley.faults import make_fault
 from motley.membership import protocol
 from motley.membership.detector import HEARTBEAT_TIMEOUT_S
 from motley.membership.messages import (
@@ -290,15 +290,15 @@ def test_what_is_no_message_costs_itself_alone(line: bytes) -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, MotleyError])
 def test_a_fault_always_fits(kind: type[Exception]) -> None:
-    fault = fault_of(kind("\N{PILE OF POO}" * MOST_BYTES), 3, "a", 7)
+    fault = make_fault(kind("\N{PILE OF POO}" * MOST_BYTES), 3, "a", 7)
     assert len(protocol.encode(protocol.RankFailed(fault))) < MOST_BYTES
 
 
 def test_an_error_in_a_senders_thread_may_be_an_echo() -> None:
     error = MotleyError("gradients could not be added up")
-    assert not fault_of(error, 3, "a", 7).echo
+    assert not make_fault(error, 3, "a", 7).echo
     error.__cause__ = RuntimeError("Connection closed by peer [10.0.0.3]:5")
-    assert fault_of(error, 3, "a", 7).echo
+    assert make_fault(error, 3, "a", 7).echo
 
 
 def test_a_disk_that_stalls_ends_nothing(tmp_path: Path) -> None:

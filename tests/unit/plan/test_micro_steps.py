@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from motley.plan.forecast import arrange, forecast
+from motley.plan.forecast import forecast, split_and_forecast
 from motley.plan.plan import split
 from motley.plan.speeds import SpeedTable
 from motley.plan.wire import AllReduceCost
@@ -41,7 +41,7 @@ def test_no_larger_size_for_all_makes_the_step_shorter(
     wire, group = each_step(seconds, once), [table] * ranks
     plain = forecast(split(batch, group), group, wire)
     assume(plain.exposed_s > 0.01 * plain.step_s)  # else the fastest sizes are taken unseen
-    chosen, counts, found = arrange(batch, group, wire)
+    chosen, counts, found = split_and_forecast(batch, group, wire)
     assert sum(counts) == batch and found == forecast(counts, chosen, wire)
     assert all(speed.sizes == table.sizes for speed in chosen)
     for size in table.sizes[table.sizes.index(table.micro_batch) :]:
@@ -56,7 +56,7 @@ def test_nothing_is_lost_by_asking_for_fewer_micro_steps(
 ) -> None:
     wire = each_step(seconds)
     plain = forecast(split(batch, group), group, wire)
-    assert arrange(batch, group, wire)[2].step_s <= plain.step_s
+    assert split_and_forecast(batch, group, wire)[2].step_s <= plain.step_s
 
 
 @given(tables(), st.integers(1, 4), st.integers(1, 300))
@@ -67,7 +67,7 @@ def test_a_wire_that_is_taken_once_changes_no_size(
     """But where computing alone is shorter for it."""
     group, nothing = (table,) * ranks, each_step(0.0)
     shares = split(batch, group)
-    chosen, counts, _ = arrange(batch, group, each_step(0.0, 0.3))
+    chosen, counts, _ = split_and_forecast(batch, group, each_step(0.0, 0.3))
     plain, found = forecast(shares, group, nothing), forecast(counts, chosen, nothing)
     assert (chosen, counts) == (group, shares) or found.step_s < plain.step_s
 
@@ -76,7 +76,7 @@ def test_a_wire_that_is_taken_once_changes_no_size(
 def test_three_h200s_take_two_micro_steps_and_not_six(wire_s: float, steps: int) -> None:
     """0.225 s are what was measured of NCCL; 0.49 s what a micro-step really took besides."""
     two = replace(H200, seconds=(0.386, 0.726, 2.96))  # of 8 a little slower than of 2
-    chosen, counts, found = arrange(32, [two] * 3, each_step(wire_s))
+    chosen, counts, found = split_and_forecast(32, [two] * 3, each_step(wire_s))
     assert sorted(counts) == [10, 11, 11]
     assert -(-11 // chosen[0].micro_batch) == steps
     assert found.exposed_s == pytest.approx(steps * wire_s)
@@ -84,6 +84,6 @@ def test_three_h200s_take_two_micro_steps_and_not_six(wire_s: float, steps: int)
 
 def test_neither_the_smallest_nor_the_largest_may_be_best() -> None:
     table = SpeedTable((1, 4, 16), (0.1, 0.42, 2.4), 0.0)
-    chosen, *_, found = arrange(16, [table], each_step(0.05))
+    chosen, *_, found = split_and_forecast(16, [table], each_step(0.05))
     assert chosen[0].micro_batch == 4
     assert found.step_s == pytest.approx(4 * (0.42 + 0.05))

@@ -58,7 +58,7 @@ def test_a_plan_covers_the_batch_once(n: int, values: list[float], m: int, equal
 
 @given(st.integers(5, 500), st.integers(1, 500))
 def test_a_ragged_batch_keeps_the_shares(n: int, rest: int) -> None:
-    plan = Plan(n, (3.0, 2.0, 0.0), (7, 7, 7), EXACT).of_batch(rest)
+    plan = Plan(n, (3.0, 2.0, 0.0), (7, 7, 7), EXACT).for_batch(rest)
     assert sum(plan.counts) == rest == plan.global_batch
     assert plan.counts == apportion(rest, (3, 2, 0))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from motley.config.option import batch_size
 from motley.errors import MotleyError
-from motley.plan.length import Ramp, RampedBatch, growth, ramp_of, read_ramp
+from motley.plan.length import Ramp, RampedBatch, growth, make_ramp, read_ramp
 from motley.train.command_line import config_from, read_config, training_parser
 
 
@@ -30,13 +30,13 @@ def test_it_grows_evenly_and_then_stays(first: int, by: int, times: int, over: i
 
 def test_a_batch_that_grows_is_a_number_that_says_so_wherever_it_is_kept() -> None:
     config = read_config(training_parser(""), ["--batch-size", "64:256:32/1K"])
-    assert config.batch_size == 256 and ramp_of(config.batch_size) == Ramp(64, 256, 32, 1000)
+    assert config.batch_size == 256 and make_ramp(config.batch_size) == Ramp(64, 256, 32, 1000)
     saved = json.loads(json.dumps(config.as_json()))
     assert saved["batch_size"] == "64:256:32/1000"
-    assert ramp_of(config_from(saved).batch_size) == Ramp(64, 256, 32, 1000)
+    assert make_ramp(config_from(saved).batch_size) == Ramp(64, 256, 32, 1000)
     for other in (copy.deepcopy(config.batch_size), pickle.loads(pickle.dumps(config.batch_size))):
-        assert isinstance(other, RampedBatch) and ramp_of(other) == ramp_of(config.batch_size)
-    (said,) = growth(ramp_of(config.batch_size))
+        assert isinstance(other, RampedBatch) and make_ramp(other) == make_ramp(config.batch_size)
+    (said,) = growth(make_ramp(config.batch_size))
     assert said == (
         "the batch grows from 64 to 256 samples, by 32, over the first 1,000 samples: 9 steps"
     )
@@ -45,8 +45,8 @@ def test_a_batch_that_grows_is_a_number_that_says_so_wherever_it_is_kept() -> No
 def test_a_batch_that_does_not_grow_is_as_before() -> None:
     config = read_config(training_parser(""), ["--batch-size", "60"])
     assert config.as_json()["batch_size"] == 60 and type(config.batch_size) is int
-    assert {ramp_of(60).at(used) for used in (0, 1, 10**9)} == {60}
-    assert list(growth(ramp_of(60))) == []
+    assert {make_ramp(60).at(used) for used in (0, 1, 10**9)} == {60}
+    assert list(growth(make_ramp(60))) == []
 
 
 @pytest.mark.parametrize(

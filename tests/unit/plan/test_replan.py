@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motley.plan.plan import limit_s, split, whole_shares
+from motley.plan.plan import limit_s, split, whole_share_pieces
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speeds import SpeedTable
 
@@ -39,16 +39,17 @@ class Lab:
 
     def _take(self, batches: Iterable[int]) -> float:
         for batch in batches:
-            counts = whole_shares(batch, self.counts)
+            counts = whole_share_pieces(batch, self.counts)
             ready = [
-                (s.seconds_of(n) - s.step_s) * self.random.uniform(1 - self.noise, 1 + self.noise)
+                (s.compute_seconds(n) - s.step_s)
+                * self.random.uniform(1 - self.noise, 1 + self.noise)
                 for s, n in zip(self.now, counts, strict=True)
             ]
             if proposal := self.watch.step(ready, counts, self.counts):
                 assert sum(proposal.counts) == 180
                 self.counts, self.replans = proposal.counts, self.replans + 1
                 self.watch.forget()
-        last = max(s.seconds_of(n) for s, n in zip(self.now, self.counts, strict=True))
+        last = max(s.compute_seconds(n) for s, n in zip(self.now, self.counts, strict=True))
         return limit_s(180, self.now) / last
 
 
@@ -101,7 +102,7 @@ def lab_of(ranks: int) -> Lab:
 
 
 def ready_s(lab: Lab) -> list[float]:
-    return [s.seconds_of(n) - s.step_s for s, n in zip(lab.now, lab.counts, strict=True)]
+    return [s.compute_seconds(n) - s.step_s for s, n in zip(lab.now, lab.counts, strict=True)]
 
 
 def watched_s(lab: Lab, ready_s: list[float]) -> float:

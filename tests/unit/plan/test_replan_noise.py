@@ -224,7 +224,7 @@ def test_a_warm_up_is_no_evidence() -> None:
 def test_all_ranks_propose_the_same_and_again_if_it_is_not_used() -> None:
     monitors = [ReplanMonitor([speed(0.002)] * 4, range(4)) for _ in range(2)]
     dice = np.random.default_rng(0)
-    ready = np.array([speed(0.002).seconds_of(40) - 0.001] * 4)
+    ready = np.array([speed(0.002).compute_seconds(40) - 0.001] * 4)
     proposals = []
     for step in range(60):
         took = ready * np.exp(0.03 * dice.standard_normal(4))

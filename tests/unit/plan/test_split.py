@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from motley.errors import MotleyError
 from motley.plan.advice import bound_by_input
-from motley.plan.forecast import Forecast, arrange, choose_machines, forecast, what_if
+from motley.plan.forecast import (
+    Forecast,
+    choose_machines,
+    forecast,
+    forecast_alternatives,
+    split_and_forecast,
+)
 from motley.plan.plan import Speeds, cut, limit_s, split
 from motley.plan.speeds import SpeedTable
 from motley.plan.wire import AllReduceCost
@@ -60,25 +66,25 @@ def test_the_time_is_that_of_the_micro_batches_that_the_plan_cuts(
     computed = speed.step_s + sum(map(speed.micro_s, parts))
     read = n * speed.input_s
     taken = max(computed, read) if speed.reads_ahead else computed + read
-    assert speed.seconds_of(n) == pytest.approx(taken)
+    assert speed.compute_seconds(n) == pytest.approx(taken)
     assert speed.waits_s(n) == pytest.approx(taken - computed, abs=1e-12)
-    assert speed.seconds_of(n) <= speed.seconds_of(n + 1) * CLOSE
+    assert speed.compute_seconds(n) <= speed.compute_seconds(n + 1) * CLOSE
 
 
 @given(speeds(), st.floats(0, 3))
 def test_samples_in_is_the_most_that_seconds_of_allows(speed: SpeedTable, seconds: float) -> None:
     most = samples_in(speed, seconds)
     if most:
-        assert speed.seconds_of(most) <= seconds * CLOSE
+        assert speed.compute_seconds(most) <= seconds * CLOSE
     more = most * (1 + 1e-6) + 1e-6
     if speed.input_s and not speed.reads_ahead:  # whole samples are read
         more = math.floor(more) + 1
-    assert speed.seconds_of(more) >= seconds / CLOSE
+    assert speed.compute_seconds(more) >= seconds / CLOSE
 
 
 @given(speeds(), st.integers(1, 600))
 def test_samples_in_inverts_seconds_of(speed: SpeedTable, n: int) -> None:
-    assert samples_in(speed, speed.seconds_of(n) * CLOSE) >= n * (1 - 1e-6)
+    assert samples_in(speed, speed.compute_seconds(n) * CLOSE) >= n * (1 - 1e-6)
 
 
 @given(groups, st.integers(0, 600), st.floats(0, 3), st.floats(0.5, 3))
@@ -88,9 +94,9 @@ def test_all_ranks_at_once_are_as_each_alone(
     speeds = Speeds(group)
     samples = np.array([n + rank for rank in range(len(group))], dtype=float)
     slower = [speed.slower(factor) for speed in group]
-    alone = [s.seconds_of(each) for s, each in zip(slower, samples, strict=True)]
-    assert speeds.seconds_of(samples, factor).tolist() == pytest.approx(alone)
-    most = speeds.whole_in(seconds, factor)
+    alone = [s.compute_seconds(each) for s, each in zip(slower, samples, strict=True)]
+    assert speeds.compute_seconds(samples, factor).tolist() == pytest.approx(alone)
+    most = speeds.count_whole(seconds, factor)
     assert most.tolist() == [int(samples_in(s, seconds) + 1e-8) for s in slower]
 
 
@@ -100,16 +106,16 @@ def test_shares_sum_to_the_batch_and_nobody_could_be_relieved(
 ) -> None:
     counts = split(n, group)
     assert sum(counts) == n and min(counts) >= 0
-    slowest = max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
+    slowest = max(s.compute_seconds(c) for s, c in zip(group, counts, strict=True) if c)
     for speed, count in zip(group, counts, strict=True):
         # One sample more on any rank would take as long as the slowest does now.
-        assert speed.seconds_of(count + 1) >= slowest / CLOSE
+        assert speed.compute_seconds(count + 1) >= slowest / CLOSE
 
 
 @given(st.integers(1, 12), st.lists(speeds(), min_size=1, max_size=3))
 def test_shares_are_the_best_of_all(n: int, group: list[SpeedTable]) -> None:
     def slowest(counts: tuple[int, ...]) -> float:
-        return max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
+        return max(s.compute_seconds(c) for s, c in zip(group, counts, strict=True) if c)
 
     every = product(range(n + 1), repeat=len(group))
     best = min(slowest(counts) for counts in every if sum(counts) == n)
@@ -144,7 +150,9 @@ def test_a_forecast_is_one_fraction_of_one_limit_and_its_losses_add_up(
     n: int, group: list[SpeedTable], wire_s: float, input_s: float, ahead: bool, overlaps: bool
 ) -> None:
     reading = replace(group[0], input_s=input_s, reads_ahead=ahead, readers=1)
-    *_, found = arrange(n, [reading, *group[1:]], AllReduceCost(0.001, wire_s, overlaps=overlaps))
+    *_, found = split_and_forecast(
+        n, [reading, *group[1:]], AllReduceCost(0.001, wire_s, overlaps=overlaps)
+    )
     rate, most = found.samples_per_s, n / found.limit_s
     assert 0 < found.fraction <= 1
     assert found.fraction == pytest.approx(min(1.0, rate / most))
@@ -157,7 +165,7 @@ def test_a_forecast_is_one_fraction_of_one_limit_and_its_losses_add_up(
 @given(st.integers(1, 2000), groups)
 def test_nothing_beats_the_limit(n: int, group: list[SpeedTable]) -> None:
     counts = split(n, group)
-    slowest = max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
+    slowest = max(s.compute_seconds(c) for s, c in zip(group, counts, strict=True) if c)
     assert limit_s(n, group) <= slowest * CLOSE
     assert limit_s(n, group) <= limit_s(n, group[:1]) * CLOSE
 
@@ -175,7 +183,7 @@ def test_a_share_that_is_no_multiple_is_cut_evenly_and_stays_fast() -> None:
     sizes = (1, 2, 4, 8, 16, 32, 64)
     speed = SpeedTable(sizes, tuple(max(0.008, size / 400) for size in sizes), 0.0)
     assert speed.micro_batch == 64
-    assert speed.seconds_of(66) == pytest.approx(66 / 400)
+    assert speed.compute_seconds(66) == pytest.approx(66 / 400)
 
 
 @given(speeds(), st.integers(1, 600))
@@ -196,7 +204,7 @@ def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
     wire = AllReduceCost(0.001, 0.1)
     start = time.process_time()
     choice = choose_machines(100_000, machines, group, wire)
-    rows = what_if(100_000, names, machines, group, wire)
+    rows = forecast_alternatives(100_000, names, machines, group, wire)
     assert time.process_time() - start < 1
     assert sum(split(100_000, group)) == 100_000
     assert rows["the fastest 512"].step_s >= choice.chosen.step_s / CLOSE
@@ -248,7 +256,7 @@ def test_a_forecast_is_within_its_bounds(
 
 def test_what_if_shows_that_equal_shares_wait_for_the_slowest() -> None:
     group = [linear(700), linear(100)]
-    rows = what_if(80, ["fast", "slow"], [0, 1], group, AllReduceCost(0.0, 0.0))
+    rows = forecast_alternatives(80, ["fast", "slow"], [0, 1], group, AllReduceCost(0.0, 0.0))
     planned = forecast(split(80, group), group, AllReduceCost(0.0, 0.0))
     assert rows["fast alone"].samples_per_s == pytest.approx(700)
     assert rows["equal shares"].samples_per_s == pytest.approx(200)

@@ -18,12 +18,12 @@ from motley.comm.modes import local_sgd, modes, parse_wire, power_sgd
 from motley.comm.modes.local_sgd import LocalSgd
 from motley.comm.modes.numbers import BF16, EXACT, FP16
 from motley.comm.modes.power_sgd import PowerSgd
-from motley.comm.reducer import buckets_of
+from motley.comm.reducer import make_buckets
 from motley.errors import MotleyError
 from motley.measure.link_speed import _tensors
 from motley.measure.measured_plan import _best_mode
 from motley.plan.advice import Advice, better_engine, better_modes, fewer_hosts, larger_batch
-from motley.plan.forecast import Choice, arrange, choose_machines, forecast
+from motley.plan.forecast import Choice, choose_machines, forecast, split_and_forecast
 from motley.plan.speeds import Flow, Links, SpeedTable
 from motley.plan.wire import AllReduceCost, EngineTraits
 from motley.tasks.classifiers import vit_digits
@@ -93,15 +93,15 @@ def test_powersgd_sends_what_torchs_hook_says_that_it_sends(
         thin, before, after = _should_compress(high, wide, min(high, wide, rank), 2)
         numbers += after if thin else before
     power = PowerSgd(rank)
-    assert power.bytes_of(shapes) == 4 * numbers
-    assert replace(power, rounded=True).bytes_of(shapes) == 2 * numbers
-    whole = EXACT.bytes_of(shapes)
-    assert BF16.bytes_of(shapes) * 2 == whole >= power.bytes_of(shapes)
+    assert power.count_bytes(shapes) == 4 * numbers
+    assert replace(power, rounded=True).count_bytes(shapes) == 2 * numbers
+    whole = EXACT.count_bytes(shapes)
+    assert BF16.count_bytes(shapes) * 2 == whole >= power.count_bytes(shapes)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 100))
 def test_buckets_hold_every_number_once(sizes: list[int], most: int) -> None:
-    buckets = buckets_of([torch.empty(size, 2) for size in sizes], most)
+    buckets = make_buckets([torch.empty(size, 2) for size in sizes], most)
     assert sum(len(bucket.flat) for bucket in buckets) == 2 * sum(sizes)
     assert [bucket.place for bucket in buckets] == list(range(len(buckets)))
     assert [bucket.final for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
@@ -149,9 +149,9 @@ def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     steep = tuple(
         SpeedTable((1, 8, 80), (0.1 * t, 0.08 * t, 0.85 * t), 0.0, preferred=8) for t in (1, 2)
     )
-    long, *_, found = arrange(120, steep, zero[2])
+    long, *_, found = split_and_forecast(120, steep, zero[2])
     assert max(speed.micro_batch for speed in long) == 80 and found.exposed_s < 0.5
-    assert arrange(120, steep, zero[0])[0] == steep
+    assert split_and_forecast(120, steep, zero[0])[0] == steep
 
     # Parameters are gathered in fp32, whatever the gradients travel in.
     stage1 = EngineTraits(False, gathers_per_step=0.5, words="stage 1 sends twice")
@@ -268,7 +268,7 @@ def test_a_batch_too_small_for_the_lab_is_said_and_which_would_do() -> None:
     before, after = (choose_machines(n, machines, TEAM, wire).chosen for n in (100, wanted))
     assert advice.times == pytest.approx(after.samples_per_s / before.samples_per_s)
     for samples, beats in ((wanted, True), (wanted // 2, False)):
-        alone = TEAM[0].seconds_of(samples)
+        alone = TEAM[0].compute_seconds(samples)
         together = choose_machines(samples, machines, TEAM, wire).chosen.step_s
         assert (alone / together >= 1.1) == beats
     assert larger_batch(wanted, names, machines, TEAM, wire) == ()

@@ -14,7 +14,7 @@ from project import LIMIT_S, ROOT, environment
 from small_runs import START, write_run
 
 from motley.plotting import style
-from motley.plotting.plot_runs import draw_runs, losses_of
+from motley.plotting.plot_runs import draw_runs, read_losses
 from motley.plotting.plot_timeline import longest, spans
 from motley.plotting.run_steps import read_or_say
 from motley.records.run_folder import RunFolder, find_runs
@@ -74,7 +74,7 @@ def test_each_task_has_a_row_and_a_run_that_was_stopped_no_gap(tmp_path: Path) -
         write_run(tmp_path / name).update_run(task={"title": task})
     resumed = {"time": START + 3.15, "event": "resume"}
     RunFolder(tmp_path / "one").events_file.write_text(json.dumps(resumed) + "\n")
-    found = losses_of(map(read_or_say, find_runs([tmp_path])))
+    found = read_losses(map(read_or_say, find_runs([tmp_path])))
     texts = {text.get_text() for text in draw_runs(found).findobj(Text)}
     seconds = {name: run.loss.seconds[-1] for name, run in found.items()}
     assert {"digits: 2 runs", "text: 1 run"} <= texts

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from motley.cluster import processes
-from motley.cluster.orphans import Found, state
+from motley.cluster.orphans import TrainingProcess, state
 
-RANK = Found(7, 70, 5.0, "rank 0", "rank", (), None, ("c0.lab", 41), True, True, False)
+RANK = TrainingProcess(7, 70, 5.0, "rank 0", "rank", (), None, ("c0.lab", 41), True, True, False)
 
 
 BY_HAND = replace(RANK, head=None, launched=False, held=False)
@@ -33,7 +33,7 @@ BY_HAND = replace(RANK, head=None, launched=False, held=False)
     ],
 )
 def test_a_leftover_is_what_nobody_waits_for(
-    process: Found, mpiruns: list[tuple[str, list[int]]], expected: str
+    process: TrainingProcess, mpiruns: list[tuple[str, list[int]]], expected: str
 ) -> None:
     assert state(process, mpiruns) == expected
 

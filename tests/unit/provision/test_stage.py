@@ -14,8 +14,8 @@ from motley.provision.stage_copy import (
     BLOCK,
     Copied,
     Target,
-    blocks_of,
     bytes_in,
+    count_blocks,
     missing,
     said,
     size_of,
@@ -37,7 +37,7 @@ def test_runs_are_all_that_is_missing_and_nothing_else(
     assert all(run.last - run.first < most for run in runs)
     size = (len(wanted) - 1) * BLOCK + last
     if wanted:
-        assert blocks_of(size) == len(wanted)
+        assert count_blocks(size) == len(wanted)
         lengths = [last if number == len(wanted) - 1 else BLOCK for number in found]
         assert sum(bytes_in(run, size) for run in runs) == sum(lengths)
 

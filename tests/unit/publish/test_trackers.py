@@ -195,7 +195,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(live: LiveRun) -> None:
     take(live, 8)
     publish(live.run.path, "tensorboard")
     for rank in range(2):
-        live.run.forget_after(5, rank, [0, 1])
+        live.run.drop_after(5, rank, [0, 1])
     again = LiveRun(live.run.path.parent / "again", HOSTS)
     take(again, 12)
     for rank in range(2):  # as a job that begins at step 5 writes them

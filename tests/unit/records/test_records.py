@@ -73,7 +73,7 @@ def test_a_torn_line_costs_itself_alone(
 def test_forgetting_drops_what_is_torn_or_tells_no_step(folder: RunFolder) -> None:
     path = folder.path / "steps.rank0.jsonl"
     path.write_text('{"step": 0}\n{"st\n{"loss": 1.0}\n{"step": "x"}\n{"step": 1}\n{"step": 2}\n')
-    folder.forget_after(2, 0, [0])
+    folder.drop_after(2, 0, [0])
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
 
 
@@ -108,11 +108,11 @@ def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None
     with folder.steps(0) as lines:
         for number in range(5):
             lines.write(step(number))
-    folder.forget_after(3, 0, [0])
+    folder.drop_after(3, 0, [0])
     assert [record["step"] for record in folder.read_steps()[0]] == [0, 1, 2]
-    folder.forget_after(2, 2, [1, 2])  # not the first that trains now
+    folder.drop_after(2, 2, [1, 2])  # not the first that trains now
     assert [record["step"] for record in folder.read_steps()[0]] == [0, 1, 2]
-    folder.forget_after(2, 1, [1, 2])
+    folder.drop_after(2, 1, [1, 2])
     assert [record["step"] for record in folder.read_steps()[0]] == [0, 1]
 
 
@@ -124,7 +124,7 @@ def test_records_that_a_killed_rank_did_not_write_come_from_another(
         with folder.steps(rank) as lines:
             for number in range(count):
                 lines.write(step(number, overflow=True))
-    folder.forget_after(3, 0, [0, 1], diverges)
+    folder.drop_after(3, 0, [0, 1], diverges)
     for line in folder.read_steps()[0][1:]:
         assert line["loss"] == 2.0 and line["n_local"] is None
         own = [line["grad_norm"], line["overflow"], line["loss_scale"]]

@@ -13,7 +13,7 @@ from project import LIMIT_S, ROOT
 
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
-from motley.faults import Fault, FaultKind, fault_of
+from motley.faults import Fault, FaultKind, make_fault
 from motley.provision import baselines
 from motley.records.costs import joules, leak
 from motley.records.run_folder import RunFolder
@@ -148,7 +148,7 @@ def test_a_failure_is_told_by_what_it_left(
     ],
 )
 def test_an_exception_is_of_a_kind(error: Exception, kind: FaultKind) -> None:
-    fault = fault_of(error, 1, "b", 7)
+    fault = make_fault(error, 1, "b", 7)
     assert fault.kind is kind and Fault.read(json.loads(json.dumps(asdict(fault)))) == fault
     assert fault.code == {"refused": 2, "not finite": 2, "out of memory": 3}.get(kind, 1)
 

@@ -18,12 +18,12 @@ from motley.measure.compile_trial import (
     _is_wanted,
     _Own,
     _try,
+    count_steps,
     is_worth_it,
-    steps_of,
     why_not,
 )
 from motley.plan.speeds import SpeedTable
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import Compiled, TaskModel
 from motley.tasks.net import build_net, parts_around, recompute
 from motley.train.command_line import read_config, training_parser
@@ -38,7 +38,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskModel]:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    task = task_of(CONFIG)
+    task = get_task(CONFIG)
     yield TaskModel(task, build_net(task, CONFIG), "fp32", CPU)
     torch._dynamo.reset()
 
@@ -179,7 +179,7 @@ def test_steps_of_a_run(samples: int, epochs: int, most: int) -> None:
         training_parser(""),
         ["--epochs", str(epochs), "--max-steps", str(most), "--batch-size", "100"],
     )
-    assert steps_of(config, samples) == min(most, epochs * -(-samples // 100))
+    assert count_steps(config, samples) == min(most, epochs * -(-samples // 100))
 
 
 def test_compiling_has_to_save_more_than_it_takes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from motley.errors import MotleyError
 from motley.tasks.build import LARGE, BlockByBlock, build
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.deferred import record
 from motley.tasks.net import find_blocks
 from motley.tasks.task import Task
@@ -102,7 +102,7 @@ class Wide(Task):
 
 def config_of(*words: str) -> tuple[Task, object]:
     config = read_config(training_parser(""), words)
-    return task_of(config), config
+    return get_task(config), config
 
 
 def test_size_alone_decides_and_the_user() -> None:

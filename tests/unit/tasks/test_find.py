@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from motley.errors import MotleyError
-from motley.tasks.builtin import task_class, task_of
+from motley.tasks.builtin import get_task, task_class
 from motley.tasks.check import check_task
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
@@ -73,18 +73,18 @@ def written(folder: Path, text: str = TASK, **changed: str) -> Path:
 
 def model_of(path: Path) -> TaskModel:
     config = read_config(training_parser(""), ["--task", str(path)])
-    task = task_of(config)
+    task = get_task(config)
     return TaskModel(task, build_net(task, config), "fp32", torch.device("cpu"))
 
 
 def test_fields_are_options_and_a_checkpoint_keeps_them(tmp_path: Path) -> None:
     words = ["--width", "7", "--no-careful", "--note", "a b", f"--task={written(tmp_path)}"]
     config = read_config(training_parser(""), words)
-    task = task_of(config)
+    task = get_task(config)
     assert (task.width, task.rate, task.careful, task.note) == (7, 0.5, False, "a b")  # type: ignore[attr-defined]
     saved = config.as_json()
     assert saved["width"] == 7 and "model" not in saved
-    assert vars(task_of(config_from(saved))) == vars(task)
+    assert vars(get_task(config_from(saved))) == vars(task)
 
 
 CACHE = "self.register_buffer('cache', torch.zeros(0), persistent=False)"

@@ -51,10 +51,10 @@ def test_any_cut_gives_the_same_gradient_and_statistics(
         net = network()
         seen = GroupStatistics(net, grain)
         cuts = [cut for rank in range(len(each.shares))
-                for cut in slices(range(n), each.of_batch(n), rank)]  # fmt: skip
+                for cut in slices(range(n), each.for_batch(n), rank)]  # fmt: skip
         assert sorted(chain.from_iterable(cuts)) == list(range(n))
         for cut in filter(None, cuts):
-            with seen.of_pass(len(cut)):
+            with seen.note_pass(len(cut)):
                 out = net(SAMPLES[cut])
             (out**2).sum().backward()
             seen.take(len(cut), n)
@@ -81,7 +81,7 @@ def test_one_group_is_a_plain_batch_norm_and_a_step_that_is_dropped_counts_nothi
     seen = GroupStatistics(net, 20)
     for step in range(6):
         part = SAMPLES[20 * (step // 2) : 20 * (step // 2 + 1)]
-        with seen.of_pass(20):
+        with seen.note_pass(20):
             out = net(part)
         seen.take(20, 20)
         taken = step % 2 == 0
@@ -102,11 +102,11 @@ def test_those_who_are_left_stand_for_a_lost_rank(
     all_of_it, left = GroupStatistics(whole, 10), GroupStatistics(net, 10)
     for step in range(4):  # two groups of ten, of which the rank that is lost had the second
         part = SAMPLES[10 * step : 10 * step + 10]
-        with all_of_it.of_pass(20):
+        with all_of_it.note_pass(20):
             whole(torch.cat([part, part])[torch.arange(20).view(2, 10).T.reshape(-1)])
         all_of_it.take(20, 20)
         all_of_it.end_step(taken=True)
-        with left.of_pass(10):
+        with left.note_pass(10):
             net(part)
         left.take(10, 20)
         left.end_step(taken=True)
@@ -166,7 +166,7 @@ def test_a_group_of_all_samples_is_torchs_batch_norm(name: str) -> None:
         if name == "kept in eval mode":
             each[1].eval()
     for _ in range(1 if name == "levit_128s" else 3):
-        with seen.of_pass(6):
+        with seen.note_pass(6):
             out = net(samples)
         seen.take(6, 6)
         seen.end_step(taken=torch.tensor(True))
@@ -201,7 +201,7 @@ def test_a_compiled_batch_norm_is_the_plain_one() -> None:
         compute = torch.compile(net, backend="aot_eager") if compiled else net
         layout = torch.channels_last if compiled else torch.contiguous_format
         for _ in range(2):
-            with seen.of_pass(8):
+            with seen.note_pass(8):
                 out = compute(SAMPLES[:8].contiguous(memory_format=layout))
             (out**3).sum().backward()
             seen.take(8, 8)

@@ -15,7 +15,7 @@ from motley.errors import MotleyError
 from motley.tasks.builtin.text import TextTask
 from motley.tasks.check import check_task
 from motley.tasks.corpus import SHAKESPEARE, read_text
-from motley.tasks.hf_model import logits_of
+from motley.tasks.hf_model import get_logits
 from motley.tasks.model import TaskModel
 
 CAUSAL = ("gpt2", "gpt_neo", "llama")
@@ -62,7 +62,7 @@ def test_a_folders_weights_and_tokenizer_are_taken(tmp_path: Path) -> None:
     tokens = corpus.encode(TEXT)
     assert corpus.decode(tokens.tolist()) == TEXT and len(tokens) < 0.7 * len(TEXT.encode())
     held_out = corpus.split(held_out=True)
-    told = corpus.bytes_of(corpus.encode(held_out))
+    told = corpus.count_bytes(corpus.encode(held_out))
     assert told == len(held_out.encode())
     net = task.model()
     found = task.pretrained_weights()
@@ -73,7 +73,7 @@ def test_a_folders_weights_and_tokenizer_are_taken(tmp_path: Path) -> None:
 
     saved = AutoModelForCausalLM.from_pretrained(folder).eval()
     some = torch.randint(300, (2, 9))
-    assert torch.equal(logits_of(net.eval()(some)), saved(some).logits) and not notes
+    assert torch.equal(get_logits(net.eval()(some)), saved(some).logits) and not notes
 
 
 def test_lora_trains_its_own_matrices_beside_the_folders_weights(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_lora_trains_its_own_matrices_beside_the_folders_weights(tmp_path: Path)
     from transformers import AutoModelForCausalLM
 
     saved = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert torch.allclose(logits_of(net.eval()(some)), saved(some).logits, atol=1e-6)
+    assert torch.allclose(get_logits(net.eval()(some)), saved(some).logits, atol=1e-6)
     named = TextTask(length=16, depth=2, width=16, heads=2, lora=2, lora_targets=("qkv", "fc1"))
     assert sum(p.numel() for p in named.model().parameters() if p.requires_grad) == (
         2 * 2 * ((16 + 48) + (16 + 64))
@@ -116,7 +116,7 @@ def test_lora_beside_a_tied_layer_is_merged_into_that_layer_alone(tmp_path: Path
         for key, parameter in net.named_parameters():
             if "lora_B" in key:
                 torch.nn.init.normal_(parameter)
-        expected = logits_of(net(some))
+        expected = get_logits(net(some))
         (tmp_path / name).mkdir()
         task.save(net, tmp_path / name)
         if name == "theirs":

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from motley.errors import MotleyError
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.builtin.image import ImageTask
-from motley.tasks.classifiers import blocks_of
+from motley.tasks.classifiers import list_blocks
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net, recompute, set_attention
 from motley.train.command_line import read_config, training_parser
@@ -16,7 +16,7 @@ from motley.train.command_line import read_config, training_parser
 
 def classifier(*words: str, precision: str = "fp32") -> TaskModel:
     config = read_config(training_parser(""), words)
-    task = task_of(config)
+    task = get_task(config)
     return TaskModel(task, build_net(task, config), precision, torch.device("cpu"))
 
 
@@ -55,7 +55,7 @@ def test_no_weight_is_kept_in_16_bits_besides_where_blocks_are_recomputed(
     words: Sequence[str], kept: bool
 ) -> None:
     model, seen = classifier(*words, precision="bf16"), set[bool]()
-    for block in blocks_of(model.net).values():
+    for block in list_blocks(model.net).values():
         block.register_forward_hook(lambda *_: seen.add(torch.is_autocast_cache_enabled()))
     model(model.noise(2)).sum().backward()
     assert seen == {kept}
@@ -63,10 +63,10 @@ def test_no_weight_is_kept_in_16_bits_besides_where_blocks_are_recomputed(
 
 def test_what_is_named_twice_is_wrapped_once() -> None:
     net = classifier().net
-    recompute(net, ["blocks", "blocks.1"], blocks_of(net))
-    inner = blocks_of(net)["blocks.1"].forward
+    recompute(net, ["blocks", "blocks.1"], list_blocks(net))
+    inner = list_blocks(net)["blocks.1"].forward
     recompute(net, ["blocks.1"], {})
-    assert blocks_of(net)["blocks.1"].forward is inner
+    assert list_blocks(net)["blocks.1"].forward is inner
 
 
 def test_an_unknown_module_is_answered_with_the_nearest() -> None:

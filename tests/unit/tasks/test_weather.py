@@ -16,7 +16,7 @@ from motley.data.source import UnreadableSample, first_batch, read
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
 from motley.tasks.aurora_model import as_batch, usual
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.builtin.weather import WeatherTask
 from motley.tasks.check import check_task
 from motley.tasks.model import TaskModel
@@ -84,7 +84,7 @@ def test_files_are_read_as_what_was_written(tmp_path: Path) -> None:
     assert made.identity() == files.identity() != tiny(states=25).identity()
     # A worker process opens files of its own.
     options = read_config(training_parser("t"), [*WORDS, "-j", "1", "--fields", *files.fields])
-    task = task_of(options)
+    task = get_task(options)
     _, parts = next(iter(Loader(task, options, 0, CPU).steps(0, 0, Plan(3, (1.0,), (3,), EXACT))))
     ((batch, _),) = parts
     expected = task.data(False)[batch.indices[0]]
@@ -153,7 +153,7 @@ def test_aurora_learns_in_16_bits_between_an_encoder_and_a_decoder_of_32() -> No
     for precision, checkpointing in (("fp32", ""), ("fp32", layers), ("bf16", layers)):
         again = ["--grad-checkpointing", checkpointing] if checkpointing else []
         options = read_config(training_parser("t"), [*WORDS, *again])
-        task = task_of(options)
+        task = get_task(options)
         model = TaskModel(task, build_net(task, options), precision, CPU)
         seen: dict[str, torch.dtype] = {}
         for name, part in model.net.named_modules():

@@ -20,7 +20,7 @@ from torch._inductor.utils import clear_caches
 from motley.cluster.account import RefusedError
 from motley.cluster.facts import read_node
 from motley.train import compile_archive
-from motley.train.compile_archive import ERRORS, Carried, CompileArchive, kind_of
+from motley.train.compile_archive import ERRORS, Carried, CompileArchive, hash_node_kind
 
 KIND = "5eed"
 FILES = {
@@ -220,10 +220,14 @@ def test_the_kind_of_a_node_is_what_it_computes_on(
 ) -> None:
     node = read_node()
     other_host = replace(node, host="elsewhere", cores=node.cores + 1)
-    assert kind_of(node) == kind_of(other_host) != kind_of(replace(node, cpu="another"))
-    own = kind_of(node)
+    assert (
+        hash_node_kind(node)
+        == hash_node_kind(other_host)
+        != hash_node_kind(replace(node, cpu="another"))
+    )
+    own = hash_node_kind(node)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert kind_of(node) != own
+    assert hash_node_kind(node) != own
 
 
 def test_what_was_carried_is_said() -> None:
@@ -262,7 +266,7 @@ def libraries(folder: Path) -> dict[str, float]:
 
 
 def test_what_was_compiled_is_taken(node: Path, tmp_path: Path) -> None:
-    archive = CompileArchive(tmp_path / "kept", kind_of(read_node()), node, ["inductor"])
+    archive = CompileArchive(tmp_path / "kept", hash_node_kind(read_node()), node, ["inductor"])
     assert hits_of_compiling() == 0
     built = libraries(node)
     assert built and archive.save() is not None

@@ -12,7 +12,7 @@ from motley.train.recorder import FirstSteps
 FORECAST = Forecast(8, (0.06, 0.05), 0.1, 1, 0.04, 0.05)  # 0.1 s a step
 
 
-class Kept:
+class KeptState:
     """In place of a cache."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ def said_of(
     steps: list[StepRecord], is_old: bool, before: float = 1.0
 ) -> tuple[list[str], list[float]]:
     """What is said of these steps, and what is kept of the figures."""
-    cache: Any = Kept()
+    cache: Any = KeptState()
     memory = WireMemory(cache, WireFigures({}, {}, 1.7e9, before), is_old)
     watch = FirstSteps(memory, FORECAST)
     said = [watch.step(each) for each in steps] + [watch.end()]
@@ -91,7 +91,7 @@ def test_after_the_first_steps_nothing_is_compared() -> None:
 
 
 def test_without_figures_or_forecast_there_is_nothing_to_say() -> None:
-    cache: Any = Kept()
+    cache: Any = KeptState()
     for watch in (FirstSteps(), FirstSteps(WireMemory(cache, WireFigures(), True), None)):
         assert [watch.step(record(9.0)) for _ in range(12)] == [""] * 12
         assert watch.end() == "" and cache.kept == []

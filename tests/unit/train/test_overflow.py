@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from motley.data.source import Batch
-from motley.tasks.builtin import task_of
+from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
@@ -15,7 +15,7 @@ from motley.train.loss_scale import find_overflow
 def model() -> TaskModel:
     """The digits ViT in fp16."""
     config = read_config(training_parser(""), [])
-    task = task_of(config)
+    task = get_task(config)
     return TaskModel(task, build_net(task, config), "fp16", torch.device("cpu"))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.config.option import StepSpan, profiled, step_span
-from motley.train.profiler import clock_of
+from motley.train.profiler import estimate_offset
 
 DELAYS = st.floats(0.0, 0.2)
 
@@ -25,7 +25,7 @@ def test_the_offset_is_within_its_error(
         first.append((now + late, both + end))
         own.append((now + later + offset, both + ending + offset))
         now = both + max(end, ending)
-    clock = clock_of(first, own)
+    clock = estimate_offset(first, own)
     assert abs(clock.offset_s - offset) <= clock.error_s + 1e-9
     least = min(max(late, later) - min(late, later) + max(end, ending)
                 for late, later, end, ending in exchanges)  # fmt: skip

@@ -67,9 +67,9 @@ class PowerSgd(WireMode):
         """See WireMode; rounding loses none."""
         return LOST_POINTS.get(self.rank)
 
-    def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
+    def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
         """See WireMode; as torch's hook, which leaves alone what would not become half as large."""
-        return super().bytes_of([(self.thin(shape) or math.prod(shape),) for shape in shapes])
+        return super().count_bytes([(self.thin(shape) or math.prod(shape),) for shape in shapes])
 
     def thin(self, shape: Sequence[int]) -> int | None:
         """Return the elements sent for a gradient of this shape; None: it is sent as it is."""

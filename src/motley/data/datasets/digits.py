@@ -48,8 +48,8 @@ def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
 
     rng = np.random.RandomState(0)
     counts = np.bincount(labels)
-    training = _parts_of(counts, len(labels) - held_out, rng)
-    testing = _parts_of(counts - training, held_out, rng)
+    training = _apportion_counts(counts, len(labels) - held_out, rng)
+    testing = _apportion_counts(counts - training, held_out, rng)
     train: list[int] = []
     test: list[int] = []
     for label, count in enumerate(counts):
@@ -59,7 +59,7 @@ def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
     return rng.permutation(train), rng.permutation(test)
 
 
-def _parts_of(counts: Any, total: int, rng: Any) -> Any:
+def _apportion_counts(counts: Any, total: int, rng: Any) -> Any:
     """Split ``total`` in proportion to the counts.
 
     The remainder of the rounding goes to the largest fractions, and to random ones among equal

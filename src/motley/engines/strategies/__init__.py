@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from motley.config.option import Decides, flag_of, option, options_of
+from motley.config.option import Decides, get_flag, get_options, option
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.plan.wire import EngineTraits
@@ -88,14 +88,14 @@ def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strat
     return strategies[name]
 
 
-def engines_of(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
+def list_engines(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
     """Return the engines of :func:`chosen_strategy`."""
     chosen = chosen_strategy(config, strategies)
     for other in strategies.values():
         for group in set(other.options) - set(chosen.options):
             for each in fields(group):
                 if getattr(config.of(group), each.name) != each.default:
-                    flag = flag_of(options_of(group)[each.name])
+                    flag = get_flag(get_options(group)[each.name])
                     raise MotleyError(
                         f"{flag} is for --strategy {other.name}, and this is {chosen.name}; add "
                         f"--strategy {other.name}, or leave {flag} out"

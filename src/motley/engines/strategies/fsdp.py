@@ -41,7 +41,7 @@ def count_blocks(numbers: Sequence[int]) -> int:
     return max(1, min(-(-len(numbers) // _PIECES), _MOST // max([1, *numbers])))
 
 
-def _estimate_kept(size: ModelSize, wide: int, wire_bytes: int) -> float:
+def _estimate_saved_bytes(size: ModelSize, wide: int, wire_bytes: int) -> float:
     return wide * (size.parameters + size.outside) + size.largest * (wide + 2 * wire_bytes)
 
 
@@ -52,7 +52,7 @@ def _estimate_resharded(size: ModelSize, wide: int, wire_bytes: int) -> float:
 TRAITS = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
     shards_optimizer=True, shards_gradients=True, shards_parameters=True,
-    gathered=GatheredMemory(_estimate_kept, count_blocks, ("--reshard-after-forward",)),
+    gathered=GatheredMemory(_estimate_saved_bytes, count_blocks, ("--reshard-after-forward",)),
     fills_model=True, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
     gathers_per_micro_step=0.5, narrow_parameters=True,
     words="FSDP gathers parameters and scatters gradients in each micro-batch",

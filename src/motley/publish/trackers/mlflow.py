@@ -12,7 +12,7 @@ from motley.publish.series import Note, Row
 from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
 from motley.registry import import_extra
-from motley.text import step_in_words
+from motley.text import format_step
 
 _FILE = "mlflow.db"
 _AT_ONCE, _PARAMETERS = 1000, 100  # that MLflow takes in one request
@@ -115,7 +115,7 @@ def _module(name: str) -> Any:
 
 def _line(note: Note) -> str:
     when = datetime.fromtimestamp(note.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    at = "" if note.step is None else f", {step_in_words(note.step)}"
+    at = "" if note.step is None else f", {format_step(note.step)}"
     return f"- {when}{at}, {note.kind}: {note.text}"
 
 

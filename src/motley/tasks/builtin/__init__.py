@@ -31,17 +31,17 @@ def known_tasks() -> dict[str, type[Task]]:
     return dict(entries("motley.tasks.builtin", "TASKS"))
 
 
-def task_of(config: Config) -> Task:
+def get_task(config: Config) -> Task:
     """The task that was asked for."""
     return next((each for each in config.own if isinstance(each, Task)), known_tasks()[USUAL]())
 
 
-def identity_of(config: Config) -> dict[str, Any]:
+def get_identity(config: Config) -> dict[str, Any]:
     """Return the facts that a checkpoint and the run that continues it must share.
 
     Options are not among them; they are compared separately.
     """
-    task = task_of(config)
+    task = get_task(config)
     return {"task_class": type(task).__name__, **task.identity()}
 
 

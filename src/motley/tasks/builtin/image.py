@@ -170,10 +170,10 @@ class ImageTask(Task):
     @cached_property
     def images(self) -> "Images":
         """``--dataset``, opened."""
-        from motley.data.images import of_classes
+        from motley.data.images import select_classes
 
         images = find_dataset(self.dataset).open(Path(self.data_dir), self.size)
-        return images if self.classes is None else of_classes(images, self.classes)
+        return images if self.classes is None else select_classes(images, self.classes)
 
     @cached_property
     def look(self) -> "Look":
@@ -194,11 +194,11 @@ class ImageTask(Task):
 
     @cached_property
     def _training(self) -> "Transform":
-        return self.look.of_training(self.images)
+        return self.look.for_training(self.images)
 
     @cached_property
     def _evaluation(self) -> "Transform":
-        return self.look.of_evaluation(self.images)
+        return self.look.for_evaluation(self.images)
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
@@ -244,15 +244,15 @@ class ImageTask(Task):
 
     def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
         """See Task."""
-        from motley.tasks.classifiers import blocks_of
+        from motley.tasks.classifiers import list_blocks
 
-        return blocks_of(net)
+        return list_blocks(net)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
         """See Task."""
-        from motley.tasks.classifiers import head_of
+        from motley.tasks.classifiers import find_head
 
-        return head_of(net)
+        return find_head(net)
 
     def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
         """See Task: position embeddings of another size of images among others."""
@@ -289,10 +289,10 @@ class ImageTask(Task):
 
     def with_files(self, folder: Path) -> "ImageTask":
         """See Task; these have no label."""
-        from motley.data.images import of_files
+        from motley.data.images import with_folder
 
         changed = replace(self)
-        changed.__dict__["images"] = of_files(self.images, folder)
+        changed.__dict__["images"] = with_folder(self.images, folder)
         changed.__dict__["look"] = self.look  # as in the run's own evaluations
         return changed
 

@@ -310,7 +310,7 @@ class TextTask(HfOptions):
         piece = item[start : start + self.length + 1].astype("int64")
         return {
             "tokens": torch.from_numpy(piece[:-1]), "targets": torch.from_numpy(piece[1:]),
-            "bytes": self.corpus.bytes_of(piece[1:]),
+            "bytes": self.corpus.count_bytes(piece[1:]),
         }  # fmt: skip
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
@@ -342,9 +342,9 @@ class TextTask(HfOptions):
         """See Task: nats."""
         from torch.nn import functional
 
-        from motley.tasks.hf_model import logits_of
+        from motley.tasks.hf_model import get_logits
 
-        logits, targets = logits_of(net(batch["tokens"])), batch["targets"]
+        logits, targets = get_logits(net(batch["tokens"])), batch["targets"]
         each = functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED
         )

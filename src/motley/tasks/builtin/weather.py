@@ -143,11 +143,11 @@ class WeatherTask(Task):
 
     def name_of(self, source: "Source", index: int) -> str:
         """See Task: by its times."""
-        from motley.tasks.states import Forecasts, time_of
+        from motley.tasks.states import Forecasts, format_time
 
         if not isinstance(source, Forecasts):
             return super().name_of(source, index)
-        first, *_, last = map(time_of, source.of(index))
+        first, *_, last = map(format_time, source.of(index))
         return f"{self.noun} of {first} to {last}"
 
     def _errors(self, batch: "Tensors") -> "ForecastErrors":
@@ -191,13 +191,13 @@ class WeatherTask(Task):
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """See Task: how far each forecast is off, and of when it is."""
-        from motley.tasks.states import time_of
+        from motley.tasks.states import format_time
 
         found = self.scores(net, batch)
         columns = {
             f"rmse_{name}": value.sqrt().tolist() for name, value in found.items() if name != "loss"
         }
-        when = [time_of(hour + self.hours) for hour in batch["hour"].tolist()]
+        when = [format_time(hour + self.hours) for hour in batch["hour"].tolist()]
         return {"time": when, "loss": found["loss"].tolist(), **columns}
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
