@@ -74,7 +74,7 @@ class Phase(Enum):
         self.key, self.words = key, words
 
     @classmethod
-    def of(cls, key: str) -> "Phase":
+    def from_key(cls, key: str) -> "Phase":
         """Return the phase of a ``key``, as records have it."""
         return _PHASES[key]
 

@@ -86,9 +86,9 @@ run(main)
         ("os.kill(os.getpid(), 11)", "rank 1 on .*: crashed .*: Segmentation fault; its traceback"),
         ("os.abort()", "rank 1 on .*: crashed in compiled code: Aborted; its traceback above"),
         ("os.abort()  # no echo", "rank 0 on .*, step 8: memory ended here"),
-        ("world.supervisor.tell({'after': 0})", "rank 0 on .*: OSError: .*No space left"),
+        ("world.supervisor.record_event({'after': 0})", "rank 0 on .*: OSError: .*No space left"),
         # When all are done.
-        ("world.supervisor.tell({'after': 1})", "rank 0 on .*: OSError: .*No space left"),
+        ("world.supervisor.record_event({'after': 1})", "rank 0 on .*: OSError: .*No space left"),
     ],
 )
 def test_the_first_cause_is_named_and_not_its_echo(

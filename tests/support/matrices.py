@@ -7,9 +7,9 @@ from forked import run_script
 from project import environment
 
 from motley.provision.baselines import known_cells, known_options
-from motley.sweep.matrix import Known
+from motley.sweep.matrix import KnownNames
 
-KNOWN = Known(known_cells(), known_options())
+KNOWN = KnownNames(known_cells(), known_options())
 
 
 def matrix_file(folder: Path, text: str) -> Path:

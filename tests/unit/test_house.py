@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -149,12 +149,22 @@ def test_a_light_room_loads_nothing_heavy(room: str) -> None:
     paths = [path for path in modules_of(room) if not path.stem.startswith("__")]
     parts = [path.relative_to(LIBRARY.parent).with_suffix("").parts for path in paths]
     heavy = HEAVY if room == "launch" else HEAVY | {"mpi4py"}
-    code = f"import sys, {', '.join(map('.'.join, parts))}; print(*({heavy} & sys.modules.keys()))"
+    assert loaded_of(heavy, map(".".join, parts)) == []
+
+
+def test_the_process_that_packs_compiled_code_loads_nothing_heavy() -> None:
+    # It runs beside each run that compiles, with the processors that the run needs.
+    assert loaded_of(HEAVY | {"mpi4py"}, ["motley.train.compile_archive"]) == []
+
+
+def loaded_of(packages: set[str], modules: Iterable[str]) -> list[str]:
+    """The packages that are loaded by modules."""
+    code = f"import sys, {', '.join(modules)}; print(*({packages} & sys.modules.keys()))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         env={"PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
-    assert done.stdout.split() == []
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize("path", sorted(LIBRARY.rglob("*.py")), ids=lambda path: path.stem)

@@ -56,7 +56,7 @@ class Opened:
         wanted = [part for part in (*PARTS, *MORE) if part in (only or (*PARTS, *MORE))]
         if self.parts is not None:
             names = [each for each in self.parts.shapes() if each.partition(".")[0] in wanted]
-            return {name: self.parts.whole(name) for name in names}
+            return {name: self.parts.load(name) for name in names}
         tensors: dict[str, Tensor] = {}
         for part in wanted:
             path = self.folder / f"{part}.safetensors"

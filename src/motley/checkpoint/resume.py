@@ -359,10 +359,10 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
     try:
         parts = open_checkpoint(folder).parts
         assert parts is not None
-        rows = {name: engine.rows_of(name, shape) for name, shape in parts.shapes().items()}
+        rows = {name: engine.get_rows(name, shape) for name, shape in parts.shapes().items()}
         with ThreadPoolExecutor(min(_READERS, len(os.sched_getaffinity(0)))) as readers:
             read = [
-                readers.submit(parts.whole, name) if own is None
+                readers.submit(parts.load, name) if own is None
                 else readers.submit(parts.rows, name, *own)
                 for name, own in rows.items()
             ]  # fmt: skip

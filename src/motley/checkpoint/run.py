@@ -291,7 +291,7 @@ class Run:
 
     def event(self, kind: str, **content: Any) -> None:
         """Record an event of this rank; see RunFolder.event."""
-        self._world.supervisor.tell({"kind": kind, **content})
+        self._world.supervisor.record_event({"kind": kind, **content})
 
     def is_shared(self) -> bool:
         """Return True if all ranks see the disk of rank 0 and of the continued run.

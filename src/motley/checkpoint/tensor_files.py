@@ -276,7 +276,7 @@ class Parts:
         """Compare all hashes, a piece at a time; returns the bytes of all tensors."""
         return sum(self._read(piece).nbytes for some in self._pieces.values() for piece in some)
 
-    def whole(self, name: str) -> Tensor:
+    def load(self, name: str) -> Tensor:
         """A tensor, put together."""
         pieces = self._pieces[name]
         return self._read(pieces[0]) if len(pieces) == 1 else torch.cat([*map(self._read, pieces)])

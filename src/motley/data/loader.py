@@ -35,11 +35,11 @@ from motley.data.loader_memory import (
 )
 from motley.data.source import (
     Answer,
-    Asked,
     Batch,
     Both,
     Key,
     Keyed,
+    MicroBatchKeys,
     Order,
     Samples,
     make_seed,
@@ -308,7 +308,7 @@ class Loader:
         grows = config.workers is None and samples.needs_workers and not self.note
         self.most_workers = spare_cores() if grows else self.workers
         self._train, self._test = Keyed(samples, True), Keyed(samples, False)
-        self._asked = Asked()
+        self._asked = MicroBatchKeys()
         self._slots = self._make_slots()
         # Torch hands out the same 32 streams in turn, to what follows an all-reduce too, and nearly
         # none of this priority: with one of those, a step in 16 of two GPUs waited for 6 ms.

@@ -279,7 +279,11 @@ def count_bytes(folder: Folder, keep: Keep) -> int:
     if keep.kind == PIXELS:
         return sum(_pixel_bytes(path, keep.longest) for path in folder.paths)
     tried = folder.paths[:: max(1, len(folder.paths) // _TRIED)]
-    return sum(len(_kept(path, keep).content) for path in tried) * len(folder.paths) // len(tried)
+    return (
+        sum(len(_read_reduced(path, keep).content) for path in tried)
+        * len(folder.paths)
+        // len(tried)
+    )
 
 
 def _pixel_bytes(path: Path, longest: int | None) -> int:
@@ -291,7 +295,7 @@ def _pixel_bytes(path: Path, longest: int | None) -> int:
     return 3 * width * height
 
 
-def _kept(path: Path, keep: Keep) -> _Image:
+def _read_reduced(path: Path, keep: Keep) -> _Image:
     """Read one image as from its folder, in the form that the file keeps."""
     from motley.data.images import load_image  # and torch, which -h of stage_cn.sh need not load
 
@@ -386,7 +390,7 @@ def _write(
 
 
 def _read_all_reduced(paths: Sequence[Path], keep: Keep, processes: int) -> Iterator[_Image]:
-    one, left = partial(_kept, keep=keep), iter(paths)
+    one, left = partial(_read_reduced, keep=keep), iter(paths)
     with multiprocessing.get_context("fork").Pool(processes, _start_worker) as pool:
         while some := list(islice(left, processes * _AT_ONCE)):
             yield from pool.imap(one, some)

@@ -305,7 +305,7 @@ class Both(Dataset[Answer]):
         return (self._test if keys and keys[0].held_out else self._train).__getitems__(keys)
 
 
-class Asked:
+class MicroBatchKeys:
     """The keys of each micro-batch of the pass that is made now."""
 
     def __init__(self) -> None:

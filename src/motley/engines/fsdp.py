@@ -248,7 +248,7 @@ class FsdpEngine(SynchronousEngine):
         tensors = {key: each for key, each in state.tensors.items() if first or id(each) in cut}
         return State(tensors, state.plain)
 
-    def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
+    def get_rows(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         """See HoldsParts."""
         own = find_parameter(name, self._model.net)
         if not isinstance(own, DTensor) or not is_by_rows(shape, own.shape):

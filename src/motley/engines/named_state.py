@@ -68,7 +68,7 @@ def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
 
 def on_cpu(value: Tensor) -> Tensor:
     """Return a whole tensor on the CPU; for a sharded one all ranks must call it."""
-    return _whole(value).cpu()
+    return _gather_tensor(value).cpu()
 
 
 def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
@@ -81,7 +81,7 @@ def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
         pinned: use memory that a GPU writes to several times as fast. Making some waits for all
             work that the GPU has queued.
     """
-    whole = _whole(value)
+    whole = _gather_tensor(value)
     if not whole.is_cuda:
         return whole.clone()
     if pinned:
@@ -90,7 +90,7 @@ def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
     return whole.cpu()
 
 
-def _whole(value: Tensor) -> Tensor:
+def _gather_tensor(value: Tensor) -> Tensor:
     """Return a whole tensor on the device that computes with it."""
     if isinstance(value, DTensor):
         value = value.to(value.device_mesh.device_type)

@@ -231,7 +231,9 @@ def _try(
     except Exception as error:
         if isinstance(error, MotleyError) or out_of_memory(error):
             raise
-        raise MotleyError(f"--opt {config.opt} fails here ({_said(error)}); {_CHOOSE}") from error
+        raise MotleyError(
+            f"--opt {config.opt} fails here ({_describe_error(error)}); {_CHOOSE}"
+        ) from error
     finally:
         load_random_state(before, device)
     one, other = ends
@@ -277,13 +279,13 @@ def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
         except Exception as error:
             shape = f"{dtype} of {dim} dimensions".removeprefix("torch.")
             raise MotleyError(
-                f"--opt {config.opt} cannot train the parameter {name}, {shape} ({_said(error)}); "
-                f"{_CHOOSE}"
+                f"--opt {config.opt} cannot train the parameter {name}, {shape} "
+                f"({_describe_error(error)}); {_CHOOSE}"
             ) from error
     load_random_state(before, device)
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return an error's type and first words."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -324,13 +326,13 @@ def is_elementwise(config: Config) -> bool:
                 optimizer.step()
         return net.weight.detach().flatten()
 
-    def same(one: Tensor, other: Tensor) -> bool:
+    def are_equal(one: Tensor, other: Tensor) -> bool:
         moved = float((one - values.flatten()).abs().max())
         return torch.allclose(one, other, rtol=0.0, atol=1e-5 * moved)
 
     halves = torch.cat([stepped(half, config) for half in torch.split(values, 32)])
     flat = stepped(values.flatten(), plain)
-    return same(stepped(values, config), halves) and same(stepped(values, plain), flat)
+    return are_equal(stepped(values, config), halves) and are_equal(stepped(values, plain), flat)
 
 
 def kept_numbers(config: Config) -> float:
@@ -427,7 +429,7 @@ def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) ->
             group["lr"] *= factor
 
 
-def rate_of(optimizer: Optimizer) -> float:
+def get_rate(optimizer: Optimizer) -> float:
     """Return ``--lr`` as the schedule has it now, of a parameter group whose rate is not scaled."""
     group = optimizer.param_groups[0]
     return float(group["lr"] / group.get("lr_scale", 1.0))

@@ -216,7 +216,7 @@ class Engine(Protocol):
 class HoldsParts(Protocol):
     """An engine whose ranks may save and load :attr:`Scope.ROWS`, each its own."""
 
-    def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
+    def get_rows(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         """Return the rows of a whole tensor that this rank loads; None: all.
 
         The rows go from the first number to before the second.

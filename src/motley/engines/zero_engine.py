@@ -479,7 +479,7 @@ class Zero3Engine(ZeroEngine):
         tensors = {name: each for name, each in state.tensors.items() if each.ndim or rank == 0}
         return State(tensors, state.plain)
 
-    def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
+    def get_rows(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         """See HoldsParts."""
         own: Any = find_parameter(name, self._model.net)
         if not shape or own is None or not is_by_rows(shape, own.ds_shape):

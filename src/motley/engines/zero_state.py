@@ -42,7 +42,7 @@ def gather_state(
     steps, numbers, slots = _slots(zero, optimizer)
     for name, parameter in net.named_parameters():
         if _is_cut(parameter):
-            state[f"model.{name}"] = keep(_whole(parameter))
+            state[f"model.{name}"] = keep(_gather_parameter(parameter))
     parameters = trained(net)  # DeepSpeed keeps fp32 copies and slots of these alone
     for name, parameter in parameters.items():
         for slot in slots:
@@ -124,7 +124,7 @@ def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
     return scalars, numbers, [name for name in tensors if name not in scalars]
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
+def _gather_parameter(parameter: nn.Parameter) -> Tensor:
     """Return a whole parameter of stage 3; all ranks call it."""
     if parameter.requires_grad:
         whole: Tensor = utils.safe_get_full_fp32_param(parameter)

@@ -287,7 +287,7 @@ def main() -> int:
         return code
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     leases = Leases(options.out)
-    say(f"its worker {how}; the other ranks take over what it had", rank)
+    print_now(f"its worker {how}; the other ranks take over what it had", rank)
     merged = options.out / MERGED
     others = [other for other in ranks() if other != rank]
     while not merged.exists() and (
@@ -298,7 +298,7 @@ def main() -> int:
     if merged.exists():
         return 0
     cause = "" if code < 0 else "see to the error above, then "
-    say(f"nobody is left to finish; {cause}run the same line again for what is missing", rank)
+    print_now(f"nobody is left to finish; {cause}run the same line again for what is missing", rank)
     return 1
 
 
@@ -307,7 +307,7 @@ def ranks() -> range:
     return range(read_launch().size)
 
 
-def say(text: str, rank: int) -> None:
+def print_now(text: str, rank: int) -> None:
     """Print a text for the user at once."""
     print(f"motley: rank {rank} on {os.uname().nodename}: {text}", file=sys.stderr, flush=True)
 
@@ -321,7 +321,7 @@ def work(options: argparse.Namespace) -> int:
             leases.take(f"rank.{rank}")
             return compute(options, leases, rank)
     except MotleyError as error:
-        say(str(error), rank)
+        print_now(str(error), rank)
         return 2
 
 
@@ -334,11 +334,11 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
 
     device = choose_device(leases, torch)
     if device is None:
-        say("is left out: the GPUs of this host are with other ranks", rank)
+        print_now("is left out: the GPUs of this host are with other ranks", rank)
         return 0
     trained = open_trained(options.checkpoint, options.data_dir, options.images, options.use_ema)
     for problem in trained.problems:
-        say(f"not used: {problem}", rank)
+        print_now(f"not used: {problem}", rank)
     source = trained.task.data(held_out=options.split == "val")
     cores = len(os.sched_getaffinity(0))
     predictor = Predictor(
@@ -384,9 +384,9 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
         f"{work}, {predictor.mem_peak_mib:,.0f} MiB", flush=True
     )  # fmt: skip
     if leases.take("merge") and not (options.out / MERGED).exists():
-        tell(shards.merge(), noun)
+        print_result(shards.merge(), noun)
     elif not done and rank == 0:
-        tell(options.out / MERGED, noun)  # there was nothing left to do
+        print_result(options.out / MERGED, noun)  # there was nothing left to do
     return 0
 
 
@@ -403,7 +403,7 @@ def choose_device(leases: Leases, torch: Any) -> Any:
     return None
 
 
-def tell(path: Path, noun: str) -> None:
+def print_result(path: Path, noun: str) -> None:
     """Print where the predictions are, and how many are right, where that is known."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))

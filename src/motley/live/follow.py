@@ -173,7 +173,7 @@ class RunFollower:
         """
         self.clock, self.wall = clock, wall
         self.looks += 1
-        self._size_of_events = size_of(self.run.events_file)
+        self._size_of_events = get_size(self.run.events_file)
         for line in self._lines(self.run.events_file, wall, samples=0):
             if isinstance(line.get("event"), str):
                 self.events.append(line)
@@ -197,7 +197,7 @@ class RunFollower:
             return False
         self.clock = clock
         self._look_at_steps(rank, wall)
-        told = size_of(self.run.events_file) != self._size_of_events
+        told = get_size(self.run.events_file) != self._size_of_events
         return told or bool(since_slower(self.tracks[rank])[0])
 
     def may_change(self, clock: float) -> bool:
@@ -341,7 +341,7 @@ class RunFollower:
         return -max(known)[1] if known else None
 
 
-def size_of(path: Path) -> int:
+def get_size(path: Path) -> int:
     """Bytes of a file; 0 where there is none."""
     try:
         return path.stat().st_size

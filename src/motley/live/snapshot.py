@@ -99,7 +99,8 @@ def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> l
             mean_parts(steps) if steps else get_straggler_times(rank, waits),
             waits.by_rank.get(rank, 0.0) if waits else 0.0,
             track.last.step if track and track.last else None,
-            silent_s=silence.of(rank, host), here=rank in followed.tracks, **describe_device(sample),
+            silent_s=silence.of_rank(rank, host), here=rank in followed.tracks,
+            **describe_device(sample),
         ))  # fmt: skip
     return rows
 
@@ -265,8 +266,8 @@ def take_snapshot(
     rows = [*make_rows(followed, waits, silence), *left_out(about)]
     shown = choose(rows, most)
     steps = last_steps(lead) if lead else []
-    rate = rate_of(steps)
-    last, last_step = lead.last if lead else None, whole(about.get("last_step"))
+    rate = compute_rate(steps)
+    last, last_step = lead.last if lead else None, parse_count(about.get("last_step"))
     points = lead.history.points() if lead else []
     losses = [(each.step, float(f"{each.loss:.5g}")) for each in points if each.loss is not None]
     done = last.step + 1 if last else 0
@@ -303,12 +304,12 @@ def get_history(followed: RunFollower, rank: int | None) -> RankHistory | None:
     )  # fmt: skip
 
 
-def whole(value: Any) -> int | None:
+def parse_count(value: Any) -> int | None:
     """A positive whole number; None for anything else."""
     return value if isinstance(value, int) and value > 0 else None
 
 
-def rate_of(steps: Sequence[Step]) -> float | None:
+def compute_rate(steps: Sequence[Step]) -> float | None:
     """Samples a second of all ranks, over some steps."""
     seconds = sum(step.seconds for step in steps)
     return sum(step.n_global for step in steps) / seconds if seconds else None

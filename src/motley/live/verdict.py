@@ -219,13 +219,13 @@ def _lost(training: Training) -> dict[str, float]:
 def _took(training: Training, *fields: str) -> dict[int, float]:
     """Return the seconds of some parts of a step together, of each rank that records them."""
     found = {
-        rank: median(np.sum([_told(records, field) for field in fields], axis=0))
+        rank: median(np.sum([_read_part(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()
     }
     return {rank: seconds for rank, seconds in found.items() if np.isfinite(seconds)}
 
 
-def _told(records: Sequence[JsonDict], field: str) -> Array:
+def _read_part(records: Sequence[JsonDict], field: str) -> Array:
     """Return a part of each step; older records have no ``t_host``."""
     found = column(records, field)
     return np.nan_to_num(found) if field == "t_host" else found

@@ -80,11 +80,11 @@ def event(line: JsonDict) -> Event:
         told = {name: "?" if value is None else value for name, value in line.items()}
         if isinstance(step := line.get("step"), int):
             told["step"] = step + 1  # as people count
-        text = _SAID.get(kind, "").format_map(_Told(told))
+        text = _SAID.get(kind, "").format_map(_EventFields(told))
     return Event(when if isinstance(when, int | float) else None, plain(kind), plain(text))
 
 
-class _Told(dict[str, Any]):
+class _EventFields(dict[str, Any]):
     """Fields of an event; one that it lacks is a question mark."""
 
     def __missing__(self, key: str) -> str:
@@ -124,7 +124,7 @@ class Silence:
     ranks: Mapping[int, float] = field(default_factory=dict)
     unheard: Mapping[int, float] = field(default_factory=dict)
 
-    def of(self, rank: int, host: str) -> float | None:
+    def of_rank(self, rank: int, host: str) -> float | None:
         """Return the silence of a rank on a host in words; None if it is not silent."""
         return self.unheard.get(rank) or self.hosts.get(host) or self.ranks.get(rank)
 
@@ -176,7 +176,7 @@ def headline(
         return Mood.STARTING, "starting: no step is recorded yet"
     lasts = followed.silent_s()
     if waited := followed.waited_for():
-        who, doing = name_of(followed, waited["rank"]), plain(waited.get("doing"))
+        who, doing = name_rank(followed, waited["rank"]), plain(waited.get("doing"))
         return Mood.WAITS, f"waits for {who}, which is {doing}: no step for {lasts:.0f} s"
     if silence.stalled_s is not None:
         return Mood.WAITS, (
@@ -186,7 +186,7 @@ def headline(
     return _waits(followed, waits)
 
 
-def name_of(followed: RunFollower, rank: int) -> str:
+def name_rank(followed: RunFollower, rank: int) -> str:
     """Return a rank's name for people, as in ``ecetesla3 (rank 3)``."""
     for worker in workers(followed.about):
         if worker["rank"] == rank:
@@ -209,7 +209,7 @@ def _silent(followed: RunFollower, silence: Silence) -> str:
     for worker in workers(followed.about):
         ranks[str(worker.get("host"))].append(worker["rank"])
     said = [
-        f"{name_of(followed, rank)} has been silent for {seconds:.0f} s"
+        f"{name_rank(followed, rank)} has been silent for {seconds:.0f} s"
         for rank, seconds in silence.unheard.items()
     ]
     told = {host for host, own in ranks.items() if silence.unheard.keys() & own}
@@ -224,7 +224,7 @@ def _silent(followed: RunFollower, silence: Silence) -> str:
     hosts = {*silence.hosts} | told
     known = {rank for host in hosts for rank in ranks[host]}
     said += [
-        f"{name_of(followed, rank)} has written no step for {seconds:.0f} s"
+        f"{name_rank(followed, rank)} has written no step for {seconds:.0f} s"
         for rank, seconds in silence.ranks.items() if rank not in known
     ]  # fmt: skip
     more = f", and {len(said) - _FEW} more" if len(said) > _FEW else ""
@@ -238,7 +238,7 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
     if waits.held is Held.RANK:
         if waits.rank is None:
             return Mood.WAITS, f"waits for a rank whose records are not here: {share}"
-        said = f"waits for {name_of(followed, waits.rank)}: {share}"
+        said = f"waits for {name_rank(followed, waits.rank)}: {share}"
         if waits.own_s is not None and waits.others_s is not None:
             why = ", most of it for its input" if waits.for_input else ""
             said += (
@@ -269,7 +269,7 @@ def _and_for(followed: RunFollower, waits: Waits) -> str:
     most = max(ranks, key=lambda rank: ranks[rank], default=None)
     if most is None or ranks[most] < _ALSO:
         return ""
-    return f", and for {name_of(followed, most)}: {part(ranks[most])}"
+    return f", and for {name_rank(followed, most)}: {part(ranks[most])}"
 
 
 def _where_input(followed: RunFollower) -> str:
@@ -283,4 +283,4 @@ def _where_input(followed: RunFollower) -> str:
     if len(input_s) < 2:
         return ""
     most = max(input_s, key=lambda rank: input_s[rank])
-    return f"; {name_of(followed, most)} waits longest, {input_s[most]:.3g} s"
+    return f"; {name_rank(followed, most)} waits longest, {input_s[most]:.3g} s"

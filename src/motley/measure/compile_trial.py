@@ -168,7 +168,7 @@ def compile_where_faster(
     if model is not None and group.rank is not None:
         rank = group.rank
         sizes = _sizes(counts[rank], speeds[rank].grain, tables[rank].micro_batch)
-        own = _Own.of(model, run, compile_file(group, config), config, speeds[rank], sizes)
+        own = _Own.from_rank(model, run, compile_file(group, config), config, speeds[rank], sizes)
     told = [each for each in world.allgather(own) if each]
     wanted, said = _is_wanted(config.compile, told, counts, forecast.step_s)
     if not wanted:
@@ -210,7 +210,7 @@ class _Own:
     done: int
 
     @classmethod
-    def of(
+    def from_rank(
         cls,
         model: TaskModel,
         run: Run | None,

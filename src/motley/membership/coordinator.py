@@ -32,7 +32,7 @@ from motley.membership.detector import (
     StragglerDetector,
     Watchdog,
 )
-from motley.membership.fault_causes import FirstCause, daemon_gone, died
+from motley.membership.fault_causes import FirstCause, make_daemon_fault, make_death_fault
 from motley.membership.messages import Arrival, Handshakes
 from motley.membership.own_rank import OwnRank, save_before_end
 from motley.membership.pause import PauseAgreement
@@ -115,7 +115,7 @@ class JobEnd:
         tell_all: Callable[[Message], None],
     ) -> None:
         self._own, self._writer = own, writer
-        self._on_fault, self._tell_all = on_fault, tell_all
+        self._on_fault, self._broadcast = on_fault, tell_all
 
     def end(
         self, fault: Fault, phases: Mapping[int, str], others: Mapping[socket.socket, RankStatus]
@@ -133,10 +133,10 @@ class JobEnd:
         self._writer.flush(_RECORD_S)
         self._own.print(fault.last_words())
         if fault.kind in RESCUED and not fault.signal:
-            save_before_end(self._own, others, fault.rank, self._tell_all)
+            save_before_end(self._own, others, fault.rank, self._broadcast)
         if fault.kind is FaultKind.HOST_LOST and self._own.reaper:
-            self._own.reaper.tell(timeout_s=_HOST_LOST_S)
-        self._tell_all(Stop(fault.code))
+            self._own.reaper.send(timeout_s=_HOST_LOST_S)
+        self._broadcast(Stop(fault.code))
         time.sleep(0.1)  # let the others read it
         self._own.leave(fault.code)
 
@@ -145,13 +145,13 @@ class JobEnd:
         own = self._own
         if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
-        own.reaper.tell(fault=asdict(fault))  # should mpirun end this rank meanwhile
+        own.reaper.send(fault=asdict(fault))  # should mpirun end this rank meanwhile
         place = own.place
         address = place.listening[place.numbers.index(fault.rank)].address
         if not own.reaper.lost_session({fault.host, address}, _SESSION_S):
             return fault
         own.stopped = True  # mpirun passes nothing on any more
-        return daemon_gone(fault.rank, fault.host, fault.step)
+        return make_daemon_fault(fault.rank, fault.host, fault.step)
 
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
@@ -193,7 +193,7 @@ class Coordinator:
         self._witnesses = list[socket.socket]()
         self._own, self._handshakes, self._writer = own, handshakes, writer
         self._standby, self._write_event = standby, on_event
-        self._job_end = JobEnd(own, writer, on_fault, self._tell_all)
+        self._job_end = JobEnd(own, writer, on_fault, self._broadcast)
         place, address = own.place, handshakes.listening.address
         self._me = RankStatus(place.rank, place.number, place.host, address=address)
         self._first_lost, self._since = lost, time.monotonic()
@@ -201,7 +201,7 @@ class Coordinator:
         self._watchdog = Watchdog(own.awake, place.number, place.host)
         self._silent_ranks, self._stragglers = SilentRanks(own.awake), StragglerDetector(own.awake)
         self._cause, self._signals = FirstCause(), StopSignals()
-        self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
+        self._regroup = Regroup(own, regrouping, self._broadcast, self._record)
         self._pause = PauseAgreement(place.size)
         self._selector = selectors.DefaultSelector()
         self._to_standby: socket.socket | None = None
@@ -234,17 +234,17 @@ class Coordinator:
                 # A stop of mpirun's, or an error of gloo's, may well be due to a silent rank.
                 silent = self._watchdog.silent(self._statuses()[1:], SUSPECT_AFTER_S)
                 self.end_job(silent or cause)
-            self._watchdog.hear(self._me, own.heartbeat_now())
+            self._watchdog.receive(self._me, own.heartbeat_now())
             for number in own.outbox.read_signals():
-                self._hear(self._me, SignalReceived(number))
+                self._handle(self._me, SignalReceived(number))
             while own.outbox.messages:
-                self._hear(self._me, own.outbox.messages.pop(0))
+                self._handle(self._me, own.outbox.messages.pop(0))
             if self._pause.ask(self._others, own.pause):
                 self._pause_all()
             if self._writer.error is not None:  # a full disk, say: without records no run
                 raise self._writer.error
             if self._all_done():
-                self._tell_all(Finish())
+                self._broadcast(Finish())
                 own.finished.set()
                 return
             if own.heartbeat_due():
@@ -265,7 +265,7 @@ class Coordinator:
         if new.rank == self._standby:
             self._watch_crash_file()
         for message in map(decode, new.pending):
-            self._hear(status, message)
+            self._handle(status, message)
 
     def end_job(self, fault: Fault) -> NoReturn:
         """Record the first cause, say it, and end all ranks."""
@@ -298,11 +298,11 @@ class Coordinator:
             self._record(event)
         # Should mpirun end this rank first, the others have the rank to blame.
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
-        self._tell_all(CoordinatorHeartbeat(silent))
+        self._broadcast(CoordinatorHeartbeat(silent))
         if self._own.reaper:
             suspect = silent or self._cause.fault
             lowest = sorted(statuses, key=lambda status: -status.rank)
-            self._own.reaper.tell(
+            self._own.reaper.send(
                 fault=asdict(suspect) if suspect else None, step=self._last_step(),
                 hosts={name: s.number for s in lowest for name in (s.address, s.host)},
             )  # fmt: skip
@@ -326,7 +326,7 @@ class Coordinator:
         except OSError:
             data = b""
         for message in map(decode, status.take(data, self._own.awake.seconds)):
-            self._hear(status, message)
+            self._handle(status, message)
         if not data:
             self._selector.unregister(line)
             line.close()
@@ -340,7 +340,7 @@ class Coordinator:
                 step = self._last_step() if trains else None
                 said = status.messages.last_words
                 del self._others[line]
-                self._lose(status.rank, died(status.number, status.host, step, said))
+                self._lose(status.rank, make_death_fault(status.number, status.host, step, said))
 
     def _lose(self, rank: int, fault: Fault) -> None:
         """Have all others go on without a rank, if they can; else end the job."""
@@ -360,7 +360,7 @@ class Coordinator:
         elif time.monotonic() - self._since > ARRIVE_S:
             self.end_job(fault)
 
-    def _hear(self, status: RankStatus, message: Message | None) -> None:
+    def _handle(self, status: RankStatus, message: Message | None) -> None:
         """Act on a message, unless it is an echo of a loss that all ranks have received."""
         if message is None or message.group not in (None, self._own.change.group):
             return
@@ -368,12 +368,12 @@ class Coordinator:
             act(self, status, message)
 
     def _on_heartbeat(self, status: RankStatus, message: protocol.MemberHeartbeat) -> None:
-        self._watchdog.hear(status, message.heartbeat)
+        self._watchdog.receive(status, message.heartbeat)
 
     def _on_stop(self, status: RankStatus, message: Stop) -> None:
         """End: this process was away, and another rank has spoken."""
         if self._own.reaper:
-            self._own.reaper.tell(fault=None)
+            self._own.reaper.send(fault=None)
         self._own.leave(message.code)
 
     def _on_done(self, status: RankStatus, message: protocol.Done) -> None:
@@ -388,7 +388,7 @@ class Coordinator:
     def _on_left(self, status: RankStatus, message: protocol.RankLeft) -> None:
         status.left = True
 
-    def _on_kept(self, status: RankStatus, message: protocol.StateKept) -> None:
+    def _on_state_kept(self, status: RankStatus, message: protocol.StateKept) -> None:
         if fault := self._regroup.note_kept(status, message.problem):
             self.end_job(fault)
 
@@ -435,7 +435,7 @@ class Coordinator:
         protocol.CanRegroup: _on_can_regroup,
         protocol.CanRescue: _on_can_rescue,
         protocol.RankLeft: _on_left,
-        protocol.StateKept: _on_kept,
+        protocol.StateKept: _on_state_kept,
         protocol.GatherValue: _on_value,
         protocol.FirstRankLost: _on_first_lost,
         protocol.HostLeaves: _on_leave,
@@ -452,7 +452,7 @@ class Coordinator:
         """Have all ranks stop before the next step; all have reported which they have begun."""
         if self._pause.at is None:
             self.end_job(self._pause.fault(None))
-        self._tell_all(PauseBefore(self._pause.at))
+        self._broadcast(PauseBefore(self._pause.at))
         self._own.pause.stop_before(self._pause.at)
 
     def _last_step(self) -> int | None:
@@ -466,12 +466,12 @@ class Coordinator:
             return  # that is the cause
         fault = self._cause.suspect(fault, within_s)
         if self._own.reaper:  # should we be killed before we have said it
-            self._own.reaper.tell(fault=asdict(fault))
+            self._own.reaper.send(fault=asdict(fault))
 
     def _record(self, event: dict[str, Any]) -> None:
         self._writer.write(partial(self._write_event, event))
 
-    def _tell_all(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         data = encode(message)
         for line in self._others:
             with contextlib.suppress(OSError):

@@ -26,7 +26,13 @@ from statistics import median
 from typing import Any
 
 from motley.faults import Fault, FaultKind, Phase
-from motley.membership.fault_causes import alone, link_lost, silent, stopped, stuck
+from motley.membership.fault_causes import (
+    make_alone_fault,
+    make_hang_fault,
+    make_link_fault,
+    make_silent_fault,
+    make_stop_fault,
+)
 from motley.membership.messages import Messages
 
 HEARTBEAT_INTERVAL_S = 0.5  # and between looks at deadlines
@@ -123,7 +129,7 @@ class Heartbeat:
     def read(cls, message: Sequence[Any]) -> "Heartbeat":
         """Read a :meth:`message`."""
         step, phase, *rest = message
-        return cls(step, Phase.of(phase), *rest)
+        return cls(step, Phase.from_key(phase), *rest)
 
 
 @dataclass
@@ -184,7 +190,7 @@ class Watchdog:
         self._moved = 0.0
         self._unsettled = -SETTLED_S
 
-    def hear(self, status: RankStatus, heartbeat: Heartbeat) -> None:
+    def receive(self, status: RankStatus, heartbeat: Heartbeat) -> None:
         """Take a rank's heartbeat."""
         if heartbeat != status.heartbeat:
             self._moved = self._awake.seconds
@@ -210,9 +216,11 @@ class Watchdog:
         away = {status.host for status in statuses} - {self._host}
         if len(away) > 1 and away <= {status.host for status in quiet}:
             name, step = _hosts(quiet), first.heartbeat.step
-            return alone(self._number, self._host, step, now - first.lived, name)
+            return make_alone_fault(self._number, self._host, step, now - first.lived, name)
         like = f", and so {_are(others)} {_ranks(others)} on {_hosts(others)}" if others else ""
-        return silent(first.number, first.host, first.heartbeat.step, now - first.lived, like)
+        return make_silent_fault(
+            first.number, first.host, first.heartbeat.step, now - first.lived, like
+        )
 
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
         """Return the fault of two machines that do not reach each other, or None.
@@ -231,7 +239,7 @@ class Watchdog:
         for status in ranks:
             other = next((hosts[a] for a in status.heartbeat.unanswered if a in hosts), status.host)
             if other != status.host:
-                return link_lost(status.number, status.host, status.heartbeat.step, other)
+                return make_link_fault(status.number, status.host, status.heartbeat.step, other)
         return None
 
     def stuck(self, ranks: Sequence[RankStatus]) -> Fault | None:
@@ -248,7 +256,7 @@ class Watchdog:
         if not at_work:
             return None
         first, where = whereabouts(at_work)
-        return stuck(first.number, first.host, first.heartbeat.step, still, where)
+        return make_hang_fault(first.number, first.host, first.heartbeat.step, still, where)
 
 
 def whereabouts(statuses: Sequence[RankStatus]) -> tuple[RankStatus, str]:
@@ -468,7 +476,7 @@ class StopSignals:
         if 0 in self._ranks or len(self._ranks) > 1:
             slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
             by = f"you{slurm} ({name} from the launcher, while {where})"
-            return stopped(step, number, by, how_to_continue)
+            return make_stop_fault(step, number, by, how_to_continue)
         return Fault(
             status.number, status.host, step,
             f"stopped by {name}, which came to this rank alone, when {where}",

@@ -37,7 +37,7 @@ _CRASHES = (
 )
 
 
-def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
+def make_death_fault(rank: int, host: str, step: int | None, said: str = "") -> Fault:
     """Return the fault of a rank whose connection broke without a word of Motley's.
 
     An abort may be an echo: C++ ends a process whose thread meets a connection that another rank's
@@ -64,7 +64,7 @@ def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
     )  # fmt: skip
 
 
-def stopped(step: int | None, number: int, by: str, remedy: str) -> Fault:
+def make_stop_fault(step: int | None, number: int, by: str, remedy: str) -> Fault:
     """Return the fault of a launcher that was stopped, and has stopped the ranks.
 
     Args:
@@ -79,7 +79,7 @@ def stopped(step: int | None, number: int, by: str, remedy: str) -> Fault:
     )  # fmt: skip
 
 
-def left(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
+def make_leave_fault(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
     """Return the fault of hosts that leave. The job saves its whole state before it ends.
 
     Args:
@@ -99,7 +99,7 @@ def left(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
     )  # fmt: skip
 
 
-def paused(step: int | None) -> Fault:
+def make_pause_fault(step: int | None) -> Fault:
     """Return the fault of a user who asked for the end at a step boundary by a signal."""
     return Fault(
         0, "", step, "paused as asked (SIGUSR2)", "continue with --resume auto",
@@ -107,7 +107,7 @@ def paused(step: int | None) -> Fault:
     )  # fmt: skip
 
 
-def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
+def make_launcher_fault(host: str, launcher: str, step: int | None) -> Fault:
     """Return the fault of a launcher that ended before the ranks did, which end with it.
 
     mpirun also ends so, at once and with status 0, when it loses a host: see :func:`daemon_gone`.
@@ -123,7 +123,7 @@ def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
     )  # fmt: skip
 
 
-def daemon_gone(rank: int, host: str, step: int | None) -> Fault:
+def make_daemon_fault(rank: int, host: str, step: int | None) -> Fault:
     """Return the fault of a launcher that lost its daemon on ``host``; ``rank`` is lowest there."""
     return Fault(
         rank, host, step, f"the launcher lost {host}: its MPI daemon there was killed, or the ssh "
@@ -132,7 +132,9 @@ def daemon_gone(rank: int, host: str, step: int | None) -> Fault:
     )  # fmt: skip
 
 
-def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "") -> Fault:
+def make_silent_fault(
+    rank: int, host: str, step: int | None, seconds: float, like: str = ""
+) -> Fault:
     """Return the fault of a rank without messages for a while.
 
     Args:
@@ -151,7 +153,7 @@ def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "
     )  # fmt: skip
 
 
-def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -> Fault:
+def make_alone_fault(rank: int, host: str, step: int | None, seconds: float, others: str) -> Fault:
     """Return the fault of a host that receives from no other host.
 
     Such a host may be the cause itself.
@@ -170,7 +172,7 @@ def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -
     )  # fmt: skip
 
 
-def link_lost(rank: int, host: str, step: int | None, other: str) -> Fault:
+def make_link_fault(rank: int, host: str, step: int | None, other: str) -> Fault:
     """Return the fault of two hosts that do not reach each other, while rank 0 reaches both."""
     return Fault(
         rank, host, step,
@@ -183,7 +185,7 @@ def link_lost(rank: int, host: str, step: int | None, other: str) -> Fault:
     )  # fmt: skip
 
 
-def stuck(rank: int, host: str, step: int | None, seconds: float, where: str) -> Fault:
+def make_hang_fault(rank: int, host: str, step: int | None, seconds: float, where: str) -> Fault:
     """Return the fault of a job whose ranks all live, but make no progress.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn
 from motley.faults import Fault
 from motley.membership import messages, protocol
 from motley.membership.detector import HEARTBEAT_TIMEOUT_S
-from motley.membership.fault_causes import alone, died, silent
+from motley.membership.fault_causes import make_alone_fault, make_death_fault, make_silent_fault
 from motley.membership.messages import Listening, Messages
 from motley.membership.own_rank import OwnRank
 from motley.membership.protocol import (
@@ -78,7 +78,7 @@ class Member:
             selector.select(STOP_S / 4 if self._leaves else own.heartbeat_in())
             own.awake.look()
             try:
-                self._hear()  # before speaking: rank 0 may have said stop, and left
+                self._handle_messages()  # before speaking: rank 0 may have said stop, and left
                 for number in own.outbox.read_signals():
                     self._line.sendall(encode(SignalReceived(number)))
                     self._leaves = self._leaves or (time.monotonic() + STOP_S, 128 + number)
@@ -93,9 +93,9 @@ class Member:
                     self._line.sendall(encode(MemberHeartbeat(own.heartbeat_now())))
             except OSError:
                 with contextlib.suppress(OSError):
-                    self._hear()
+                    self._handle_messages()
                 said = self._messages.last_words  # of rank 0, where it has crashed
-                fault = died(own.place.numbers[0], self._host, own.step, said)
+                fault = make_death_fault(own.place.numbers[0], self._host, own.step, said)
                 if self._goes_on():
                     return fault
                 self.end(self._silent if self._silent and not said else fault)
@@ -145,9 +145,9 @@ class Member:
         known = {self._line.getpeername()[0], self._line.getsockname()[0]}
         others = [each for each in own.place.listening if each.address not in known][:_ASKED]
         if not own.place.is_standby or not others or any(map(_answers, others)):
-            return silent(own.place.numbers[0], self._host, own.step, seconds)
+            return make_silent_fault(own.place.numbers[0], self._host, own.step, seconds)
         named = ", ".join(dict.fromkeys([self._host, *(each.host for each in others)]))
-        return alone(own.place.number, own.place.host, own.step, seconds, named)
+        return make_alone_fault(own.place.number, own.place.host, own.step, seconds, named)
 
     def _goes_on(self) -> bool:
         """Return True if this rank can go on without rank 0, by its own knowledge."""
@@ -155,7 +155,7 @@ class Member:
         can = own.place.survives and own.hooks.without_first and own.hooks.keep is not None
         return can and not (ends or own.held.is_set())
 
-    def _hear(self) -> None:
+    def _handle_messages(self) -> None:
         """Act on what rank 0 has said; ConnectionError where it is gone."""
         own = self._own
         with contextlib.suppress(BlockingIOError):

@@ -180,11 +180,11 @@ class Handshakes:
         """
         # First who has come before: of too many, the one that has waited longest would go unheard.
         for line in [line for line in self._strangers if line in ready]:
-            if arrival := self._hear(line):
+            if arrival := self._read_from(line):
                 yield arrival
         new = list(self._accept(now)) if self._listener in ready else []
         for line in [line for line in new if line in self._strangers]:
-            if arrival := self._hear(line):
+            if arrival := self._read_from(line):
                 yield arrival
         for line, stranger in list(self._strangers.items()):
             if now - stranger.since > TIMEOUT_S:
@@ -210,7 +210,7 @@ class Handshakes:
             self._selector.register(line, selectors.EVENT_READ)
             yield line
 
-    def _hear(self, line: socket.socket) -> Arrival | None:
+    def _read_from(self, line: socket.socket) -> Arrival | None:
         stranger = self._strangers[line]
         missing = len(self._opening) - len(stranger.said)
         try:
@@ -230,7 +230,7 @@ class Handshakes:
                 self._hang_up(line)
                 return None
             stranger.messages.feed(stranger.said)
-            return self._hear(line)
+            return self._read_from(line)
         messages = stranger.messages.feed(data)
         if not messages:  # the greeting is not complete
             return None

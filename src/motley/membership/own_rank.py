@@ -184,13 +184,13 @@ class OwnRank:
         self._next_heartbeat = self._look_at_links = 0.0
         self._unanswered: list[str] = []
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Have the watching thread send a message to rank 0."""
         self.outbox.add(message)
 
     def send_in_group(self, message: Message) -> None:
         """Send a message that is void once a rank is lost; from the training's thread."""
-        self.say(replace(message, group=self.change.trains_in))
+        self.send(replace(message, group=self.change.trains_in))
 
     def heartbeat_now(self) -> Heartbeat:
         """Return the current heartbeat."""
@@ -218,7 +218,7 @@ class OwnRank:
     def print(self, text: str) -> None:
         """Say last words to the user, also where mpirun passes nothing on any more."""
         line = text if self.stopped else ""
-        if self.reaper and self.reaper.tell(line=line, fault=None, ended=True) and self.stopped:
+        if self.reaper and self.reaper.send(line=line, fault=None, ended=True) and self.stopped:
             return
         with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
             print(text, file=sys.stderr, flush=True)
@@ -266,7 +266,7 @@ class OwnRank:
         place = self.place
         to = 0 if place.rank else 1  # the first rank, if this one dies
         known = place.listening[to] if place.survives and to < place.size else None
-        self.reaper.tell(
+        self.reaper.send(
             rank=place.rank,
             number=place.number,
             supervisor=known and (known.address, known.port, known.token),
@@ -280,7 +280,7 @@ class OwnRank:
     def leave(self, code: int) -> NoReturn:
         """End now: the main thread may be stuck in a collective that never returns."""
         if self.reaper:
-            self.reaper.tell(ended=True)
+            self.reaper.send(ended=True)
         with self._rescuing:  # not before it has saved what it can
             try:
                 self.write_last_words()
@@ -327,10 +327,10 @@ def save_before_end(
     tell_all(Hold())
     reaper = None if own.stopped else own.reaper  # which else has a line to print already
     if reaper:
-        reaper.tell(line=_CUT_SHORT)
+        reaper.send(line=_CUT_SHORT)
     said = own.save_what_is_known() if own.hooks.rescue else _ask(able[0], others[able[0]])
     if reaper:
-        reaper.tell(line="")
+        reaper.send(line="")
     if said:
         own.print(f"motley: {said}")
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from motley.faults import Fault
 from motley.membership.away import read_away
 from motley.membership.detector import RankStatus
-from motley.membership.fault_causes import left, paused
+from motley.membership.fault_causes import make_leave_fault, make_pause_fault
 from motley.membership.protocol import AskStep, HostLeaves, Message, PauseRequest, encode
 
 # Requests to a rank by signal; only its own user and root can send one.
@@ -157,8 +157,8 @@ class PauseAgreement:
             step: as of which all is saved; None: nothing was to be.
         """
         if not self._leaving:
-            return paused(step)
+            return make_pause_fault(step)
         hosts = list(self._leaving)
         rank = self._leaving[hosts[0]][0]
         who = ", and ".join(f"{host} {words}" for host, (_, words) in self._leaving.items())
-        return left(rank, hosts, step, who)
+        return make_leave_fault(rank, hosts, step, who)

@@ -29,7 +29,12 @@ import psutil
 from motley.cluster.launcher import MPIRUN
 from motley.errors import MotleyError
 from motley.faults import Fault, FaultKind
-from motley.membership.fault_causes import daemon_gone, died, launcher_gone, record_fault
+from motley.membership.fault_causes import (
+    make_daemon_fault,
+    make_death_fault,
+    make_launcher_fault,
+    record_fault,
+)
 from motley.membership.messages import greeting
 from motley.records.run_folder import RunFolder
 
@@ -155,16 +160,16 @@ class LauncherReaper:
         with contextlib.suppress(psutil.NoSuchProcess):
             found = find_sessions(launcher.pid)
             self._sessions = {psutil.Process(pid): host for pid, host in found.items()}
-        self.tell(
+        self.send(
             rank=rank, number=number, host=host,
             launcher=f"{launcher.name()}, process {launcher.pid}",
             segments=segments_of_this_job(), session=session_folder(launcher.pid, os.environ),
         )  # fmt: skip
 
-    def tell(self, **news: Any) -> bool:
+    def send(self, **news: Any) -> bool:
         """Send the reaper facts for the time when this rank and mpirun are gone.
 
-        See :class:`_Told`.
+        See :class:`_ReaperFacts`.
 
         Returns:
             True if there is such a process.
@@ -187,7 +192,8 @@ class LauncherReaper:
             limit_s: seconds to wait.
         """
         return any(
-            host in names and _gone(session, limit_s) for session, host in self._sessions.items()
+            host in names and _ends_within(session, limit_s)
+            for session, host in self._sessions.items()
         )
 
     def dismiss(self) -> None:
@@ -198,7 +204,7 @@ class LauncherReaper:
 
 
 @dataclass
-class _Told:
+class _ReaperFacts:
     """The facts that a rank has sent to its reaper.
 
     Attributes:
@@ -257,19 +263,19 @@ def _is_for_one_job(launcher: psutil.Process) -> bool:
 
 
 def _end_unless_gone(launcher: psutil.Process, timeout_s: float) -> None:
-    if _gone(launcher, timeout_s):
+    if _ends_within(launcher, timeout_s):
         return
     children = launcher.children()  # mpirun's: an ssh to each host
     for end in (launcher.terminate, launcher.kill):
         end()
-        if _gone(launcher, 2):
+        if _ends_within(launcher, 2):
             break
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.terminate()
 
 
-def _gone(process: psutil.Process, limit_s: float) -> bool:
+def _ends_within(process: psutil.Process, limit_s: float) -> bool:
     """Return True if a process ends in time.
 
     A zombie has ended: its parent may first read all of its output, of which this process holds one
@@ -294,21 +300,21 @@ def _main() -> None:
         if told.supervisor and not (launcher_first or told.ended):
             _report_host_alive(told.rank, told.host, *told.supervisor)
         if told.line:  # before mpirun ends, and a shell says that it waits for the next command
-            _say(told.line, terminal)
+            _print_line(told.line, terminal)
         with contextlib.suppress(psutil.NoSuchProcess):
             _end_unless_gone(launcher, told.timeout_s)
         fault = Fault.read(told.fault) if told.fault else None
         if told.folder:
-            known = fault or died(told.number, told.host, told.step)
+            known = fault or make_death_fault(told.number, told.host, told.step)
             _record(RunFolder(told.folder), known, told.number)
         if fault and not told.line:
-            _say(fault.last_words(), terminal)
-        if _gone(launcher, 0):
+            _print_line(fault.last_words(), terminal)
+        if _ends_within(launcher, 0):
             session = told.session or session_folder(launcher.pid, os.environ)
             remove(told.segments, session)
 
 
-def _say(line: str, terminal: str | None) -> None:
+def _print_line(line: str, terminal: str | None) -> None:
     """Print a line where mpirun prints, or on its terminal: Ctrl-C has ended a ``tee`` between."""
     try:
         print(line, file=sys.stderr, flush=True)
@@ -332,7 +338,7 @@ def _report_host_alive(rank: int, host: str, address: str, port: int, token: str
         line.recv(1)  # it says nothing; its end closes the connection
 
 
-def _why_gone(told: _Told, sessions: SshSessions) -> Fault:
+def _why_gone(told: _ReaperFacts, sessions: SshSessions) -> Fault:
     """Return why the launcher ended before its ranks; from rank 0's host."""
     said = Fault.read(told.fault) if told.fault else None
     if said and said.kind is not FaultKind.KILLED:
@@ -340,16 +346,16 @@ def _why_gone(told: _Told, sessions: SshSessions) -> Fault:
     gave_up = bool(told.session) and not Path(told.session).exists()  # it had time to tidy up
     host = sessions.first(_GAVE_UP_S) if gave_up else ""
     if host in told.hosts:
-        return daemon_gone(told.hosts[host], host, told.step)
-    return said or launcher_gone(told.host, told.launcher, told.step)
+        return make_daemon_fault(told.hosts[host], host, told.step)
+    return said or make_launcher_fault(told.host, told.launcher, told.step)
 
 
-def _listen(launcher: int, sessions: SshSessions) -> tuple[_Told, bool]:
+def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
     """Return all that the rank sends until it has ended, and True if its launcher ended before it.
 
     A rank that dies of its launcher does so within milliseconds, so both may be seen at once.
     """
-    told, rest, first = _Told(), b"", False
+    told, rest, first = _ReaperFacts(), b"", False
     poll, ended = select.epoll(), -1
     poll.register(0, select.EPOLLIN)
     with contextlib.suppress(OSError):  # an older kernel

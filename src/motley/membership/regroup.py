@@ -24,7 +24,7 @@ class Regroup:
     Args:
         own: state of this rank.
         regrouping: the lost ranks, and the ranks that are ready.
-        tell_all: sends a message to all other ranks.
+        broadcast: sends a message to all other ranks.
         record: records an event of the run.
     """
 
@@ -32,11 +32,11 @@ class Regroup:
         self,
         own: OwnRank,
         regrouping: RegroupState,
-        tell_all: Callable[[Message], None],
+        broadcast: Callable[[Message], None],
         record: Callable[[dict[str, Any]], None],
     ) -> None:
         self._own, self._regrouping = own, regrouping
-        self._tell_all, self._record = tell_all, record
+        self._broadcast, self._record = broadcast, record
         self._last: tuple[Fault, float] | None = None  # the last loss, and when the others went on
 
     @property
@@ -66,8 +66,8 @@ class Regroup:
         if not self._regrouping.lose(rank, fault, left):
             return False
         if not begun:
-            self._tell_all(KeepState())
-            self._own.say(StateKept(self._own.keep_state()))
+            self._broadcast(KeepState())
+            self._own.send(StateKept(self._own.keep_state()))
         return True
 
     def note_kept(self, status: RankStatus, problem: str) -> Fault | None:
@@ -77,14 +77,14 @@ class Regroup:
         """
         if problem:
             return self._regrouping.first
-        self._regrouping.kept(status.rank)
+        self._regrouping.note_kept(status.rank)
         return None
 
     def gather(self, status: RankStatus, value: str) -> None:
         """Take a rank's value, and send all of them once all have come."""
         if (values := self._regrouping.gather(status.rank, value)) is not None:
             for part in parts(values):
-                self._tell_all(Gathered(part))
+                self._broadcast(Gathered(part))
             self._own.change.gathered.put(values)
 
     def overdue(self, left: Collection[RankStatus]) -> Fault | None:
@@ -105,7 +105,7 @@ class Regroup:
                           "step": fault.step, "error": fault.error})  # fmt: skip
         self._regrouping.begin_anew(survivors)
         self._last = lost, time.monotonic()
-        self._tell_all(GoOn(survivors))
+        self._broadcast(GoOn(survivors))
         for status in left:
             status.rank = survivors.ranks.index(status.rank)
             status.done = status.rescues = False

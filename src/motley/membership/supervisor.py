@@ -161,9 +161,9 @@ class Watching:
         except OSError:  # it is lost too
             watch.end(lost)
         if own.hooks.rescue is not None:
-            own.say(CanRescue())
-        own.say(FirstRankLost(lost))
-        own.say(CanRegroup(group=own.change.group))
+            own.send(CanRescue())
+        own.send(FirstRankLost(lost))
+        own.send(CanRegroup(group=own.change.group))
         return connected
 
     def _guard(self) -> None:
@@ -229,11 +229,11 @@ class Supervisor:
         """
         own = self._own
         if first:
-            own.say(Paused(said))
+            own.send(Paused(said))
         elif own.place.rank and read_away() and outlived_by_launcher():
             if own.reaper:
-                own.reaper.tell(timeout_s=_SAVE_S)
-            own.say(RankLeft())
+                own.reaper.send(timeout_s=_SAVE_S)
+            own.send(RankLeft())
             own.leaves.set()
         while True:
             time.sleep(HOLD_S)  # the watching thread ends this process
@@ -276,7 +276,7 @@ class Supervisor:
         The reaper records the end of the run there if rank 0 is killed.
         """
         if self._own.place.rank == 0 and self._own.reaper:
-            self._own.reaper.tell(folder=str(folder.absolute()))
+            self._own.reaper.send(folder=str(folder.absolute()))
 
     # -- what a rank says
 
@@ -334,7 +334,7 @@ class Supervisor:
         """
         self._own.hooks.rescue = save if first or self._own.place.is_standby else None
         if first and self._own.place.rank:
-            self._own.say(CanRescue())
+            self._own.send(CanRescue())
 
     # -- going on without a lost rank
 
@@ -372,7 +372,7 @@ class Supervisor:
             raise error
         if own.change.survivors is None:
             fault = make_fault(error, own.place.number, own.place.host, own.step)
-            own.send_in_group(_said(fault, own))
+            own.send_in_group(_format_end(fault, own))
             if not own.change.begun.wait(3 * FIRST_CAUSE_S) and own.held.is_set():
                 own.change.begun.wait(HOLD_S)
         if own.change.survivors is None:
@@ -394,9 +394,9 @@ class Supervisor:
             self.check_group()  # else it is of a loss before
         return [unpacked(text) for text in found]
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def record_event(self, event: dict[str, Any]) -> None:
         """Have rank 0 record an event."""
-        self._own.say(RunEvent(event))
+        self._own.send(RunEvent(event))
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this rank failed, and end with the job."""
@@ -408,7 +408,7 @@ class Supervisor:
             traceback.print_exception(error)
             own.print(format_fault(fault))
             own.leave(fault.code)
-        own.send_in_group(_said(fault, own))
+        own.send_in_group(_format_end(fault, own))
         time.sleep(3 * FIRST_CAUSE_S)  # rank 0 ends this process before that
         if own.held.is_set():
             time.sleep(HOLD_S)
@@ -423,5 +423,5 @@ def _make_reaper(place: GroupPlace) -> LauncherReaper:
     return LauncherReaper(place.rank, place.number, place.host)
 
 
-def _said(fault: Fault, own: OwnRank) -> RankFailed:
+def _format_end(fault: Fault, own: OwnRank) -> RankFailed:
     return RankFailed(replace(fault, phase=own.heartbeat.phase.key))

@@ -242,7 +242,7 @@ class RegroupState:
         late = time.monotonic() - self._since > limit
         return (self.first or self._meeting) if late else None
 
-    def kept(self, rank: int) -> None:
+    def note_kept(self, rank: int) -> None:
         """Note that a rank holds its state apart from the group."""
         self._keeping.discard(rank)
 

@@ -86,7 +86,7 @@ class Speeds:
         return self.step_s + self.ready_s(samples, slowdown)
 
     def samples_in(self, seconds: float, slowdown: Floats | float = 1.0) -> Floats:
-        """The most samples in so many seconds, real numbers: the inverse of :meth:`compute_seconds`."""
+        """Return the most samples in so many seconds: the inverse of :meth:`compute_seconds`."""
         left = np.maximum(0.0, seconds - self.step_s) / slowdown
         full = np.floor(left / self._m_s)
         more = (full + 1) * self._size_in(left / (full + 1))

@@ -243,7 +243,7 @@ class ReplanMonitor:
         if key not in self._loads:
             if len(self._loads) >= _REMEMBERED:
                 self._loads.clear()
-            self._loads[key] = _Load.of(speeds, key, self._tables[0].grain)
+            self._loads[key] = _Load.from_counts(speeds, key, self._tables[0].grain)
         return self._loads[key]
 
     def _take_back(
@@ -386,7 +386,7 @@ class _Load:
     least_s: Floats
 
     @classmethod
-    def of(cls, speeds: Speeds, counts: tuple[int, ...], grain: int) -> "_Load":
+    def from_counts(cls, speeds: Speeds, counts: tuple[int, ...], grain: int) -> "_Load":
         """Compute the times of these samples."""
         samples = np.array(counts, dtype=float)
         least = np.minimum(samples, grain)

@@ -113,7 +113,7 @@ def warn(message: object) -> None:
     print(f"motley: {message}", file=sys.stderr)
 
 
-def say(message: str) -> None:
+def show_progress(message: str) -> None:
     """Say what takes a while, to who looks on: on a terminal alone."""
     if sys.stderr.isatty():
         print(f"motley: {message}", file=sys.stderr)

@@ -73,7 +73,7 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
     for log in logs:
         try:
             if (mib := log.stat().st_size / 2**20) > _LARGE_MIB:
-                command.say(f"reading {log} ({mib:,.0f} MiB)")
+                command.show_progress(f"reading {log} ({mib:,.0f} MiB)")
             found = read_gpu_log(log, command.warn)
             if not found:
                 command.warn(f"{log} holds no sample; left out")

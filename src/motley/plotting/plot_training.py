@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from motley.plotting import command, style
-from motley.plotting.run_steps import others, seat_label, title, usual_steps
+from motley.plotting.run_steps import list_others, seat_label, title, usual_steps
 from motley.records.costs import Training, column, leak, mean, median, read_training
 from motley.records.run_folder import find_runs
 from motley.text import format_rate
@@ -141,7 +141,7 @@ def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]
         chosen: see :func:`run_steps.usual_steps`.
         colours: colour of each host.
     """
-    ranks, more = sorted(usual.steps), others(usual)
+    ranks, more = sorted(usual.steps), list_others(usual)
     ends, unknown = np.zeros(len(ranks) + len(more)), set()
     for part, look in style.PARTS.items():
         of_others = {"t_compute": "ready_s", "t_wait": "wait_s"}.get(part, "")
@@ -183,7 +183,7 @@ def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
     scaled = is_scaled(training)
     rows = [["loss", "time"], ["rate", "memory"], *([["scale", "scale"]] if scaled else [])]
     usual, chosen = usual_steps(training)
-    curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(usual.steps) + len(others(usual)))
+    curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(usual.steps) + len(list_others(usual)))
     figure = style.new_figure(11, curves + bars)
     figure.suptitle(title(training))
     parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[curves, bars])[:, 0]
@@ -203,7 +203,7 @@ def run_panels(
 ) -> "Iterator[tuple[str, Callable[[], Figure]]]":
     """Yield the same panel by panel: what it shows in words, and what draws it."""
     usual, chosen = usual_steps(training)
-    bars = 1.4 + 0.42 * (len(usual.steps) + len(others(usual)))
+    bars = 1.4 + 0.42 * (len(usual.steps) + len(list_others(usual)))
     panels: dict[str, tuple[float, Callable[[Axes], object]]] = {
         "loss against steps": (3.2, lambda ax: draw_loss(ax, training)),
         "loss against time": (3.2, lambda ax: draw_time(ax, training)),

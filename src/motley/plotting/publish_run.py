@@ -21,7 +21,7 @@ from motley.live.follow import hosts_elsewhere
 from motley.live.runs import Collector
 from motley.live.words import plain
 from motley.plotting.command import add_collect, warn
-from motley.publish.publisher import Publisher, Told
+from motley.publish.publisher import PublishedCounts, Publisher
 from motley.publish.trackers import Tracker, trackers
 from motley.records.run_folder import open_run
 from motley.text import escape_unprintable, typed_command
@@ -65,7 +65,7 @@ def main() -> int:
             told = Session(args, publisher, collector).publish()
             for trouble in publisher.left_out():
                 warn(trouble)
-        say(args, told)
+        print_counts(args, told)
     except MotleyError as error:
         warn(error)
         return 2
@@ -89,7 +89,7 @@ class Session:
         self._args, self._publisher, self._collector = args, publisher, collector
         self._said: set[str] = set()
 
-    def publish(self) -> Told:
+    def publish(self) -> PublishedCounts:
         """See :meth:`Publisher.publish`."""
         if self._args.follow:
             print(f"{self._args.run} to {self._args.to} until it ends; Ctrl-C ends this alone")
@@ -132,7 +132,7 @@ def end_on_signals(publisher: Publisher) -> None:
         handle_end(number, end)
 
 
-def say(args: argparse.Namespace, told: Told) -> None:
+def print_counts(args: argparse.Namespace, told: PublishedCounts) -> None:
     """Print the counts of published records."""
     if not told.status:
         print(f"{args.run} has no run.json yet: nothing is published")

@@ -96,7 +96,7 @@ class Other:
     wait_s: float
 
 
-def others(training: Training) -> list[Other]:
+def list_others(training: Training) -> list[Other]:
     """Return the first, middle and last rank to be ready; empty if each writes its own steps."""
     told = [line for line in training.lead if line.get("others_ready")]
     ranks = len(training.run.get("ranks") or ()) - 1

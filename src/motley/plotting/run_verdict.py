@@ -17,7 +17,7 @@ from motley.plotting.run_steps import read_or_say, title
 from motley.records.run_folder import find_runs
 
 
-def tell_all(paths: list[Path], json_lines: bool, co2: float) -> int:
+def print_verdicts(paths: list[Path], json_lines: bool, co2: float) -> int:
     """Print the verdict of every run; return the exit code."""
     code = 2
     for folder in find_runs(paths):
@@ -50,4 +50,4 @@ def add_co2(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     """Run the command; return the exit code."""
-    return command.run_script(__doc__ or "", tell_all, add_options, draws=False)
+    return command.run_script(__doc__ or "", print_verdicts, add_options, draws=False)

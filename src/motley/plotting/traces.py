@@ -29,7 +29,7 @@ def words(found: TraceSummary) -> list[str]:
     return lines
 
 
-def tell(run: RunFolder, out: Path | None) -> None:
+def merge_run(run: RunFolder, out: Path | None) -> None:
     """Print what the traces of a run say, and put them together."""
     traces = [read_trace(path) for path in run.traces()]
     for trace in traces:
@@ -42,7 +42,7 @@ def tell(run: RunFolder, out: Path | None) -> None:
     print(into)
 
 
-def tell_all(paths: list[Path], out: Path | None) -> int:
+def merge_all(paths: list[Path], out: Path | None) -> int:
     """Merge the traces of every run; return the exit code. One bad run hides no other."""
     runs = [run for run in find_runs(paths) if run.traces()]
     if not runs:
@@ -53,7 +53,7 @@ def tell_all(paths: list[Path], out: Path | None) -> int:
     code = 2
     for run in runs:
         try:
-            tell(run, out)
+            merge_run(run, out)
             code = 0
         except (MotleyError, OSError) as error:
             command.warn(error)
@@ -62,4 +62,4 @@ def tell_all(paths: list[Path], out: Path | None) -> int:
 
 def main() -> int:
     """Run the command; return the exit code."""
-    return command.run_script(__doc__ or "", tell_all)
+    return command.run_script(__doc__ or "", merge_all)

@@ -99,7 +99,7 @@ class Live:
                     return self._runs.looks
             time.sleep(GLANCE_S)
 
-    def told(self, name: str, rank: int | None) -> str:
+    def render(self, name: str, rank: int | None) -> str:
         """Return a page's content as JSON: all runs in short, and one run in full.
 
         The full one has the given name. Without a name, it is the only run, or the only one
@@ -211,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
             looks = -1
             while True:
                 looks = self.server.live.await_look(looks)
-                told = self.server.live.told(run, number)
+                told = self.server.live.render(run, number)
                 self.wfile.write(f"data: {told}\n\n".encode())
         except OSError:  # it has left
             pass

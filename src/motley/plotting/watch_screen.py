@@ -56,7 +56,7 @@ class Sort(Enum):
     LOAD = "load"
     MEMORY = "memory"
 
-    def of(self, rows: Sequence[Row], all_fit: bool = True) -> list[Row]:
+    def apply(self, rows: Sequence[Row], all_fit: bool = True) -> list[Row]:
         """Return the rows in this order."""
         keys: dict[Sort, Callable[[Row], tuple[object, ...]]] = {
             Sort.FIT: lambda row: (row.rank,) if all_fit else waited(row),
@@ -246,7 +246,7 @@ def line(row: Row, widths: dict[Column, int], longest: float, signs: Signs, chos
             text.append_text(_bar(row, longest, width, signs))
         else:
             look = "bold yellow" if row.waited >= 0.05 and column is _HOST else ""
-            text.append(_cell(_said(row, column), column, width, signs), look)
+            text.append(_cell(_format_cell(row, column), column, width, signs), look)
     if row.silent_s is not None:
         text.stylize("bold red")
     if chosen:
@@ -271,7 +271,7 @@ def _cell(said: str, column: Column, width: int, signs: Signs) -> str:
     return fit(said, width, signs.cut if len(said) > width + 1 else said[width - 1 : width])
 
 
-def _said(row: Row, column: Column) -> str:
+def _format_cell(row: Row, column: Column) -> str:
     gib = None if row.memory_mib is None else row.memory_mib / 1024
     whole = None if row.memory_total_mib is None else row.memory_total_mib / 1024
     of = "" if whole is None else f"/{whole:.0f}G" if whole >= 10 else f"/{whole:.1f}G"
@@ -326,7 +326,7 @@ class View:
 
     def move(self, rows: Sequence[Row], by: int) -> "View":
         """Return the view with the rank before or after the chosen one."""
-        order = [row.rank for row in self.sort.of(rows)]
+        order = [row.rank for row in self.sort.apply(rows)]
         if not order:
             return self
         place = order.index(self.rank) + by if self.rank in order else 0
@@ -399,7 +399,7 @@ def _table(now: Snapshot, view: View, width: int, room: int | None, signs: Signs
     if not now.rows:
         return []
     most = len(now.rows) if room is None else max(1, room - 2)
-    rows = view.sort.of(now.rows, all_fit=not now.hidden and len(now.rows) <= most)
+    rows = view.sort.apply(now.rows, all_fit=not now.hidden and len(now.rows) <= most)
     place = next((place for place, row in enumerate(rows) if row.rank == view.rank), 0)
     first = max(0, min(place - most // 2, len(rows) - most))
     longest = max(sum(part or 0.0 for part in row.parts) for row in rows)

@@ -38,7 +38,7 @@ from motley.engines.strategies import TORCH, ZERO, StrategyOptions, known_strate
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
 from motley.provision.setup_command import PLACE, table
-from motley.sweep.matrix import PRESETS, Cell, Known, Matrix, first_hosts, read_matrix, shorter
+from motley.sweep.matrix import PRESETS, Cell, KnownNames, Matrix, first_hosts, read_matrix, shorter
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import HEAD, Row, read_rows, shown, write_rows
 from motley.text import RUN, clock, did_you_mean, escape_unprintable, typed_command
@@ -51,7 +51,7 @@ _GRACE_S = 10.0  # for a job to stop after its signal
 
 
 @dataclass(frozen=True)
-class Launcher:
+class CellLauncher:
     """The command that starts ranks.
 
     Attributes:
@@ -63,7 +63,7 @@ class Launcher:
     slurm: bool
 
     @classmethod
-    def of(cls, command: str | None, slurm: bool) -> "Launcher":
+    def of(cls, command: str | None, slurm: bool) -> "CellLauncher":
         """Return the launcher that the user wrote. For None, return the usual one."""
         usual = srun_words() if slurm else ["mpirun"]
         words = usual if command is None else shlex.split(command)
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace) -> int:
     """Run the unfinished cells, show the table; 0 if every cell is done, 1 if some failed."""
     matrix = read_matrix(
         matrix_file(options.matrix), options.nodes or read_hosts(options.hostfile),
-        Known(known_cells(), known_options()),
+        KnownNames(known_cells(), known_options()),
         repeats=options.repeats, steps=options.steps, limit_s=options.limit, options=options.rest,
     )  # fmt: skip
     if options.only:
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> int:
     if options.dry_run:
         show_plan(matrix, folder, todo)
         return 0
-    launcher = Launcher.of(options.mpirun, bool(options.nodes))
+    launcher = CellLauncher.of(options.mpirun, bool(options.nodes))
     if todo:
         launcher.check()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -144,10 +144,10 @@ def measure(options: argparse.Namespace) -> int:
         return run_task(matrix, folder, launcher, options.task, todo)
     with folder.claim(matrix):
         run_all(matrix, folder, launcher, todo)
-    return 0 if all(row.outcome == DONE for row in tell(matrix, folder)) else 1
+    return 0 if all(row.outcome == DONE for row in write_table(matrix, folder)) else 1
 
 
-def tell(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
+def write_table(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
     """Write the table of all that has ended, and show it."""
     with folder.writing_table():
         rows = read_rows(folder)
@@ -181,7 +181,7 @@ def plan_tasks(
 def run_task(
     matrix: Matrix,
     folder: BaselineFolder,
-    launcher: Launcher,
+    launcher: CellLauncher,
     number: int,
     todo: Sequence[tuple[Cell, int]],
 ) -> int:
@@ -191,7 +191,7 @@ def run_task(
         raise MotleyError(f"--task {number}: the matrix has {len(matrix.all_cells)} cells")
     own = matrix.all_cells[number]
     run_all(matrix, folder, launcher, [turn for turn in todo if turn[0] == own])
-    ended = {row.name: row.outcome for row in tell(matrix, folder)}
+    ended = {row.name: row.outcome for row in write_table(matrix, folder)}
     return 0 if ended.get(own.name) == DONE else 1
 
 
@@ -230,7 +230,7 @@ def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell,
 
 
 def run_all(
-    matrix: Matrix, folder: BaselineFolder, launcher: Launcher, todo: Sequence[tuple[Cell, int]]
+    matrix: Matrix, folder: BaselineFolder, launcher: CellLauncher, todo: Sequence[tuple[Cell, int]]
 ) -> None:
     """Run the cells that are left, with a line for each."""
     started = time.monotonic()
@@ -247,7 +247,7 @@ def run_all(
 
 
 def run_one(
-    matrix: Matrix, cell: Cell, repeat: int, folder: BaselineFolder, launcher: Launcher
+    matrix: Matrix, cell: Cell, repeat: int, folder: BaselineFolder, launcher: CellLauncher
 ) -> tuple[int | None, float]:
     """Run one cell once, and end it with all its processes if it takes too long.
 

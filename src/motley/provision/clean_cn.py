@@ -63,7 +63,7 @@ def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
     return setup_command.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
 
 
-def rows_of(surveys: Mapping[str, Survey]) -> list[Row]:
+def list_rows(surveys: Mapping[str, Survey]) -> list[Row]:
     """Return all processes with their states, leftovers first."""
     mpiruns = [(each.node, each.mpiruns) for each in surveys.values()]
     found = [
@@ -80,7 +80,7 @@ def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
         cells = [
             (
                 row.host, row.process.pid, _started(row.process), _age(row.process.age_s),
-                _what(row.process), _mib(row.process.gpu_mib), row.state,
+                _describe(row.process), _mib(row.process.gpu_mib), row.state,
             )
             for row in rows
         ]  # fmt: skip
@@ -99,7 +99,7 @@ def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
         print(setup_command.table(("host", "GPU", "owner", "pid", "MiB"), others))
 
 
-def _what(process: TrainingProcess) -> str:
+def _describe(process: TrainingProcess) -> str:
     workers = (
         f" and {setup_command.many(len(process.workers), 'data worker')}" if process.workers else ""
     )
@@ -157,7 +157,7 @@ def main(words: Sequence[str]) -> int:
     surveys, troubles = split(
         survey_all([host.name for host in setup_command.read_hostfile(options)])
     )
-    rows = rows_of(surveys)
+    rows = list_rows(surveys)
     show(rows, surveys)
     setup_command.print_troubles(troubles)
     if any(row.state == "unknown" for row in rows) and not options.running:

@@ -118,7 +118,7 @@ class HostReport:
 
 
 @dataclass(frozen=True)
-class Asked:
+class HostQuery:
     """How a host was asked.
 
     Attributes:
@@ -136,7 +136,7 @@ class Asked:
     tree: str
 
 
-def parse(text: str, chatter: str, asked: Asked) -> HostReport:
+def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
     """Make a report from the output of cn_probe.sh.
 
     Raises ValueError, KeyError or TypeError for text that cn_probe.sh cannot have printed.
@@ -164,14 +164,14 @@ def parse(text: str, chatter: str, asked: Asked) -> HostReport:
         machine=only.get("machine"),
         libc=only.get("libc"),
         cpu=only.get("cpu"),
-        cores=_whole(only.get("cores")),
+        cores=_read_count(only.get("cores")),
         memory_total_mib=_mib(only.get("memory_total")),
         memory_free_mib=_mib(only.get("memory_free")),
         shm_total_mib=_mib(only.get("shm_total")),
         shm_free_mib=_mib(only.get("shm_free")),
         disk_total_mib=_mib(only.get("disk_total")),
         disk_free_mib=_mib(only.get("disk_free")),
-        disk_free_inodes=_whole(only.get("disk_inodes")),
+        disk_free_inodes=_read_count(only.get("disk_inodes")),
         place=only.get("place"),
         place_write=only.get("place_write"),
         home=only.get("home"),
@@ -179,7 +179,7 @@ def parse(text: str, chatter: str, asked: Asked) -> HostReport:
         temporary=only.get("temporary", ""),
         temporary_write=only.get("temporary_write"),
         repository="tree" in only,
-        same_folder=True if asked.here else _same(only, asked),
+        same_folder=True if asked.here else _has_own_tree(only, asked),
         pythons=tuple(each for each in pythons if each.version >= (3, 11) and each.able),
         newest_python=max(pythons, key=lambda python: python.version, default=None),
         environment=only.get("environment"),
@@ -203,7 +203,7 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def _whole(text: str | None) -> int | None:
+def _read_count(text: str | None) -> int | None:
     number = _number(text)
     return None if number is None else int(number)
 
@@ -228,7 +228,7 @@ def _interfaces(found: Mapping[str, list[str]]) -> tuple[Interface, ...]:
     return tuple(Interface(each[0], each[1], int((each[2:] or ["32"])[0])) for each in words)
 
 
-def _same(only: Mapping[str, str], asked: Asked) -> bool | None:
+def _has_own_tree(only: Mapping[str, str], asked: HostQuery) -> bool | None:
     """Return True if a host's repository is this machine's folder, and None if unknown."""
     if "tree" not in only or asked.token:
         return "token" in only
@@ -311,7 +311,7 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
         _SCRIPT.read_text(), PLACE, VENV, token, name, next_host, SOURCES, limit=limit, tell=tell
     )
     try:
-        asked = Asked(remote.host, remote.here, sent, first[0], token, _own_tree())
+        asked = HostQuery(remote.host, remote.here, sent, first[0], token, _own_tree())
         return parse(done.output, done.chatter, asked)
     except (LookupError, ValueError, TypeError):
         raise HostTrouble(

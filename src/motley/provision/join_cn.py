@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from motley.cluster.ssh import split
 from motley.provision import setup_command
-from motley.provision.leave_cn import ASK_S, chosen, tell
+from motley.provision.leave_cn import ASK_S, ask_agent, chosen
 from motley.text import typed_command
 
 
@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     order = "ranks" if options.dry_run else "join"
     found, troubles = split(
-        setup_command.ask_all(chosen(options), lambda host: tell(host, order), ASK_S)
+        setup_command.ask_all(chosen(options), lambda host: ask_agent(host, order), ASK_S)
     )
     for host, answer in found.items():
         if not answer["away"]:

@@ -19,7 +19,7 @@ from typing import Any
 from motley.cluster.hostfile import Host
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble, MotleyError
-from motley.provision.leave_cn import ASK_S, tell, words_of
+from motley.provision.leave_cn import ASK_S, ask_agent, join_names
 from motley.provision.setup_command import run_module
 from motley.records.run_folder import RunFolder
 from motley.text import typed_command
@@ -84,7 +84,7 @@ _NO_END_S = 1e9
 
 
 @dataclass(frozen=True)
-class Asked:
+class HostAnswers:
     """The hosts' answers.
 
     Attributes:
@@ -110,7 +110,7 @@ class Asked:
         return frozenset(self.lost) | frozenset(self.away)
 
 
-def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozenset()) -> Asked:
+def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozenset()) -> HostAnswers:
     """Ask all hosts at once; it takes no longer than one host.
 
     Args:
@@ -124,7 +124,7 @@ def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozense
     lost |= dict.fromkeys(unwanted, "no step was taken with it")
     marks = {name: said["away"] for name, said in found.items() if said.get("away")}
     away = {name: _why(mark) for name, mark in marks.items() if name not in lost}
-    return Asked(
+    return HostAnswers(
         tuple(host for host in hosts if host.name not in {*lost, *away}), lost, away,
         tuple(mark["until"] for mark in marks.values() if mark["until"]),
         {name: str(said.get("node", name)) for name, said in found.items()},
@@ -135,7 +135,7 @@ def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozense
 
 def _ask(host: str, folder: Path) -> dict[str, Any]:
     try:
-        return tell(host, "ask", folder, limit=ASK_S)
+        return ask_agent(host, "ask", folder, limit=ASK_S)
     except HostTrouble as trouble:
         if trouble.kind in ("no environment", "cannot look"):  # mpirun will say what is wrong
             return {}
@@ -163,7 +163,7 @@ def _be_polite(host: str) -> None:
             time.sleep(_AGAIN_S)
 
 
-def say(text: str) -> None:
+def print_now(text: str) -> None:
     """Print a text for the user at once."""
     print(f"keep_training: {typed_command(text)}", file=sys.stderr, flush=True)
 
@@ -317,7 +317,7 @@ ASK_AGAIN_S = 60.0  # between questions to hosts that are missing
 _NOT_YET_S = 5.0  # where no usual time of a step is known
 
 
-def until_asked_s(asked: Asked) -> float:
+def until_asked_s(asked: HostAnswers) -> float:
     """Return the seconds until hosts are asked again: fewer where one has named its return."""
     return max(1.0, min([ASK_AGAIN_S, *(end - time.time() + 0.5 for end in asked.ends)]))
 
@@ -333,12 +333,12 @@ class Returns:
     """
 
     def __init__(
-        self, folder: Path, figures: Figures, asked: Asked, ask: Callable[[], Asked]
+        self, folder: Path, figures: Figures, asked: HostAnswers, ask: Callable[[], HostAnswers]
     ) -> None:
         self._folder, self._figures, self._ask = folder, figures, ask
         self._missing, self._nodes = asked.missing, asked.nodes
         self._due = time.monotonic() + until_asked_s(asked)
-        self._answers: list[Asked] = []
+        self._answers: list[HostAnswers] = []
         self._thread: threading.Thread | None = None
         self._paused = 0.0  # when the job was asked to end
         self._told = frozenset[str]()
@@ -358,7 +358,7 @@ class Returns:
         elif self._thread is not None and not self._thread.is_alive():
             self._thread = None
             if self._answers:
-                self._hear(self._answers.pop())
+                self._take_answer(self._answers.pop())
 
     def ended(self) -> None:
         """Record that the job has ended."""
@@ -368,7 +368,7 @@ class Returns:
     def _question(self) -> None:
         self._answers = [self._ask()]
 
-    def _hear(self, asked: Asked) -> None:
+    def _take_answer(self, asked: HostAnswers) -> None:
         self._due = time.monotonic() + until_asked_s(asked)
         back = self._missing - asked.missing
         if not back:
@@ -379,15 +379,15 @@ class Returns:
         )
         trains = self._figures.training()  # but for lost ranks
         words = [f"the rest of {name}" if nodes[name] in trains else name for name in nodes]
-        names = f"{words_of(words)} {'is' if len(back) == 1 else 'are'}"
+        names = f"{join_names(words)} {'is' if len(back) == 1 else 'are'}"
         if gain is None:
             self._due = time.monotonic() + _NOT_YET_S
         elif not gain.worth_it:
             if back != self._told:
-                say(f"{names} there again, and not taken back: {gain.sentence()}")
+                print_now(f"{names} there again, and not taken back: {gain.sentence()}")
             self._told = back
         elif self._pause([h.name for h in asked.alive if asked.nodes.get(h.name) in trains]):
-            say(f"{names} taken back after this step: {gain.sentence()}")
+            print_now(f"{names} taken back after this step: {gain.sentence()}")
 
     def _pause(self, hosts: Collection[str]) -> bool:
         """Have the job save and end at a step boundary. Return True if some rank got the request.
@@ -397,7 +397,7 @@ class Returns:
         """
         asked = time.time()
         words = ("pause", str(self._folder.parent), self._folder.name)
-        told, _ = split(run_on_all(hosts, lambda host: tell(host, *words), ASK_S))
+        told, _ = split(run_on_all(hosts, lambda host: ask_agent(host, *words), ASK_S))
         if any(answer.get("asked") for answer in told.values()):
             self._paused = asked
         return bool(self._paused)

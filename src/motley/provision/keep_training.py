@@ -71,13 +71,13 @@ from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.launch.process import die_with_parent
 from motley.provision.keep_returns import (
-    Asked,
     Figures,
+    HostAnswers,
     Returns,
     ask,
     be_polite,
+    print_now,
     progress,
-    say,
     until_asked_s,
 )
 from motley.provision.launch_line import NODE_COUNTS, LaunchLine
@@ -165,19 +165,19 @@ class Keeper:
             content = self._content()
             if content.get("status") == "finished":
                 if number:
-                    say(f"finished, after {number} restart{'s' * (number != 1)}")
+                    print_now(f"finished, after {number} restart{'s' * (number != 1)}")
                 return 0
             answers = early.result() if early else self._ask()
             has_left = answers.away.keys() - self._missing
             if content.get("started") == started and has_left:
                 continue
             if why := self._gives_up(content, before, answers):
-                say(why)
+                print_now(why)
                 return code or 1
         return 1
 
     def _stopped(self) -> int:
-        say(f"stopped by you; go on with the same line and --run {self._line.folder.name}")
+        print_now(f"stopped by you; go on with the same line and --run {self._line.folder.name}")
         return CODES[signal.Signals(self._stop.number)]
 
     # -- before the first start
@@ -192,7 +192,7 @@ class Keeper:
         if self._stop.number or outcome is Outcome.LIVE:
             return line
         if warning := loss_warning(outcome, launcher_version(line.words[0]), line.save_every):
-            say(warning)
+            print_now(warning)
         self._line = self._line.saving_every(SAVE_EVERY)
         return line.saving_every(SAVE_EVERY)
 
@@ -215,7 +215,7 @@ class Keeper:
         content = self._content()
         return content.get("status") == "failed" and content.get("started") != started
 
-    def _gives_up(self, content: dict[str, Any], before: int, asked: Asked) -> str:
+    def _gives_up(self, content: dict[str, Any], before: int, asked: HostAnswers) -> str:
         """Return why the line is not started again. If it is, print that and return an empty text.
 
         Args:
@@ -230,7 +230,7 @@ class Keeper:
         done = progress(self._line.folder)
         where = self._figures.resume_point()
         if kind in set(_NO_FAULT):
-            say(f"it goes on {where}")
+            print_now(f"it goes on {where}")
             return ""
         self._faults = 1 if done > before else self._faults + 1
         if done <= before and self._back:
@@ -243,7 +243,7 @@ class Keeper:
                 else "--restarts 0"
             )  # fmt: skip
         what = f"rank {failure['rank']} on {failure['host']}" if failure else "the launcher"
-        say(f"{what} was lost ({kind or 'without a word'}); it goes on {where}")
+        print_now(f"{what} was lost ({kind or 'without a word'}); it goes on {where}")
         return ""
 
     def _who_answers(self) -> str:
@@ -252,10 +252,10 @@ class Keeper:
             return "all hosts answer"
         return "no host was asked, for the line names none (--hostfile FILE or -H HOSTS)"
 
-    def _ask(self) -> Asked:
+    def _ask(self) -> HostAnswers:
         return ask(self._line.hosts, self._line.folder, self._unwanted)
 
-    def _wait_for_hosts(self, answers: Asked | None) -> Asked | None:
+    def _wait_for_hosts(self, answers: HostAnswers | None) -> HostAnswers | None:
         """Return the hosts of the next start, or None if the user has stopped it meanwhile.
 
         Args:
@@ -273,14 +273,14 @@ class Keeper:
             if not why:
                 return asked
             if why != said:
-                say(f"{why}; it waits, and asks once a minute")
+                print_now(f"{why}; it waits, and asks once a minute")
             said, until = why, time.monotonic() + until_asked_s(asked)
             while time.monotonic() < until:
                 if self._stop.number:
                     return None
                 time.sleep(0.2)
 
-    def _cannot_start(self, asked: Asked) -> str:
+    def _cannot_start(self, asked: HostAnswers) -> str:
         """Return why a start has to wait; empty if it need not."""
         if not asked.alive:
             if not asked.away:
@@ -294,7 +294,7 @@ class Keeper:
             )
         return ""
 
-    def _say_who(self, asked: Asked) -> None:
+    def _say_who(self, asked: HostAnswers) -> None:
         """Print which hosts have gone since the last start, and which are back."""
         used = self._line.hosts_with_ranks
         now = asked.missing & used
@@ -303,10 +303,10 @@ class Keeper:
         speed = "" if part is None else f", about {part:.2f} of the speed"
         for host in sorted(now - self._missing):  # a host without ranks is no loss
             why = f"away{asked.away[host]}" if host in asked.away else f"gone ({asked.lost[host]})"
-            say(f"{host} is {why}; {on}{speed}")
+            print_now(f"{host} is {why}; {on}{speed}")
         self._back = self._missing & used - now
         for host in sorted(self._back):
-            say(f"{host} is back; {on}")
+            print_now(f"{host} is back; {on}")
         self._missing = asked.missing
 
     # -- while a job runs
@@ -317,8 +317,8 @@ class Keeper:
         return time.monotonic() > failed + limit
 
     def _start(
-        self, line: LaunchLine, asked: Asked, started: str | None
-    ) -> tuple[int, Future[Asked] | None]:
+        self, line: LaunchLine, asked: HostAnswers, started: str | None
+    ) -> tuple[int, Future[HostAnswers] | None]:
         """Run a line to its end.
 
         Args:

@@ -65,7 +65,7 @@ def is_here_by_name(name: str) -> bool:
     return name[:1].isalnum() and is_here(name)
 
 
-def tell(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]:
+def ask_agent(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]:
     """Return the answer of a host's ``motley.membership.host_agent WORDS...``.
 
     Raises:
@@ -88,7 +88,7 @@ def read(output: str) -> dict[str, Any]:
     return answer
 
 
-def words_of(hosts: Sequence[str]) -> str:
+def join_names(hosts: Sequence[str]) -> str:
     """Return names as in "a, b and c"."""
     *first, last = hosts
     return f"{', '.join(first)} and {last}" if first else last
@@ -102,13 +102,15 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     seconds = None if options.time is None else parse_time(options.time)
     hosts = chosen(options)
-    found, troubles = split(setup_command.ask_all(hosts, lambda host: tell(host, "ranks"), ASK_S))
+    found, troubles = split(
+        setup_command.ask_all(hosts, lambda host: ask_agent(host, "ranks"), ASK_S)
+    )
     refuse(found)
     for host, each in found.items():
         for rank in each["ranks"]:
             print(f"{host}: {printable(rank['what'])} (process {rank['pid']})")
     if options.dry_run:
-        print(f"would have {words_of(hosts)} leave")
+        print(f"would have {join_names(hosts)} leave")
         return int(bool(troubles))
     if found:
         print("they end after the step that they are in ...", flush=True)
@@ -116,17 +118,17 @@ def main(words: Sequence[str]) -> int:
     work = partial(_leave, order)
     left, failed = split(run_on_all(found, work, WAIT_S + ASK_S))
     for host, each in left.items():
-        print(said(host, each))
+        print(describe_outcome(host, each))
     setup_command.print_troubles({**troubles, **failed})
     late = any(each["left"] for each in left.values())
     return int(bool(troubles or failed or late))
 
 
 def _leave(order: Sequence[object], host: str) -> dict[str, Any]:
-    return tell(host, *order, limit=WAIT_S + ASK_S)
+    return ask_agent(host, *order, limit=WAIT_S + ASK_S)
 
 
-def said(host: str, answer: Mapping[str, Any]) -> str:
+def describe_outcome(host: str, answer: Mapping[str, Any]) -> str:
     """Return the outcome on a host, in words."""
     back = typed_command(f"; it takes part again after: bash setup/join_cn.sh {host}")
     if answer["left"]:
@@ -155,7 +157,7 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
             hosts = [h for h, e in found.items() if any(r["job"] == job for r in e["ranks"])]
             them = "are all hosts" if len(hosts) > 1 else "is the last host"
             raise MotleyError(
-                f"{words_of(hosts)} {them} of a run, which could not go on: nothing was done; "
+                f"{join_names(hosts)} {them} of a run, which could not go on: nothing was done; "
                 "to end that run, press Ctrl-C where it was started, and go on later with "
                 "--resume auto"
             )

@@ -202,14 +202,14 @@ def main(words: Sequence[str]) -> int:
         show(partitions())
         return 0
     job = plan_on_cluster(options)
-    script = text_of(job)
+    script = make_script(job)
     if options.dry_run:
         print(script, end="")
         return 0
     path = PLACE / "logs" / f"{job.name}.sbatch"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script)
-    print(f"{job.name}: {said(job)}; written to {path}")
+    print(f"{job.name}: {describe_job(job)}; written to {path}")
     if not options.submit:
         print(f"submit it with: sbatch {path}")
         return 0
@@ -386,7 +386,7 @@ def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
     return known[name]
 
 
-def text_of(job: Job) -> str:
+def make_script(job: Job) -> str:
     """Return the batch script."""
     logs, number = PLACE / "logs", "%A_%a" if job.array else "%j"
     settings = {
@@ -413,7 +413,7 @@ def text_of(job: Job) -> str:
     )  # fmt: skip
 
 
-def said(job: Job) -> str:
+def describe_job(job: Job) -> str:
     """Return the job in words."""
     each = many(job.gpus, "GPU") if job.gpus else many(job.ranks, "rank")
     if job.array:

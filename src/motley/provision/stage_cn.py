@@ -72,11 +72,11 @@ from motley.provision.stage_copy import (
     Source,
     Target,
     copy,
+    format_size,
     full,
     look,
+    parse_size,
     read_source,
-    said,
-    size_of,
 )
 
 LOOK_S, DAY_S = 40, 86400
@@ -121,7 +121,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--to", type=Path, default=Path(f"/var/tmp/motley-{user_name()}"))
     parser.add_argument("--longest", type=int)
     parser.add_argument("--keep", choices=(PIXELS, JPEG), default=PIXELS)
-    parser.add_argument("--budget", type=size_of)
+    parser.add_argument("--budget", type=parse_size)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--needs", type=float, default=0.0)
     options = parser.parse_args(words)
@@ -169,7 +169,8 @@ def estimate(folder: Folder, keep: Keep) -> int:
     count = len(folder.paths)
     sizes = {kind: count_bytes(folder, Keep(kind, keep.longest)) for kind in (PIXELS, JPEG)}
     texts = [
-        f"as {kind} {'' if kind == PIXELS else 'about '}{said(size / count)} an image, {said(size)}"
+        f"as {kind} {'' if kind == PIXELS else 'about '}{format_size(size / count)} an image, "
+        f"{format_size(size)}"
         for kind, size in sizes.items()
     ]
     shrunk = f"of {keep.longest} pixels at most" if keep.longest else "not shrunk"
@@ -181,8 +182,8 @@ def check_budget(size: int, options: argparse.Namespace) -> None:
     """Raise MotleyError if the file is too large."""
     if options.budget is not None and size > options.budget:
         raise MotleyError(
-            f"{said(size)} are more than --budget {said(options.budget)}; make it smaller with "
-            f"--longest PIXELS{'' if options.keep == JPEG else ' or --keep jpeg'}"
+            f"{format_size(size)} are more than --budget {format_size(options.budget)}; make it "
+            f"smaller with --longest PIXELS{'' if options.keep == JPEG else ' or --keep jpeg'}"
         )
 
 
@@ -198,14 +199,16 @@ def plan_rows(
         if isinstance(target, HostTrouble):
             rows.append((host, "", target.kind))
         elif is_here(host):
-            rows.append((host, said(target.free), "is there" if is_packed else "would be packed"))
+            rows.append(
+                (host, format_size(target.free), "is there" if is_packed else "would be packed")
+            )
         elif host in lack:
-            rows.append((host, said(target.free), lack[host].kind))
+            rows.append((host, format_size(target.free), lack[host].kind))
         elif is_packed and target.whole == size:
-            rows.append((host, said(target.free), "is there; would be checked"))
+            rows.append((host, format_size(target.free), "is there; would be checked"))
         else:
-            rest = f", {said(target.part)} are there" if target.part else ""
-            rows.append((host, said(target.free), f"would be copied{rest}"))
+            rest = f", {format_size(target.part)} are there" if target.part else ""
+            rows.append((host, format_size(target.free), f"would be copied{rest}"))
     return rows
 
 
@@ -261,8 +264,9 @@ def report(copied: Mapping[str, Copied], packed: Packed, was_packed: bool) -> No
     size = packed.path.stat().st_size
     rows = [
         (
-            host, said(each.sent), f"{each.seconds:.1f}",
-            f"{each.sent / 1e6 / each.seconds:.0f}" if each.sent else "", said(size - each.sent),
+            host, format_size(each.sent), f"{each.seconds:.1f}",
+            f"{each.sent / 1e6 / each.seconds:.0f}" if each.sent else "",
+            format_size(size - each.sent),
             "" if each.rate is None else f"{each.rate:,.0f} images/s",
         )
         for host, each in copied.items()

@@ -61,7 +61,7 @@ def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Itera
             first = number
 
 
-def size_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return bytes for 20G or 500M, by 1,000 each. Raise MotleyError for anything else."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT])B?", text.strip().upper())
     size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
@@ -70,7 +70,7 @@ def size_of(text: str) -> int:
     return size
 
 
-def said(size: float) -> str:
+def format_size(size: float) -> str:
     """Return bytes in words: 20 GB, 1.57 MB."""
     unit = next((unit for unit in "TGMK" if size >= _UNITS[unit]), "")
     if not unit:
@@ -120,8 +120,8 @@ class Bar:
         left = f", {(self._total - done) / rate:,.0f} s left" if rate else ""
         bar = "#" * round(_WIDTH * share)
         return (
-            f"{self._title} [{bar:{_WIDTH}}] {share:4.0%} of {said(self._total)}, "
-            f"{said(rate)}/s{left}"
+            f"{self._title} [{bar:{_WIDTH}}] {share:4.0%} of {format_size(self._total)}, "
+            f"{format_size(rate)}/s{left}"
         )
 
 
@@ -211,7 +211,8 @@ def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
     """Return the trouble of a host without room."""
     return HostTrouble(
         "full",
-        f"{host} has {said(target.free)} free where {path} is to go, and {said(size)} are needed",
+        f"{host} has {format_size(target.free)} free where {path} is to go, and "
+        f"{format_size(size)} are needed",
         "free some space there, choose another folder with --to, or make it smaller with "
         "--longest PIXELS or --keep jpeg",
     )
@@ -305,12 +306,12 @@ class _Copying:
     def _do(self, what: str, *words: object, limit: float, payload: "_Piece | None" = None) -> None:
         done = _run(
             self._remote, what, self._source.path, self._source.size, *words, payload=payload,
-            limit=limit, tell=self._hear,
+            limit=limit, tell=self._read_line,
         )  # fmt: skip
         if done.code:
             raise self._trouble(_last(done))
 
-    def _hear(self, line: str) -> None:
+    def _read_line(self, line: str) -> None:
         word, _, digest = line.partition(" ")
         hashes = self._source.hashes
         if word == "part":

@@ -39,7 +39,7 @@ _SAVE_S = 5.0  # between two savings
 
 
 @dataclass(frozen=True)
-class Told:
+class PublishedCounts:
     """The counts of records published by this publisher.
 
     Attributes:
@@ -105,13 +105,15 @@ class Publisher:
                 self._close()
             elif self._tracker is not None:  # keep the saved position: some records were not sent
                 with contextlib.suppress(MotleyError):
-                    self._asked(self._tracker.close, "running")
+                    self._call(self._tracker.close, "running")
         finally:
             self._lock.close()
 
     # -- following
 
-    def publish(self, follow: bool, each_look: Callable[[], bool] = lambda: False) -> Told:
+    def publish(
+        self, follow: bool, each_look: Callable[[], bool] = lambda: False
+    ) -> PublishedCounts:
         """Publish the present records.
 
         Args:
@@ -130,7 +132,7 @@ class Publisher:
             ended_at = (ended_at or clock) if self._has_ended() else None
             over = ended_at is not None and clock - ended_at >= LAST_WORDS_S
             if self.stop.is_set() or (not more and (not follow or over or self._is_old())):
-                return Told(str(self.follower.about.get("status", "")), *self._counts)
+                return PublishedCounts(str(self.follower.about.get("status", "")), *self._counts)
             if not more:
                 self.stop.wait(_LOOK_S)
 
@@ -156,17 +158,17 @@ class Publisher:
         known = max(self._position.steps.values(), default=-1)
         new = self._reader.look(clock, time.time())
         if new:
-            self._tell(new, known)
+            self._publish_new(new, known)
             self._position = new.position
         self._save(clock)
         return new.more
 
-    def _tell(self, new: NewRecords, known: int) -> None:
+    def _publish_new(self, new: NewRecords, known: int) -> None:
         steps = step_rows(self.follower.about, new, known)
         evaluations, samples = evaluation_rows(new), sample_rows(new)
         said = notes(new, time.time())
         assert self._tracker is not None
-        self._asked(self._tracker.tell, [*steps, *evaluations], samples, said)
+        self._call(self._tracker.publish, [*steps, *evaluations], samples, said)
         counts = len(steps), len(evaluations), len(samples), len(said)
         self._counts = [sum(pair) for pair in zip(self._counts, counts, strict=True)]
 
@@ -186,7 +188,7 @@ class Publisher:
                 f"{self._run.path} is in {self._kind.name}'s project {before}: name that one by "
                 f"--project, or remove {self._run.published_file(self._kind.name)} to publish anew"
             )
-        tracker = self._asked(self._kind, run, kept["tracker"])
+        tracker = self._call(self._kind, run, kept["tracker"])
         self._position = Position() if tracker.anew else kept["position"]
         self._reader = RunReader(self.follower.run, self._copies, self._position)
         self._started, self._tracker = run.started, tracker
@@ -222,7 +224,7 @@ class Publisher:
         assert self._tracker is not None
         return {
             "started": self._started, "position": self._position.as_json(),
-            "tracker": self._asked(self._tracker.memory),
+            "tracker": self._call(self._tracker.memory),
         }  # fmt: skip
 
     def _write(self, state: JsonDict) -> None:
@@ -234,7 +236,7 @@ class Publisher:
 
     def _close(self) -> None:
         if self._tracker is not None:
-            self._asked(self._tracker.close, str(self.follower.about.get("status")))
+            self._call(self._tracker.close, str(self.follower.about.get("status")))
             self._write(self._state())
 
     @property
@@ -242,7 +244,7 @@ class Publisher:
         """Command or address that shows the run; empty before anything is published."""
         return self._tracker.look if self._tracker else ""
 
-    def _asked(self, what: Callable[..., Any], *words: Any) -> Any:
+    def _call(self, what: Callable[..., Any], *words: Any) -> Any:
         """Return a tracker's answer; raise its error as a MotleyError of one line."""
         try:
             return what(*words)

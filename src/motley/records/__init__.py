@@ -123,13 +123,13 @@ def _samples(run: RunFolder) -> list[GpuSample]:
     found = []
     for path in run.gpu_files().values():
         try:
-            found += read_gpu_log(path, _say)
+            found += read_gpu_log(path, _show_progress)
         except MotleyError as error:
-            _say(f"{error}; left out")
+            _show_progress(f"{error}; left out")
     return found
 
 
-def _say(text: str) -> None:
+def _show_progress(text: str) -> None:
     print(f"motley: {text}")
 
 

@@ -40,7 +40,7 @@ def open_to_append(path: Path, newline: str | None = None) -> TextIO:
     return file
 
 
-def gone(path: Path) -> MotleyError:
+def make_gone_error(path: Path) -> MotleyError:
     """Return the error for a file that a running program writes to, and that is gone."""
     return MotleyError(
         f"{path} is gone: it was removed, moved or replaced while the run went on; put the run's "
@@ -51,7 +51,7 @@ def gone(path: Path) -> MotleyError:
 def unwritable(path: Path, error: OSError) -> MotleyError:
     """Return the error for a file that cannot be written to."""
     if isinstance(error, FileNotFoundError):
-        return gone(path)
+        return make_gone_error(path)
     room = error.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = fix_for(error, _NO_ROOM if room else "see to the disk of the run's folder")
     return MotleyError(f"cannot write {path}: {error.strerror}; {fix}, then --resume auto")
@@ -102,7 +102,7 @@ class JsonLines:
         except OSError as error:
             raise unwritable(self._path, error) from None
         if not there:
-            raise gone(self._path)
+            raise make_gone_error(self._path)
 
     def close(self) -> None:
         """Close the file, without what could not be written."""

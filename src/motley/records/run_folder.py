@@ -36,8 +36,8 @@ from motley.records.json_files import (
     JsonDict,
     JsonLines,
     Reserve,
-    gone,
     keep_lines,
+    make_gone_error,
     read_json,
     read_json_lines,
     read_last_lines,
@@ -260,7 +260,7 @@ class RunFolder:
         """Change some fields of run.json, which it has; MotleyError if it is gone."""
         path = self.run_file
         if not path.exists():
-            raise gone(path)
+            raise make_gone_error(path)
         self.write_run({**(self._written or self.read_run()), **changes})
 
     # -- jsonl
@@ -301,10 +301,10 @@ class RunFolder:
             diverges: True if each rank takes steps of its own; see motley.engines.protocol.
         """
         first = rank == ranks[0]
-        gone = [other for other in self._ranks() if other not in ranks] if first else []
-        for mine in (rank, *gone):
-            keep_lines(self.step_file(mine), step)
-            (self.path / f"done.rank{mine}.json").unlink(missing_ok=True)
+        lost = [other for other in self._ranks() if other not in ranks] if first else []
+        for each in (rank, *lost):
+            keep_lines(self.step_file(each), step)
+            (self.path / f"done.rank{each}.json").unlink(missing_ok=True)
         if first:
             keep_lines(self.epochs_file, step + 1)
             self._complete(rank, step, OWN_PART | OWN_STEP if diverges else OWN_PART)

@@ -149,7 +149,7 @@ _LEAST = {"repeats": 1, "steps": 6, "limit_s": 1}
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownNames:
     """The registered names that a matrix may use.
 
     Attributes:
@@ -161,7 +161,7 @@ class Known:
     owned: Mapping[str, str]
 
 
-def read_matrix(path: Path, hosts: Sequence[Host], known: Known, **changes: Any) -> Matrix:
+def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes: Any) -> Matrix:
     """Read a matrix file for these hosts.
 
     Args:
@@ -233,7 +233,7 @@ def _product(
     axes: Mapping[str, Any],
     script: Mapping[str, Any],
     hosts: Sequence[Host],
-    known: Known,
+    known: KnownNames,
 ) -> list[Cell]:
     _check_keys(path, axes, (*_AXES, "weak"), "matrix.")
     weak = axes.get("weak", False)
@@ -282,14 +282,14 @@ def _words(path: Path, options: Any) -> list[str]:
         raise MotleyError(f"{path}: options {options!r}: {error}") from None
 
 
-def _single(path: Path, entry: Mapping[str, Any], hosts: Sequence[Host], known: Known) -> Cell:
+def _single(path: Path, entry: Mapping[str, Any], hosts: Sequence[Host], known: KnownNames) -> Cell:
     _check_keys(path, entry, (*_AXES, "name", "script", "limit_s"), "cell.")
     named = {**_AXES, **entry}
     named["hosts"] = named["hosts"] or len(hosts)
     return _cell(path, str(entry.get("name", "")), named, known)
 
 
-def _cell(path: Path, name: str, named: Mapping[str, Any], known: Known) -> Cell:
+def _cell(path: Path, name: str, named: Mapping[str, Any], known: KnownNames) -> Cell:
     strategy = named["strategy"]
     if str(strategy) not in known.strategies:
         raise MotleyError(

@@ -43,7 +43,7 @@ class _Geometry:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "_Geometry":
+    def from_tensor(cls, tensor: Tensor) -> "_Geometry":
         """Return the geometry of a tensor without numbers."""
         return cls(_storage(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(),
                    int(tensor.storage_offset()))  # fmt: skip
@@ -115,7 +115,7 @@ class Recording:
         self._alive += [each.untyped_storage() for each in list_tensors(found)]
         for storage in {*made.values(), *changed}:
             self._touched[storage].append(len(self._done))
-        kept = tree_map(_kept, (args, kwargs))
+        kept = tree_map(_freeze_argument, (args, kwargs))
         whole = _overwritten(func, changes)
         self._done.append(_Operation(func, kept, made, frozenset(known), whole))
 
@@ -127,7 +127,7 @@ class Recording:
         if not tensor.is_meta:
             return tensor.detach().clone()
         storages: dict[int, Any] = {}
-        geometry = _Geometry.of(tensor)
+        geometry = _Geometry.from_tensor(tensor)
         for place in sorted(self._needed(geometry.storage)):
             operation = self._done[place]
             args, kwargs = tree_map(
@@ -176,10 +176,10 @@ def _overwritten(func: Any, changes: Sequence[Tensor]) -> int | None:
     return _storage(tensor) if whole else None
 
 
-def _kept(value: Any) -> Any:
+def _freeze_argument(value: Any) -> Any:
     """An argument, as it is now."""
     if isinstance(value, Tensor):
-        return _Geometry.of(value) if value.is_meta else value.detach().clone()
+        return _Geometry.from_tensor(value) if value.is_meta else value.detach().clone()
     return value
 
 

@@ -129,7 +129,7 @@ class HfModel:
     with_weights: bool
 
     @property
-    def said(self) -> str:
+    def flag(self) -> str:
         """The option as the user wrote it."""
         return f"{self.option} {self.path}"
 
@@ -145,14 +145,14 @@ class HfModel:
             found = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise MotleyError(
-                f"{self.said}: {path.name} cannot be read ({error.strerror}); give a folder that "
+                f"{self.flag}: {path.name} cannot be read ({error.strerror}); give a folder that "
                 f"holds a model's {_CONFIG}, as save_pretrained() writes it: nothing is downloaded"
             ) from None
         except ValueError as error:
-            raise MotleyError(f"{self.said}: {path.name} is no JSON ({error})") from None
+            raise MotleyError(f"{self.flag}: {path.name} is no JSON ({error})") from None
         if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
             raise MotleyError(
-                f"{self.said}: {path.name} names no model_type, such as gpt2; is it the "
+                f"{self.flag}: {path.name} names no model_type, such as gpt2; is it the "
                 f"{_CONFIG} of a model?"
             )
         return found
@@ -168,14 +168,14 @@ class HfModel:
         kind = self.fields["model_type"]
         if kind not in transformers.CONFIG_MAPPING:
             raise MotleyError(
-                f"{self.said}: model_type {kind!r} is none that transformers "
+                f"{self.flag}: model_type {kind!r} is none that transformers "
                 f"{transformers.__version__} has; code of a model's own is not run"
             )
         try:
             # A copy: it takes fields out.
             return transformers.CONFIG_MAPPING[kind].from_dict(dict(self.fields))
         except Exception as error:
-            raise MotleyError(f"{self.said}: {_first_line(error)}") from None
+            raise MotleyError(f"{self.flag}: {_first_line(error)}") from None
 
     @property
     def vocabulary(self) -> int:
@@ -206,7 +206,7 @@ class HfModel:
                 net = maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
             except Exception as error:
                 raise MotleyError(
-                    f"{self.said}: a model of this {_CONFIG} cannot be built: {_first_line(error)}"
+                    f"{self.flag}: a model of this {_CONFIG} cannot be built: {_first_line(error)}"
                 ) from error
         # The check needs a pass, which a model without numbers cannot make.
         has_numbers = not any(parameter.is_meta for parameter in net.parameters())
@@ -220,7 +220,7 @@ class HfModel:
     def _no_language_model(self, why: str) -> str:
         kind = self.fields["model_type"]
         return (
-            f"{self.said}: a model of type {kind} cannot learn to tell each next token, since "
+            f"{self.flag}: a model of type {kind} cannot learn to tell each next token, since "
             f"{why}: is it an encoder, such as BERT? Take a decoder, such as GPT-2 or Llama"
         )
 
@@ -243,7 +243,7 @@ class HfModel:
                 )  # fmt: skip
             except Exception as error:
                 raise MotleyError(
-                    f"{self.said}: its weights cannot be read: {_first_line(error)}; copy the "
+                    f"{self.flag}: its weights cannot be read: {_first_line(error)}; copy the "
                     "folder anew"
                 ) from error
         for key, says in {
@@ -253,7 +253,7 @@ class HfModel:
             names = sorted(each[0] if isinstance(each, tuple) else each for each in told[key])
             if names:
                 raise MotleyError(
-                    f"{self.said} {says} {len(names)} of the model's weights, such as {names[0]}; "
+                    f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}; "
                     f"is its {_CONFIG} of another model?"
                 )
         found: dict[str, Tensor] = net.state_dict()
@@ -265,13 +265,13 @@ class HfModel:
         pickles = [path.name for each in _PICKLES for path in sorted(self.path.glob(each))]
         if pickles:
             raise MotleyError(
-                f"{self.said} has its weights as a pickle ({pickles[0]}), which may run any code "
+                f"{self.flag} has its weights as a pickle ({pickles[0]}), which may run any code "
                 "when it is read; convert it where you trust it, with transformers 4: "
                 "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER), which "
                 "writes safetensors"
             )
         raise MotleyError(
-            f"{self.said} has no weights (*.safetensors); for random ones: --hf-config {self.path}"
+            f"{self.flag} has no weights (*.safetensors); for random ones: --hf-config {self.path}"
         )
 
     def save(self, net: Any, folder: Path) -> None:

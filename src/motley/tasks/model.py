@@ -73,7 +73,7 @@ class Compiled:
         blocks = list(blocks)
         if not blocks:
             for name in names:
-                self._put(whole, name, self._whole(getattr(whole, name)))
+                self._put(whole, name, self._compile(getattr(whole, name)))
             return
         for module in blocks:
             self._put(module, "forward", self._of_one_size(module.forward))
@@ -103,7 +103,7 @@ class Compiled:
                 module.__dict__[name] = before
         torch._dynamo.reset()
 
-    def _whole(self, plain: Compute) -> Compute:
+    def _compile(self, plain: Compute) -> Compute:
         """Return a compiled function; where its batch has any number of samples, for any."""
         fixed, free = torch.compile(plain, dynamic=False), torch.compile(plain)
 
@@ -331,7 +331,7 @@ class TaskModel(nn.Module):
 
     def compute(self, *given: Any, **named: Any) -> Any:
         """Return the network's output in this rank's precision; floats are fp32 in and out."""
-        given, named = tree_map(self._whole, given), tree_map(self._whole, named)
+        given, named = tree_map(self._gather, given), tree_map(self._gather, named)
         if self._compiled is not None and self._convolves:
             given = tree_map(_channels_last, given)
         # Weights in 16 bits, to be used again, would be kept until the end: of a model in blocks,
@@ -340,9 +340,9 @@ class TaskModel(nn.Module):
         enabled = self._autocast is not None
         with torch.autocast(self.device.type, self._autocast, enabled, cache_enabled=keeps):
             made = self.net(*given, **named)
-        return tree_map(self._whole, made)
+        return tree_map(self._gather, made)
 
-    def _whole(self, value: Any) -> Any:
+    def _gather(self, value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self._dtype) if is_float else value
 

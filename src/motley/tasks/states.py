@@ -304,8 +304,8 @@ class Files:
                     into[:] = self._values(file, path, variable, position, levels)
                     if not np.isfinite(into).all():
                         raise UnreadableSample(
-                            f"{variable.name} of {path} at {format_time(hour)} has values that are no "
-                            "numbers (NaN)"
+                            f"{variable.name} of {path} at {format_time(hour)} has values that are "
+                            "no numbers (NaN)"
                         )
         return surface, air
 

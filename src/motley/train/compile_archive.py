@@ -37,17 +37,19 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from motley.checkpoint.run import Run
 from motley.cluster.account import cache_folder, create, open_own, own_folder
 from motley.cluster.facts import NodeFacts
 from motley.cluster.processes import ChildTimeoutError, run_child
-from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
 from motley.launch.process import compiled_below, die_with_parent
 from motley.launch.same_code import version
-from motley.launch.world import World
-from motley.measure.process_group import ProcessGroup
+
+if TYPE_CHECKING:  # with torch, which the process that packs has no use for
+    from motley.checkpoint.run import Run
+    from motley.launch.world import World
+    from motley.measure.process_group import ProcessGroup
 
 MOST_BYTES = 512 << 20  # of files in an archive; newest first
 _WHOLE_S = 2.0  # a file that was written to since may not be whole
@@ -192,6 +194,12 @@ class CompileArchive:
                     with contextlib.suppress(FileExistsError):  # another process was first
                         os.link(new.name, to)
 
+    def has_newer(self, since: float) -> bool:
+        """Return True if the node has compiled something after a time, in seconds since the
+        epoch."""
+        folders = _folders(self._folder, self._below)
+        return any(_newest(files) >= since for files in folders.values())
+
     def save(self, since: float = 0.0) -> Carried | None:
         """Replace the archive by what the node has now; None if that is nothing new.
 
@@ -209,14 +217,14 @@ class CompileArchive:
         with contextlib.suppress(FileExistsError):
             self._place.mkdir(mode=0o700)
         with own_folder(self._place) as place:
-            known = self._known(place)
+            known = self._list_saved(place)
             if all(known.files.get(name) == info.st_size for name, info in found.items()):
                 return None
             self._replace(place, found)
         size = sum(info.st_size for info in found.values())
         return Carried(len(found), size, time.monotonic() - started)
 
-    def _known(self, place: int) -> Index:
+    def _list_saved(self, place: int) -> Index:
         """Return the names that need not be saved again."""
         try:
             return Index() if self._is_damaged else self._index(place)
@@ -268,7 +276,7 @@ class CompileArchive:
         return index
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the cause of an error in words."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
@@ -290,7 +298,7 @@ def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below
     try:
         archive.save(float(since))
     except ERRORS as error:
-        sys.exit(words_of(error))
+        sys.exit(describe_error(error))
 
 
 def _list_complete_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
@@ -357,7 +365,7 @@ _LAST_S = 30.0  # that the last one may take; an archive is whole or not there
 class CompileKeeper:
     """One rank's part."""
 
-    def __init__(self, world: World, config: Config) -> None:
+    def __init__(self, world: "World", config: Config) -> None:
         self._notes: list[str] = []
         self._since = time.time()
         self._host, self._place = world.host, Path(config.logs) / FOLDER
@@ -369,7 +377,7 @@ class CompileKeeper:
         self._thread: threading.Thread | None = None
         self._run: Run
 
-    def take(self, world: World) -> None:
+    def take(self, world: "World") -> None:
         """Give each node the compiled code that a node of its kind has kept.
 
         All ranks call this method, before anything is compiled. A failure does not end the run.
@@ -395,11 +403,12 @@ class CompileKeeper:
         try:
             taken = self._archive.unpack()
         except ERRORS as error:
-            said = f"compiled code in {self._place} is not used on {self._host}: {words_of(error)}"
-            return self._host, None, said
+            why = describe_error(error)
+            note = f"compiled code in {self._place} is not used on {self._host}: {why}"
+            return self._host, None, note
         return (self._host, taken, "") if taken is not None else None
 
-    def begin(self, run: Run, group: ProcessGroup, step: Callable[[], int | None]) -> None:
+    def begin(self, run: "Run", group: "ProcessGroup", step: Callable[[], int | None]) -> None:
         """Keep newly compiled code, if this is the first rank of its kind of node.
 
         All ranks that train call this method.
@@ -410,6 +419,8 @@ class CompileKeeper:
             step: returns the number of the last step; called from another thread. None: before the
                 first step.
         """
+        from motley.comm.collectives import all_gather_object  # see TYPE_CHECKING
+
         kinds = all_gather_object(self._kind)
         if kinds.index(self._kind) == group.rank and self._thread is None:
             self._run = run
@@ -439,8 +450,10 @@ class CompileKeeper:
         """Save in a process of its own.
 
         Packing thousands of files holds Python's lock for seconds. The training thread would launch
-        no kernel meanwhile.
+        no kernel meanwhile. Most runs compile nothing, and need no such process.
         """
+        if not self._archive.has_newer(self._since):
+            return
         command = [sys.executable, "-P", "-m", "motley.train.compile_archive", str(self._since)]
         try:
             done = run_child([*command, *self._archive.words], _SAVE_LIMIT_S, "see its disk")

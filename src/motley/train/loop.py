@@ -19,7 +19,7 @@ from motley.config.option import Duration
 from motley.data.loader_memory import LoaderGrowth, explain_workers
 from motley.data.source import Batch, make_seed
 from motley.engines.named_state import seed_random
-from motley.engines.optimizer import rate_of, set_rate
+from motley.engines.optimizer import get_rate, set_rate
 from motley.engines.protocol import LaunchedStep, StepResult
 from motley.engines.step_timer import HOST
 from motley.errors import MotleyError
@@ -203,7 +203,7 @@ class Loop:
         """
         job, epoch = self._job, self._state.epoch
         job.engine.clock.restart()
-        self._say(Phase.DATA)
+        self._report_phase(Phase.DATA)
         for batch, micro_batches in job.loader.steps(epoch, self._state.consumed, self._plan):
             if not self._world.supervisor.begin_step(self._state.step):
                 if self._read():
@@ -224,7 +224,7 @@ class Loop:
         job, indices = self._job, list[int]()
         self._profiler.before(self._state.step)
         if self._unread is None:
-            self._rescue.whole(self._state, self._plan)
+            self._rescue.mark_consistent(self._state, self._plan)
         self._world.supervisor.step = self._state.step
         # Drop-out differs between ranks and steps, and a step that is taken again has its own.
         seed_random(
@@ -256,7 +256,7 @@ class Loop:
         launched = job.engine.launch_step(late)
         if late:
             self._rescue.launched(self._state, launched)
-        self._unread = _Unread(batch, launched, indices, before, rate_of(job.engine.optimizer))
+        self._unread = _Unread(batch, launched, indices, before, get_rate(job.engine.optimizer))
         return late
 
     def _may_read_late(self) -> bool:
@@ -295,7 +295,7 @@ class Loop:
                 return False  # the same samples, as the new plan cuts them
         check_numbers(job, self._plan, before, result, unread.indices)
         self._timed = self._profiler.after(self._recorder.step(before, unread.rate, batch, result))
-        self._rescue.whole(self._state, self._plan, unread.launched.wait)
+        self._rescue.mark_consistent(self._state, self._plan, unread.launched.wait)
         if not self._save():
             return False  # from the checkpoint again
         self._add_loaders()
@@ -362,11 +362,11 @@ class Loop:
         saves = asked or job.length.saves(state) or self._timer.due(state.step)
         if not saves and not job.length.ended(state):
             return True
-        self._say(Phase.SAVE)
+        self._report_phase(Phase.SAVE)
         self._recorder.flush()
         job.engine.sync_parameters()
         self._state = self._agreement.check(state)
-        self._rescue.whole(self._state, self._plan, mark_now(job.engine.device))
+        self._rescue.mark_consistent(self._state, self._plan, mark_now(job.engine.device))
         if self._state != state:
             return False
         if saves:
@@ -393,7 +393,7 @@ class Loop:
 
     def _enter(self, phase: Phase) -> None:
         self._profiler.enter(phase)
-        self._say(phase, self._recorder.timeout_s)
+        self._report_phase(phase, self._recorder.timeout_s)
 
-    def _say(self, phase: Phase, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+    def _report_phase(self, phase: Phase, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
         self._world.supervisor.set_status(phase, timeout_s)

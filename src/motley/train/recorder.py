@@ -171,12 +171,12 @@ class Reporter:
         averaged = {name.removeprefix(EMA): value for name, value in record.metrics.items()
                     if name.startswith(EMA)}  # fmt: skip
         also = f" (averaged: {self._about.words(averaged)})" if averaged else ""
-        self.say(
+        self.print_line(
             f"epoch {record.epoch}: {self._about.words(own)}{also}, of {record.samples} held-out "
             f"{self._about.noun}s"
         )
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         if self._on_terminal:
             self._bar.console.print(text, highlight=False, markup=False)
@@ -470,13 +470,13 @@ class Recorder:
         """Record what all ranks know, and say it."""
         if self._rank == 0:
             self._run.event(kind, text=text, **content)
-            self._reporter.say(text)
+            self._reporter.print_line(text)
 
     def note_own(self, kind: str, text: str, **content: Any) -> None:
         """Record and print what this rank alone knows."""
         words = f"rank {self._launched} on {socket.gethostname()}: {text}"
         self._run.event(kind, text=words, **content)
-        self._reporter.say(words)
+        self._reporter.print_line(words)
 
     def _say_links(self, text: str) -> None:
         if text:

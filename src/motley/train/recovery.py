@@ -120,11 +120,11 @@ class Agreement:
         engine.load_state(Scope.REPLICATED, taken)
         engine.on_same()
         engine.scale.load_state_dict(scale)
-        self._tell(wrong, position, f"{difference}, {why}; all take these now")
+        self._report(wrong, position, f"{difference}, {why}; all take these now")
 
     def _go_back(self, wrong: list[int], position: TrainState, folders: list[Path]) -> TrainState:
         job = self._job
-        self._tell(
+        self._report(
             wrong, position,
             f"{self._difference(wrong)}, and no value is that of more than half of the ranks; all "
             "go back to the last checkpoint",
@@ -142,7 +142,7 @@ class Agreement:
         if self._back_at is not None and position.step > self._back_at:
             self._back_at = None
 
-    def _tell(self, wrong: list[int], position: TrainState, text: str) -> None:
+    def _report(self, wrong: list[int], position: TrainState, text: str) -> None:
         ranks = [self._job.workers[rank].rank for rank in wrong]
         self._recorder.note("drift", text, step=position.step, ranks=ranks)
 

@@ -37,7 +37,7 @@ from motley.membership.survivors import Survivors
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan, make_plan
 from motley.plan.speeds import SpeedTable
-from motley.train.setup import Begun, Job
+from motley.train.setup import Job, StartedJob
 
 _WAIT_S = 3.0  # for the training's thread to finish a step that it has begun to take
 _LOOK_S = 0.02  # between looks; longer than a GPU's step is under way unknown to the host
@@ -68,16 +68,16 @@ class Rescue:
     def launched(self, state: TrainState, step: LaunchedStep) -> None:
         """Set the state after a step that the device has begun.
 
-        The host reads the outcome later, and then calls :meth:`whole`.
+        The host reads the outcome later, and then calls :meth:`mark_consistent`.
         """
         self._launched = state, step
-        self.same()
+        self.mark_unchanged()
 
     def changing(self) -> None:
         """Parameters, or what belongs to them, begin to change."""
         self._version += 1 - self._version % 2
 
-    def whole(
+    def mark_consistent(
         self, state: TrainState, plan: Plan, settle: Callable[[], object] | None = None
     ) -> None:
         """Set the state after a finished step. All of it is consistent now.
@@ -89,11 +89,11 @@ class Rescue:
         """
         self._state, self._plan, self._launched = state, plan, None
         self._settle = settle or self._settle
-        self.same()
+        self.mark_unchanged()
         with self._taking:
             pass
 
-    def same(self) -> None:
+    def mark_unchanged(self) -> None:
         """They are as they were before :meth:`changing`, as far as they belong to a step."""
         self._version += 2 - self._version % 2
 
@@ -168,7 +168,7 @@ def _beside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def arm_rescue(world: World, begun: Begun, shared: bool) -> Rescue:
+def arm_rescue(world: World, begun: StartedJob, shared: bool) -> Rescue:
     """Let a run with checkpoints lose no finished step together with a rank.
 
     Args:
@@ -179,7 +179,7 @@ def arm_rescue(world: World, begun: Begun, shared: bool) -> Rescue:
     job = begun.job
     rescue = Rescue(job, begun.state)
     if rescue.possible:
-        job.engine.on_change, job.engine.on_same = rescue.changing, rescue.same
+        job.engine.on_change, job.engine.on_same = rescue.changing, rescue.mark_unchanged
         first = dist.get_rank() == 0
         if first or shared:
             world.supervisor.can_rescue(rescue.save, first)
@@ -227,7 +227,7 @@ class Continuation:
     kept: KeptState | None
 
 
-class Survivor:
+class GroupRebuild:
     """One rank's part in going on.
 
     Attributes:
@@ -293,7 +293,7 @@ class Survivor:
         self.world = self.world.without_lost(survivors)
         numbers, workers = self.world.numbers, self._group.workers
         stay = [at for at, worker in enumerate(workers) if worker.rank in numbers]
-        self.config = config_of(self.config, stay)
+        self.config = config_for_survivors(self.config, stay)
         self._group = self._group.without_lost(numbers)
         self._places = [self._places[at] for at in stay]
         self._speeds = tuple(self._speeds[at] for at in stay if self._speeds)
@@ -321,7 +321,7 @@ def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:
     )  # fmt: skip
 
 
-def config_of(config: Config, stay: list[int]) -> Config:
+def config_for_survivors(config: Config, stay: list[int]) -> Config:
     """Return the same options for these of its ranks alone."""
     names = ("shares", "micro_batch", "precision")
     changes: dict[str, Any] = {

@@ -154,7 +154,7 @@ class Sizes:
     gradient_bytes: int
 
     @classmethod
-    def of(cls, model: TaskModel, plan: Plan) -> "Sizes":
+    def from_plan(cls, model: TaskModel, plan: Plan) -> "Sizes":
         """Return the sizes of a model, with the gradient bytes of a plan's wire mode."""
         parameters = model.every_parameter()
         shapes = [tuple(each.shape) for each in parameters if each.requires_grad]
@@ -176,7 +176,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Ready:
+class JobParts:
     """The parts of a job that are made before its engine; see motley.train.setup.Job."""
 
     config: Config
@@ -203,16 +203,16 @@ class Ready:
 
 def make_ready(
     run: Run, group: ProcessGroup, planned: Planned, config: Config, model: TaskModel
-) -> Ready:
+) -> JobParts:
     """All that needs no engine; every rank that trains calls it."""
     assert group.rank is not None
     plan = planned.plan
     most = max(plan.micro_batches[group.rank], default=0)
     readers = planned.speeds[group.rank].readers if planned.speeds else None
     loader = Loader(model.task, config, group.rank, group.device, model.example, most, readers)
-    return Ready(
+    return JobParts(
         config, plan, loader, _length(config, plan, loader, keeps=model.task.keeps),
-        Checkpoints(run.folder.checkpoints, config.keep), Sizes.of(model, plan),
+        Checkpoints(run.folder.checkpoints, config.keep), Sizes.from_plan(model, plan),
         _loader_notes(loader, group),
     )  # fmt: skip
 
@@ -290,7 +290,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedJob:
     """A job, and where it goes on.
 
     Attributes:
@@ -327,7 +327,7 @@ def begin(
     monitor: MonitorFactory,
     initial: Sequence[str],
     kept: KeptState | None = None,
-) -> Begun | None:
+) -> StartedJob | None:
     """Put a job together and load the state that it continues; None on a rank that is left out.
 
     Args:
@@ -366,7 +366,7 @@ def begin(
         said.append(("schedule", note, {}))
     notes_of_all = [*said, *job.notes]
     watched = FirstSteps(planned.memory, planned.forecast) if group.rank == 0 else FirstSteps()
-    return Begun(job, state, notes_of_all, budget, watched)
+    return StartedJob(job, state, notes_of_all, budget, watched)
 
 
 def check_samples(config: Config, workers: Sequence[Rank]) -> None:
@@ -385,7 +385,7 @@ def check_samples(config: Config, workers: Sequence[Rank]) -> None:
 
 
 def assemble(
-    ready: Ready,
+    ready: JobParts,
     run: Run,
     group: ProcessGroup,
     planned: Planned,

@@ -40,8 +40,8 @@ from motley.train.compile_archive import CompileKeeper
 from motley.train.loop import Loop
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, memory_peak
-from motley.train.rescue import Rescue, Survivor, arm_rescue
-from motley.train.setup import Begun, Job, MonitorFactory, begin
+from motley.train.rescue import GroupRebuild, Rescue, arm_rescue
+from motley.train.setup import Job, MonitorFactory, StartedJob, begin
 from motley.train.summary import make_records, print_summary, print_verdict
 
 
@@ -93,7 +93,7 @@ def train(
     keeper = CompileKeeper(world, config)
     keeper.take(world)
     world.clock.lap("prepare")
-    survivor, survivors = Survivor(world, config), None
+    survivor, survivors = GroupRebuild(world, config), None
     while True:
         try:
             return train_with(survivor, survivors, run, keeper, engine_factory, make_model, monitor)
@@ -102,7 +102,7 @@ def train(
 
 
 def train_with(
-    survivor: Survivor,
+    survivor: GroupRebuild,
     survivors: Survivors | None,
     run: Run,
     keeper: CompileKeeper,
@@ -171,7 +171,7 @@ def train_begun(
     run: Run,
     keeper: CompileKeeper,
     group: ProcessGroup,
-    begun: Begun,
+    begun: StartedJob,
     rescue: Rescue,
 ) -> None:
     """Train a job to its end, and record it; every rank that trains calls it."""
@@ -230,7 +230,7 @@ def how_to_continue(line: str, checkpoints: Checkpoints, save_every: int | None)
     return f"saved as of step {parse_step(found[0])}: continue with: {line}"
 
 
-def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:
+def record_from(begun: StartedJob, run: Run, group: ProcessGroup) -> Recorder:
     """Records of what follows, with the notes of what was before."""
     job, state = begun.job, begun.state
     recorder = Recorder(

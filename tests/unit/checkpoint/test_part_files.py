@@ -54,7 +54,7 @@ def test_any_ranks_read_what_any_ranks_wrote(
         assert parts.shapes() == {name: tuple(tensor.shape) for name, tensor in whole.items()}
         assert parts.check() == sum(tensor.nbytes for tensor in whole.values())
         for name, tensor in whole.items():
-            assert torch.equal(parts.whole(name), tensor)
+            assert torch.equal(parts.load(name), tensor)
             if tensor.dim():
                 each = -(-len(tensor) // others)
                 got = [parts.rows(name, n * each, min(len(tensor), (n + 1) * each))

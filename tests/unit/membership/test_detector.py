@@ -39,7 +39,7 @@ def world(*hosts: str) -> tuple[Hand, Watchdog, list[RankStatus]]:
     statuses = [RankStatus(rank, rank, host) for rank, host in enumerate(hosts)]
     watchdog = Watchdog(clock, 0, hosts[0])  # type: ignore[arg-type]
     for status in statuses:
-        watchdog.hear(status, Heartbeat(17, Phase.FORWARD, 1, 120.0))
+        watchdog.receive(status, Heartbeat(17, Phase.FORWARD, 1, 120.0))
     return clock, watchdog, statuses
 
 
@@ -105,7 +105,7 @@ def test_two_hosts_that_lose_each_other_are_named_once_nobody_is_silent() -> Non
     for number, status in enumerate(ranks):
         status.address = f"10.0.0.{number}"
     in_vain = Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0, unanswered=["10.0.0.2", "10.9.9.9"])
-    watchdog.hear(ranks[1], in_vain)
+    watchdog.receive(ranks[1], in_vain)
     hear(clock, SETTLED_S, ranks[1])
     assert watchdog.dead_link(ranks) is None  # c is silent, and may be the cause
     hear(clock, SETTLED_S + 1, *ranks)
@@ -114,29 +114,31 @@ def test_two_hosts_that_lose_each_other_are_named_once_nobody_is_silent() -> Non
     fault = watchdog.dead_link(ranks)
     assert fault and (fault.kind, fault.rank) == (FaultKind.LINK_LOST, 1)
     assert "between b and c" in fault.error
-    watchdog.hear(ranks[1], Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0))
+    watchdog.receive(ranks[1], Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0))
     assert watchdog.dead_link(ranks) is None
 
 
 def test_a_hang_names_the_rank_that_does_not_wait() -> None:
     clock, watchdog, ranks = world("a", "b", "c")
     for status in (ranks[0], ranks[2]):
-        watchdog.hear(status, Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0))
-    watchdog.hear(ranks[1], Heartbeat(17, Phase.DATA, 2, 120.0))
+        watchdog.receive(status, Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0))
+    watchdog.receive(ranks[1], Heartbeat(17, Phase.DATA, 2, 120.0))
     clock.seconds = 119
     assert watchdog.stuck(ranks) is None
-    watchdog.hear(ranks[0], Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0))  # lives, but does not move
+    watchdog.receive(
+        ranks[0], Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0)
+    )  # lives, but does not move
     clock.seconds = 121
     fault = watchdog.stuck(ranks)
     assert fault and (fault.kind, fault.rank, fault.step) == (FaultKind.HANG, 1, 17)
     assert "rank 1 is loading images; ranks 0, 2 are waiting for the others" in fault.error
-    watchdog.hear(ranks[1], Heartbeat(17, Phase.DATA, 3, 120.0))
+    watchdog.receive(ranks[1], Heartbeat(17, Phase.DATA, 3, 120.0))
     assert watchdog.stuck(ranks) is None  # one that moves is enough
 
 
 def test_nobody_is_stuck_while_one_may_take_for_ever_or_all_are_done() -> None:
     clock, watchdog, ranks = world("a", "b")
-    watchdog.hear(ranks[1], Heartbeat(None, Phase.PREPARE, 2, None))
+    watchdog.receive(ranks[1], Heartbeat(None, Phase.PREPARE, 2, None))
     clock.seconds = 1e6
     assert watchdog.stuck(ranks) is None
     ranks[1].done = True
@@ -211,7 +213,7 @@ def test_who_keeps_all_others_from_a_step_is_told_once_while_they_wait() -> None
         for status in ranks:
             at_work = status.rank in computing
             phase = Phase.FORWARD if at_work else Phase.ALL_REDUCE
-            watchdog.hear(status, Heartbeat(step, phase, step, 120.0))
+            watchdog.receive(status, Heartbeat(step, phase, step, 120.0))
             status.heard = seconds if heard or not at_work else 0.0
         found = waited_for.changes(ranks)
         assert all(each["step"] == step and each["doing"] == "computing" for each in found)

@@ -55,10 +55,10 @@ def fail(event):
 
 if "FAILS" in os.environ:
     supervisor.on_event = fail
-    supervisor.tell({"kind": "last words"})
+    supervisor.record_event({"kind": "last words"})
 if "EVENTS" in os.environ:
     supervisor.on_event = lambda event: open(os.environ["EVENTS"], "a").write(event["kind"])
-    supervisor.tell({"kind": f"event {rank}; "})
+    supervisor.record_event({"kind": f"event {rank}; "})
 sys.stdin.readline()
 supervisor.finish()
 print("finished", flush=True)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from motley.engines.optimizer import explain_early_end, make_schedule, rate_of
+from motley.engines.optimizer import explain_early_end, get_rate, make_schedule
 from motley.plan.length import Length, Ramp, TrainState
 from motley.train.command_line import read_config, training_parser
 
@@ -113,7 +113,7 @@ def test_schedules_are_timms_and_of_steps(words: list[str], rates: list[float]) 
     found = []
     for step in range(6):
         schedule.step_update(step)
-        found.append(rate_of(optimizer))
+        found.append(get_rate(optimizer))
     assert found == pytest.approx(rates)
 
 
@@ -128,7 +128,7 @@ def test_the_rate_falls_until_the_run_ends_unless_epochs_are_typed(
     schedule, rates = make_schedule(optimizer, config, length), []
     for each in walk(length, TrainState())[:-1]:
         schedule.step_update(length.updates(each))
-        rates.append(rate_of(optimizer))
+        rates.append(get_rate(optimizer))
     assert len(rates) == 40 and max(rates) > 0.9 * config.lr
     assert (rates[-1] < 0.05 * config.lr) == falls
     assert bool(explain_early_end(config, length, TrainState())) != falls

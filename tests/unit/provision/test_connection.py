@@ -9,7 +9,7 @@ from motley.cluster.facts import Interface
 from motley.cluster.gpus import DeviceFacts
 from motley.errors import HostTrouble
 from motley.provision.connection_report import Here, judge, judge_networks
-from motley.provision.host_report import Asked, HostReport, parse
+from motley.provision.host_report import HostQuery, HostReport, parse
 from motley.provision.leave_cn import tell
 from motley.provision.setup_command import print_troubles, run_module
 
@@ -80,7 +80,7 @@ def test_hosts_on_different_subnets_are_told() -> None:
     assert not networks and apart and "y 10.0.1.2/24" in apart.found
 
 
-ASKED = Asked("a", False, 100.0, 100.4, "", "7 8 abc")
+ASKED = HostQuery("a", False, 100.0, 100.4, "", "7 8 abc")
 ANSWER = r"""clock=103.200000000
 uid=5
 gpu=0, GPU-1, 470.1, 8192, 4100, , NVIDIA GeForce RTX 3070

@@ -254,7 +254,7 @@ def test_steps_that_a_resumed_run_has_taken_do_not_count(done: int, wanted: bool
 def test_a_rank_says_what_a_trial_takes_at_least(model: TaskModel, tmp_path: Path) -> None:
     config = read_config(training_parser(""), ["--compile", "on", "--max-steps", "9"])
     speed = SpeedTable((1, 8), (2.0, 10.0), 0.001)
-    own = _Own.of(model, None, tmp_path / "none", config, speed, {1, 8})
+    own = _Own.from_rank(model, None, tmp_path / "none", config, speed, {1, 8})
     assert own.promise is not None and (own.steps, own.done) == (9, 0)
     assert own.least_s == pytest.approx(4 * 12 / _MOST_FASTER + 1)
     assert own.promise.cost_s == pytest.approx(4 * 12 + 15)

@@ -88,7 +88,9 @@ def test_a_node_that_has_nothing_gets_all_and_one_that_has_all_gets_nothing(
 def test_a_run_that_compiles_nothing_keeps_nothing(full: Node, place: Path) -> None:
     now = time.time()
     assert full.archive.save(since=now) is None and not place.exists()
+    assert not full.archive.has_newer(now)  # so that no process is started
     full.write("triton/NEW/kernel.cubin", b"new", age_s=5.0)
+    assert full.archive.has_newer(now - 10.0)
     assert full.archive.save(since=now - 10.0) is not None
 
 

@@ -77,7 +77,7 @@ class Tracker(ABC):
         """Return the state to go on from after the last rows, as JSON; also once it is closed."""
 
     @abstractmethod
-    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+    def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
         """Publish rows and notes.
 
         Args:

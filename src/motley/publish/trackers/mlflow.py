@@ -80,7 +80,7 @@ class MLflow(Tracker):
         """See Tracker."""
         return {**self._to, "run": self._id}
 
-    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+    def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
         """See Tracker."""
         metrics = []
         for row in (*steps, *samples):

@@ -81,7 +81,7 @@ class TensorBoard(Tracker):
         """See Tracker."""
         return {"file": self._path.name, "bytes": self._bytes}
 
-    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+    def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
         """See Tracker."""
         for row in (*steps, *samples):
             value = self._summary.Summary.Value

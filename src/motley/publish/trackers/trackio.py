@@ -56,7 +56,7 @@ class Trackio(Tracker):
         """See Tracker."""
         return {**self._to, "run": self._name}
 
-    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+    def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
         """See Tracker."""
         for row in (*steps, *samples):
             self._last = max(self._last, row.step or 0)

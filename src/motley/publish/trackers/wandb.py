@@ -78,7 +78,7 @@ class WandB(Tracker):
         """See Tracker."""
         return {**self._to, "run": self._id, "sessions": self._whole}
 
-    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+    def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
         """See Tracker."""
         self._run = self._run or self._open()
         for row in steps:

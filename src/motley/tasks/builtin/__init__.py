@@ -140,10 +140,10 @@ def _only_task(name: str, module: ModuleType) -> type[Task]:
         names = " and ".join(kind.__name__ for kind in last)
         raise MotleyError(f"--task {name} defines {len(last)} tasks, {names}; keep one in a file")
     (kind,) = last
-    return _whole(name, kind)
+    return _check_complete(name, kind)
 
 
-def _whole(name: str, kind: type[Task]) -> type[Task]:
+def _check_complete(name: str, kind: type[Task]) -> type[Task]:
     """The class, if nothing that it must have is missing."""
     if missing := [each for each in _MUST if getattr(kind, each) is getattr(Task, each)]:
         raise MotleyError(

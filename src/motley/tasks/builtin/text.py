@@ -111,12 +111,12 @@ class HfOptions(Task):
         """MotleyError for what the model cannot see or does not know."""
         if model.longest is not None and length > model.longest:
             raise MotleyError(
-                f"--length {length}: {model.said} sees {model.longest} tokens at most "
+                f"--length {length}: {model.flag} sees {model.longest} tokens at most "
                 f"(max_position_embeddings, or n_positions); give --length {model.longest} or less"
             )
         if corpus.vocabulary > model.vocabulary:
             raise MotleyError(
-                f"--tokens {corpus.kind}: there are {corpus.vocabulary} of them, and {model.said} "
+                f"--tokens {corpus.kind}: there are {corpus.vocabulary} of them, and {model.flag} "
                 f"knows {model.vocabulary} (vocab_size); choose other --tokens, or another model"
             )
 
@@ -264,7 +264,7 @@ class TextTask(HfOptions):
         if self.named is not None:
             self.check_fits(self.named, self.length, self.corpus)
             return self.with_lora(self.named.build(self.dropout))
-        known = self._known
+        known = self._vocabulary_size
         if known < self.corpus.vocabulary:
             raise MotleyError(
                 f"--vocabulary {known}: the text has {self.corpus.vocabulary} different "
@@ -283,7 +283,7 @@ class TextTask(HfOptions):
         if self.named is not None:
             return
         about = {
-            "architecture": "motley.tasks.gpt.Gpt", "vocabulary": self._known,
+            "architecture": "motley.tasks.gpt.Gpt", "vocabulary": self._vocabulary_size,
             "length": self.length, "depth": self.depth, "width": self.width,
             "heads": self.heads, "dropout": self.dropout,
             "tokens": self.tokens, "characters": self.corpus.alphabet,
@@ -292,7 +292,7 @@ class TextTask(HfOptions):
         (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
 
     @property
-    def _known(self) -> int:
+    def _vocabulary_size(self) -> int:
         """Tokens that the GPT here has."""
         return self.vocabulary or self.corpus.vocabulary
 
