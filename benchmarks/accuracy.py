@@ -106,8 +106,8 @@ def main() -> None:
         logs = Path(folder) / "logs"
         common = (*data.make(Path(folder) / "images"), "--epochs", options.epochs)
         cases = list(product(range(options.seeds), variants))
-        found = pool.map(lambda case: train(variants[case[1]], common, case[0], logs), cases)
-        for (seed, name), run in zip(cases, found, strict=True):
+        results = pool.map(lambda case: train(variants[case[1]], common, case[0], logs), cases)
+        for (seed, name), run in zip(cases, results, strict=True):
             runs[name].append(run)
             print(f"  seed {seed}  {name:<24} top-1 {run['top1']:.2%}", flush=True)
             if name == last and options.json:  # after each seed, for all of it takes long

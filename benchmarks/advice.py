@@ -41,8 +41,8 @@ def carried_out(case: Case, option: str) -> Case:
 
 def advice_of(run: dict[str, Any], most: int) -> list[Advice]:
     """The best that a user can follow, the largest gain first."""
-    told = [Advice.from_json(each) for each in run["advice"]]
-    with_gain = [each for each in told if each.option and each.times]
+    received = [Advice.from_json(each) for each in run["advice"]]
+    with_gain = [each for each in received if each.option and each.times]
     return sorted(with_gain, key=lambda each: -(each.times or 0))[:most]
 
 
@@ -61,7 +61,7 @@ def measure(lab: BenchLab, replay: Replay, options: argparse.Namespace) -> list[
             rates[name].append(case.n / run["step_s"])
             print(f"  repeat {repeat + 1} of {options.repeats}: {name:<60} "
                   f"{rates[name][-1]:6.1f} images/s", flush=True)  # fmt: skip
-    middle = {name: statistics.median(found) for name, found in rates.items()}
+    middle = {name: statistics.median(results) for name, results in rates.items()}
     foreseen = {each.option: each.times for each in advice}
     return [
         {
@@ -82,8 +82,12 @@ def main() -> None:
     with bench_lab(replay.profile) as lab:
         rows = measure(lab, replay, options)
     for row in rows:
-        told = row["foreseen_times"]
-        off = f"  foreseen {told:.2f}, off by {told / row['times'] - 1:+.1%}" if told else ""
+        received = row["foreseen_times"]
+        off = (
+            f"  foreseen {received:.2f}, off by {received / row['times'] - 1:+.1%}"
+            if received
+            else ""
+        )
         print(f"{row['mode']:<70} {row['images_per_s']:7.1f} images/s  {row['times']:.2f} times, "
               f"spread {row['spread']:.1%}{off}")  # fmt: skip
     if options.json:

@@ -59,10 +59,10 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = ON_GPU if device.type == "cuda" else ON_CPU
-    found = time_all(size, device, repeats=1 if options.quick else 7)
+    results = time_all(size, device, repeats=1 if options.quick else 7)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     result.write(
-        options.json, rows_of(found, size.n), started, model=size.model,
+        options.json, rows_of(results, size.n), started, model=size.model,
         precision=size.precision, device=name,
     )  # fmt: skip
 
@@ -80,11 +80,11 @@ def time_all(size: Size, device: "torch.device", repeats: int) -> dict[str, list
             model.compile_task()
     # Each has its own: what one compiled for is noted on the tensors.
     given = {mode: models[mode].noise(size.n) for mode in models}
-    found: dict[str, list[float]] = {mode: [] for mode in computes}
+    results: dict[str, list[float]] = {mode: [] for mode in computes}
     for _ in range(repeats):
         for mode, compute in computes.items():
-            found[mode].append(rate(compute, given[mode], size, device))
-    return found
+            results[mode].append(rate(compute, given[mode], size, device))
+    return results
 
 
 def model_of(size: Size, group: int | None, device: "torch.device") -> "TaskModel":

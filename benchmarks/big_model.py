@@ -88,18 +88,18 @@ def _saves(folder: Path, steps: list[dict[str, Any]], step_s: float) -> dict[str
     """Of each checkpoint that is there: GB, seconds from its last step until it is on the disk, and
     how long training stopped."""
     by_number = {step["step"]: step for step in steps}
-    found: dict[str, list[float]] = {"save_gb": [], "save_s": [], "save_stops_s": []}
+    results: dict[str, list[float]] = {"save_gb": [], "save_s": [], "save_stops_s": []}
     for place in sorted(folder.glob("checkpoints/step_*")):
         number = int(place.name.removeprefix("step_"))
         before, after = by_number.get(number - 1), by_number.get(number)
         if before is None:
             continue
         files = [path.stat() for path in place.iterdir()]
-        found["save_gb"].append(sum(each.st_size for each in files) / 1e9)
-        found["save_s"].append(max(each.st_mtime for each in files) - before["time"])
+        results["save_gb"].append(sum(each.st_size for each in files) / 1e9)
+        results["save_s"].append(max(each.st_mtime for each in files) - before["time"])
         if after is not None:
-            found["save_stops_s"].append(after["time"] - before["time"] - step_s)
-    return found
+            results["save_stops_s"].append(after["time"] - before["time"] - step_s)
+    return results
 
 
 def compare(row: dict[str, Any], against: Path) -> float:

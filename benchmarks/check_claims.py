@@ -97,10 +97,10 @@ class Expression:
 
     def get(self, name: str, /, **where: Any) -> Any:
         """Return one field of the only row that matches."""
-        found = self.values(name, **where)
-        if len(found) > 1:
-            raise LookupError(f"{len(found)} rows have {name} where {where}")
-        return found[0]
+        result = self.values(name, **where)
+        if len(result) > 1:
+            raise LookupError(f"{len(result)} rows have {name} where {where}")
+        return result[0]
 
     def compute(self, expression: str) -> Any:
         """Evaluate an expression.
@@ -159,17 +159,17 @@ class Checker:
             except ValueError as error:
                 self.fail(f"{path} cannot be read", str(error), "restore it, or measure it again")
                 continue
-            found = hashlib.sha256(content).hexdigest()
+            result = hashlib.sha256(content).hexdigest()
             if not has_own_digest(self.contents[name]):
                 self.fail(
                     f"{path} was edited by hand",
                     "its content does not match the digest in it",
                     "restore it, or measure it again",
                 )
-            elif recorded.get(name) != found:
+            elif recorded.get(name) != result:
                 self.fail(
                     f"{path} was edited by hand or not recorded",
-                    f"its SHA-256 is {found[:12]}, {SUMS} has {recorded.get(name, 'none')[:12]}",
+                    f"its SHA-256 is {result[:12]}, {SUMS} has {recorded.get(name, 'none')[:12]}",
                     "restore it, or after a new measurement: "
                     f"python benchmarks/check_claims.py --record {path}",
                 )

@@ -95,11 +95,11 @@ def main() -> None:
     pairs, every = list[dict[str, float]](), 0
     with tempfile.TemporaryDirectory() as folder:
         for pair in range(options.pairs):
-            found = {}
+            results = {}
             for saves in (False, True) if pair % 2 == 0 else (True, False):
-                found[saves] = train(options, every if saves else 10**9, Path(folder))
-                every = every or max(1, round(options.every / mean_step_s(found[False])))
-            pairs.append(cost(found[True], every, found[False]))
+                results[saves] = train(options, every if saves else 10**9, Path(folder))
+                every = every or max(1, round(options.every / mean_step_s(results[False])))
+            pairs.append(cost(results[True], every, results[False]))
             show(pair, pairs[-1], options.pairs)
     found_row = row(pairs, every, options)
     print(

@@ -124,12 +124,12 @@ class LabPlace(Place):
 
     def files_left(self) -> list[str]:
         """In /tmp and /dev/shm of each host that was not switched off."""
-        found = []
+        result = []
         for host in set(self.hosts) - self._was_off:
             job = self.on(host, _FILES + "-printf '%f\\n'")
             job.wait(10)
-            found += [f"{host}: {name}" for name in job.output.split() if not self._cache(name)]
-        return found
+            result += [f"{host}: {name}" for name in job.output.split() if not self._cache(name)]
+        return result
 
     def _cache(self, name: str) -> bool:
         return is_cache(name) or name == f"motley-{self._uid}"

@@ -87,7 +87,7 @@ class Place:
 
     def processes(self, *marks: str) -> dict[int, str]:
         """Those of this row with one of ``marks`` in their command line, and the command lines."""
-        found = {}
+        result = {}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 command = (path / "cmdline").read_bytes().decode(errors="replace")
@@ -95,31 +95,31 @@ class Place:
                 if not zombie and command and self._ours(path, command):
                     words = command.replace("\0", " ").strip()
                     if not marks or any(mark in words for mark in marks):
-                        found[int(path.name)] = words
-        return found
+                        result[int(path.name)] = words
+        return result
 
     def _ours(self, path: Path, command: str) -> bool:
         return f"MOTLEY_FAULTS={self.mark}".encode() in (path / "environ").read_bytes()
 
     def named(self, *names: str) -> list[int]:
         """Processes of this row by their program's name."""
-        found = []
+        result = []
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() in names:
-                    found.append(pid)
-        return found
+                    result.append(pid)
+        return result
 
     def ranks(self) -> dict[int, int]:
         """Process of each rank that runs, by its number."""
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for pid in self.processes("-m motley.launch "):
             with contextlib.suppress(OSError):
                 environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
                 pairs = dict(word.partition("=")[::2] for word in environ.split("\0"))
                 if pairs.get(_RANK, "").isdigit():
-                    found.setdefault(int(pairs[_RANK]), pid)
-        return found
+                    result.setdefault(int(pairs[_RANK]), pid)
+        return result
 
     def remember_segments(self) -> None:
         """Which files in /dev/shm the ranks have now."""

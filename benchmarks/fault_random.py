@@ -100,9 +100,9 @@ class RandomFaults:
         if chance.kind == "disk":  # it is for a person to free some, and to start it again
             until(self._ended, 60)
             (self._disk / "filler").unlink()
-            said = [*story.job.said(harmed - 0.05)]
+            text = [*story.job.said(harmed - 0.05)]
             story.job = place.start("x", len(place.hosts), *self._words, keep=True)
-            story.job.lines[:0] = said
+            story.job.lines[:0] = text
         goes_on = until(lambda: self._after(harmed, began) or self._ended(), _GOES_ON_S)
         lines = story.job.said(harmed - 0.05)
         ours = [line for line in lines if line.text.startswith("motley: ")]
@@ -134,17 +134,19 @@ class RandomFaults:
 
     def _is_back(self, host: str, since: float) -> bool:
         """Or it is said that this is not worth it any more."""
-        said = [line.text for line in self._story.job.said(since)]
-        return any(text.startswith(f"keep_training: {host} is") and "back" in text for text in said)
+        message = [line.text for line in self._story.job.said(since)]
+        return any(
+            text.startswith(f"keep_training: {host} is") and "back" in text for text in message
+        )
 
     def _ended(self) -> bool:
         return self._story.job.process.poll() is not None
 
     def _after(self, harmed: float, began: int) -> bool:
         """A few steps by those who go on: after a word of keep_training.sh."""
-        said = [line.time for line in self._story.job.said(harmed)] or [time.time()]
+        text = [line.time for line in self._story.job.said(harmed)] or [time.time()]
         times = [step["time"] for step in self._story.steps().values()]
-        return sum(at > max(said) for at in times) > 3
+        return sum(at > max(text) for at in times) > 3
 
     def _others(self) -> list[str]:
         """Hosts that train besides the first."""

@@ -173,9 +173,9 @@ def bad_images(place: Place, seen: Seen) -> None:
     for name in ("3.png", "4.png"):
         named = [e for e in story.folder.read_events() if name in str(e.get("sample"))]
         seen.expect(bool(named), f"{name} is not named in events.jsonl")
-    said = [line.text for line in story.job.lines if "could not be read" in line.text]
-    seen.line = place.tidy(said[0]) if said else ""
-    seen.expect(bool(said), "nothing says that some could not be read")
+    text = [line.text for line in story.job.lines if "could not be read" in line.text]
+    seen.line = place.tidy(text[0]) if text else ""
+    seen.expect(bool(text), "nothing says that some could not be read")
     story.judge_left()
 
 

@@ -26,9 +26,9 @@ def _saved(place: Place) -> Path:
     if not _SAVED:
         job = place.start("saved", 1, "--max-steps", 30, *_SAVE)
         assert job.wait(BEGIN_S) == 0, job.output
-        kept = place.folder.with_name("saved-run")
-        shutil.copytree(place.logs / "saved", kept)
-        _SAVED.append(kept)
+        saved = place.folder.with_name("saved-run")
+        shutil.copytree(place.logs / "saved", saved)
+        _SAVED.append(saved)
     shutil.copytree(_SAVED[0], place.logs / "x")
     return place.logs / "x" / "checkpoints"
 
@@ -38,8 +38,8 @@ def _damaged(place: Place, seen: Seen, *says: str, do: Callable[[Path], object],
     """A finished run's checkpoints are changed, and the run goes on for ten steps."""
     do(_saved(place))
     story = Story(place, seen, 1, "--max-steps", 40, *_SAVE, "--resume", "auto")
-    found = story.job.wait(BEGIN_S)
-    seen.expect(found == code, f"exit status {found}")
+    result = story.job.wait(BEGIN_S)
+    seen.expect(result == code, f"exit status {result}")
     seen.said = [place.tidy(line.text) for line in story.job.said()]
     for word in says:
         lines = [line.text.strip() for line in story.job.lines if word in line.text]

@@ -34,12 +34,12 @@ def _nothing_runs(place: Place, seen: Seen) -> Iterator[str]:
 def _one_line(place: Place, seen: Seen, job: Job, *says: str) -> None:
     """A command should refuse, and has said why; of several, the last line stays."""
     code, output = job.wait(60), job.output
-    said = [line for line in output.splitlines() if line.startswith("motley: ")]
-    seen.said += map(place.tidy, said)
-    what = place.tidy(said[-1])[:600] if said else "nothing"
+    text = [line for line in output.splitlines() if line.startswith("motley: ")]
+    seen.said += map(place.tidy, text)
+    what = place.tidy(text[-1])[:600] if text else "nothing"
     seen.line = what
     seen.expect(code not in (0, None), f"exit status {code}: {what}")
-    seen.expect(len(said) == 1 and "Traceback" not in output, f"{len(said)} lines: {what}")
+    seen.expect(len(text) == 1 and "Traceback" not in output, f"{len(text)} lines: {what}")
     seen.expect(what.isprintable(), "control characters in the line")
     for word in says:
         seen.expect(word in what, f"{what} lacks {word!r}")
@@ -164,14 +164,14 @@ def hostile_records(place: Place, seen: Seen) -> None:
         return f"{value}{words}" if isinstance(value, str) else value
 
     content = json.loads(path.read_text())
-    kept = {key: content[key] for key in ("status", "started", "ended") if key in content}
-    path.write_text(json.dumps({**hostile(content), **kept}))  # type: ignore[dict-item]
+    saved = {key: content[key] for key in ("status", "started", "ended") if key in content}
+    path.write_text(json.dumps({**hostile(content), **saved}))  # type: ignore[dict-item]
     story.folder.event("fault", error=words, rank=0, host=words, kind=words)
-    found = _report(place)
-    same = (found.scripts, found.handlers, found.strange) == (
+    result = _report(place)
+    same = (result.scripts, result.handlers, result.strange) == (
         usual.scripts, usual.handlers, usual.strange,
     )  # fmt: skip
-    seen.expect(same, f"{found.scripts - usual.scripts} scripts, {found.handlers} handlers")
+    seen.expect(same, f"{result.scripts - usual.scripts} scripts, {result.handlers} handlers")
     seen.line = "report.html has the same tags as without them"
 
 

@@ -60,10 +60,10 @@ def _daemon_killed(place: Place, seen: Seen, session: bool) -> None:
     lost = place.hosts[2]  # mpirun ends its other sessions from the first on
     story = Story(place, seen, 3, *LONG).reach(12)
     if session:
-        found = [p for p, words in place.processes("ssh -o BatchMode").items() if lost in words]
+        result = [p for p, words in place.processes("ssh -o BatchMode").items() if lost in words]
     else:
-        found = [pid for pid in place.named("prted") if place.host_of(pid) == lost]
-    story.harm(lambda: os.kill(found[0], signal.SIGKILL))
+        result = [pid for pid in place.named("prted") if place.host_of(pid) == lost]
+    story.harm(lambda: os.kill(result[0], signal.SIGKILL))
     story.ended(30, lost, word_s=20, host=lost, may_be_0=True)
 
 

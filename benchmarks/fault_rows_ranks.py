@@ -239,10 +239,10 @@ def leftover_rank(place: Place, seen: Seen) -> None:
     time.sleep(10)  # a younger one may be ending
     story = Story(place, seen, 1, "--max-steps", 30)
     code = story.job.wait(90)
-    said = [line for line in story.job.lines if f" {pid}" in line.text]
+    text = [line for line in story.job.lines if f" {pid}" in line.text]
     seen.expect(code == 0, f"the launch ended with {code}")
-    if seen.expect(bool(said), "the launch says nothing of it"):
-        seen.line = place.tidy(said[0].text.strip())
+    if seen.expect(bool(text), "the launch says nothing of it"):
+        seen.line = place.tidy(text[0].text.strip())
         seen.expect("clean_cn.sh" in seen.line, "the line lacks clean_cn.sh")
     clean = place.command("bash", "setup/clean_cn.sh", "--dry-run")
     clean.wait(30)

@@ -22,13 +22,13 @@ Address = tuple[str, int]
 def ports(pid: int) -> list[tuple[str, Address]]:
     """Backlog and address of all that a process listens on."""
     listed = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
-    found = []
+    result = []
     for line in listed.splitlines():
         if f"pid={pid}," in line:
             backlog, (host, _, port) = line.split()[2], line.split()[3].rpartition(":")
             host = "127.0.0.1" if host in ("0.0.0.0", "*", "[::]") else host
-            found.append((backlog, (host, int(port))))
-    return found
+            result.append((backlog, (host, int(port))))
+    return result
 
 
 def _pester(place: Place, seen: Seen, visit: Callable[[Address], object], *,

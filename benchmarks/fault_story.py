@@ -53,14 +53,14 @@ class Story:
 
     def steps(self) -> dict[int, dict[str, Any]]:
         """What the lowest rank that has it tells of each step: a killed one lacks its last."""
-        found: dict[int, dict[str, Any]] = {}
+        result: dict[int, dict[str, Any]] = {}
         for path in sorted(self.folder.path.glob("steps.rank*.jsonl")):
             with suppress(OSError):  # it may be removed
                 for line in path.read_text(errors="replace").splitlines():
                     with suppress(ValueError):  # torn by a full disk, or just being written
                         step = json.loads(line)
-                        found.setdefault(step["step"], step)
-        return found
+                        result.setdefault(step["step"], step)
+        return result
 
     def harm(self, do: Callable[[], object]) -> "Story":
         """Do it; seconds are counted from here."""
@@ -128,21 +128,21 @@ class Story:
             seen.expect(bool(re.search(pattern, seen.line)), f"the line lacks {pattern!r}")
         tail = self.job.lines[self.job.lines.index(ours[-1]) + 1 :]
         other = [line.text for line in tail if line.text.strip() and line not in self.job.said()]
-        said = self.place.tidy(" / ".join(other))[:160]
-        seen.expect(not (last and other), f"another's words after ours: {said}")
+        text = self.place.tidy(" / ".join(other))[:160]
+        seen.expect(not (last and other), f"another's words after ours: {text}")
 
     def judge_records(self, kind: FaultKind | None, status: str, failure: dict[str, Any]) -> None:
         """Of run.json: its status, and the kind, rank and host of the fault."""
         content = self.folder.read_run() if self.folder.path.is_dir() else {}
-        found = content.get("failure") or {}
+        result = content.get("failure") or {}
         self.seen.status = f"{content.get('status')}"
         if kind is None and not failure:
             return
-        self.seen.status += f" ({found.get('kind')})"
+        self.seen.status += f" ({result.get('kind')})"
         self.seen.expect(content.get("status") == status, f"status is {content.get('status')}")
         for name, value in (failure if kind is None else {"kind": kind, **failure}).items():
-            said = f"run.json says {name} {found.get(name)}, not {value}"
-            self.seen.expect(found.get(name) == value, said)
+            text = f"run.json says {name} {result.get(name)}, not {value}"
+            self.seen.expect(result.get(name) == value, text)
 
     def judge_left(self, limit_s: float = 12.0) -> None:
         """Processes and files."""
@@ -152,8 +152,8 @@ class Story:
     def launch_again(self) -> None:
         """The same line with --resume auto must end with the losses of an unbroken run."""
         names = (path.name.removeprefix("step_") for path in self.folder.checkpoints.glob("step_*"))
-        kept = max((int(name) for name in names if name.isdigit()), default=0)
-        self.seen.steps_lost = max(0, len(self.steps()) - kept)
+        saved = max((int(name) for name in names if name.isdigit()), default=0)
+        self.seen.steps_lost = max(0, len(self.steps()) - saved)
         start = {**self._start, "script": DDP, "into": "", "keep": False}
         again = self.place.start(self.run, self.ranks, *self._words, "--resume", "auto", **start)
         code = again.wait(BEGIN_S + 60)
@@ -167,9 +167,11 @@ class Story:
         """Each step once, with the losses of a run that nothing happened to."""
         steps = self.steps()
         right = reference(self.place, len(steps))
-        found = [steps[n]["loss"] for n in sorted(steps)]
-        self.seen.expect(bool(found) and sorted(steps) == [*range(len(steps))], "steps are missing")
-        worst = max((abs(a / b - 1) for a, b in zip(found, right, strict=False)), default=0.0)
+        result = [steps[n]["loss"] for n in sorted(steps)]
+        self.seen.expect(
+            bool(result) and sorted(steps) == [*range(len(steps))], "steps are missing"
+        )
+        worst = max((abs(a / b - 1) for a, b in zip(result, right, strict=False)), default=0.0)
         self.seen.expect(worst <= LOSSES, f"losses differ by {worst:.1e}")
 
     # -- going on
@@ -194,9 +196,9 @@ class Story:
                 seen.expect(bool(re.search(name, after[0])), f"the line lacks {name!r}")
         self.place.restore()
         self.judge_records(None, "finished", {})
-        found = self.steps()
-        seen.expect(len(found) == steps, f"{len(found)} of {steps} steps")
-        self._judge_pause(found, next_s)
+        result = self.steps()
+        seen.expect(len(result) == steps, f"{len(result)} of {steps} steps")
+        self._judge_pause(result, next_s)
         self.judge_losses()
         self.judge_left()
         seen.next_launch = "not needed"
@@ -207,8 +209,8 @@ class Story:
         gaps = [(b - a, b) for a, b in pairwise(times) if b > self.harmed]
         if self.seen.expect(bool(gaps), "no step after the fault"):
             self.seen.next_step_s = max(gaps)[1] - self.harmed
-            said = f"the next step took over {next_s:.0f} s"
-            self.seen.expect(self.seen.next_step_s <= next_s, said)
+            text = f"the next step took over {next_s:.0f} s"
+            self.seen.expect(self.seen.next_step_s <= next_s, text)
         lost = [n for n, at in self.before.items() if n in found and found[n]["time"] > at + 1]
         self.seen.steps_lost = len(lost)
         self.seen.expect(not lost, f"{len(lost)} finished steps were taken again")

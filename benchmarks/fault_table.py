@@ -27,11 +27,11 @@ def table(rows: Sequence[dict[str, Any]], started: float) -> str:
     ok = sum(row["verdict"] == "ok" for row in rows)
     text = _HEAD.format(date=date, ok=ok, all=len(rows))
     for row in rows:
-        left = row["left"]
+        remaining = row["left"]
         cells = [
             f"`{row['row']}`: {row['fault']}", row["where"], _seconds(row["first_word_s"]),
             _seconds(row["end_s"]), _seconds(row["next_step_s"]), row["steps_lost"],
-            None if left is None else ", ".join(left) or "nothing", row["status"],
+            None if remaining is None else ", ".join(remaining) or "nothing", row["status"],
             row["next_launch"], row["verdict"],
         ]  # fmt: skip
         text += "| " + " | ".join(map(_cell, cells)) + " |\n"

@@ -85,18 +85,18 @@ def main() -> None:
             "--epochs", 3 if options.quick else 10, "--batch-size", 60, *WORDS,
         )  # fmt: skip
         for mode in MODES:
-            found = {
+            results = {
                 rate: [learn(first, mode, rate, seed, logs, epochs) for seed in seeds]
                 for rate in rates
             }
-            middle = {r: statistics.median(map(steps_to, c)) for r, c in found.items()}
-            rate = min(rates, key=lambda each: (middle[each], -found[each][0][-1][1]))
-            best[mode] = found[rate]
-            steps = sorted(map(steps_to, found[rate]))
+            middle = {r: statistics.median(map(steps_to, c)) for r, c in results.items()}
+            rate = min(rates, key=lambda each: (middle[each], -results[each][0][-1][1]))
+            best[mode] = results[rate]
+            steps = sorted(map(steps_to, results[rate]))
             rows.append({
                 "mode": mode, "engine": "torch", "link": None, "n": 24, "rate": rate,
                 "steps": middle[rate], "spread": (steps[-1] - steps[0]) / middle[rate],
-                "top1": statistics.median(c[-1][1] for c in found[rate]), "curves": found,
+                "top1": statistics.median(c[-1][1] for c in results[rate]), "curves": results,
             })  # fmt: skip
             print(f"{mode:48} {middle[rate]:6.0f} steps to {ENOUGH:.0%} at a rate of {rate:g}, "
                   f"in the end {rows[-1]['top1']:.1%}", flush=True)  # fmt: skip

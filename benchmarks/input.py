@@ -140,17 +140,17 @@ def rows_of(
     images: str, ways: Mapping[str, Way], states: Sequence[str], count: int, repeats: int
 ) -> list[dict[str, object]]:
     """Time all, in turns."""
-    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    results: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for _ in range(repeats):
         for state in states:
             for name, (make, files) in ways.items():
                 prepare(files, state)
-                found.setdefault((state, name), []).append(timed(make(), count))
+                results.setdefault((state, name), []).append(timed(make(), count))
     rows: list[dict[str, object]] = []
-    for (state, name), each in found.items():
+    for (state, name), each in results.items():
         rates, computing, travels = zip(*each, strict=True)
         middle = statistics.median(rates)
-        of_pil = middle / statistics.median(rate for rate, *_ in found[state, REFERENCE])
+        of_pil = middle / statistics.median(rate for rate, *_ in results[state, REFERENCE])
         files = ways[name][1]
         size = sum(file.stat().st_size for file in files) / (count + 2) if files else 3 * 32 * 32
         rows.append({

@@ -67,8 +67,8 @@ class NotResized(ImageTask):
         def of(image: torch.Tensor) -> torch.Tensor:
             box = crop.make_params([image])
             torch.rand(1)
-            top, left = box["top"], box["left"]
-            return image[:, top : top + box["height"], left : left + box["width"]]
+            top, remaining = box["top"], box["left"]
+            return image[:, top : top + box["height"], remaining : remaining + box["width"]]
 
         return of
 

@@ -74,15 +74,15 @@ def main() -> None:
     """Train, show, write."""
     options = arguments()
     started = time.time()
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         for mode, scale in STARTS.items():
-            steps = found[mode] = train(options, scale, Path(folder))
+            steps = results[mode] = train(options, scale, Path(folder))
             print(f"  {mode:<14} skipped {sum(step['overflow'] for step in steps)} of "
                   f"{options.steps} steps; loss {last_loss(steps):.4f}", flush=True)  # fmt: skip
     if options.json:
-        picture(found, options.json.with_suffix(".png"))
-        rows = [row(mode, steps, options.engine) for mode, steps in found.items()]
+        picture(results, options.json.with_suffix(".png"))
+        rows = [row(mode, steps, options.engine) for mode, steps in results.items()]
         devices = [device.name for device in read_devices()]
         result.write(options.json, rows, started, devices=devices)
 

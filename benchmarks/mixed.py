@@ -174,7 +174,7 @@ class Bench:
             if proposal := watch.step(take().ready_s, plan.counts):
                 plan = replace(plan, shares=proposal.counts)
                 take = self._steps_of(model, engine, plan)
-                watch.forget()
+                watch.reset()
         return plan
 
     def _steps_of(self, model: TaskModel, engine: Engine, plan: Plan) -> Callable[[], StepResult]:

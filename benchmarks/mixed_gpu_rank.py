@@ -48,9 +48,9 @@ def main(world: World, options: argparse.Namespace) -> None:
     group = join_process_group(world, read_precisions(",".join(precisions)))
     assert group.rank is not None
     own = processors[group.rank]
-    with contextlib.ExitStack() as kept:
+    with contextlib.ExitStack() as saved:
         if own:
-            kept.callback(id, only_processors(int(own)))
+            saved.callback(id, only_processors(int(own)))
         bench = GpuBench(world, group, options)
         for repeat in range(options.repeats):
             measure(bench, options, repeat)

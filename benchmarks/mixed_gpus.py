@@ -50,10 +50,10 @@ def run(ranks: str, batches: str, options: argparse.Namespace) -> Lines:
             if not line.startswith("RESULT "):
                 print(f"  {line}", end="")
                 continue
-            found = json.loads(line.removeprefix("RESULT "))
-            rate = found["n"] / found["step_s"]
-            print(f"  {found['mode']:<16} N {found['n']:5d}  {rate:9,.1f} images/s", flush=True)
-            lines.append(found)
+            results = json.loads(line.removeprefix("RESULT "))
+            rate = results["n"] / results["step_s"]
+            print(f"  {results['mode']:<16} N {results['n']:5d}  {rate:9,.1f} images/s", flush=True)
+            lines.append(results)
     if job.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {job.returncode}")
     return lines

@@ -60,10 +60,10 @@ def measure(options: argparse.Namespace, profile: str | None = None) -> list[dic
             if line == "READY\n":
                 give_quotas(lab, options)
             if kind == "RESULT":
-                found = json.loads(content)
-                results.append(found)
-                print(f"  repeat {found['repeat'] + 1} of {options.repeats}: {found['mode']:<20} "
-                      f"{found['step_s']:.3f} s a step, {found['stolen']:.1%} of the "
+                block = json.loads(content)
+                results.append(block)
+                print(f"  repeat {block['repeat'] + 1} of {options.repeats}: {block['mode']:<20} "
+                      f"{block['step_s']:.3f} s a step, {block['stolen']:.1%} of the "
                       "processors stolen", flush=True)  # fmt: skip
     return results
 
@@ -91,8 +91,8 @@ def table(
     limit, alone = middle("limit", "step_s"), middle("limit", "alone_s")
     plain = middle("plain-ddp", "step_s")
     rows = []
-    for mode, found in by_mode.items():
-        seconds = [each["step_s"] for each in found]
+    for mode, block in by_mode.items():
+        seconds = [each["step_s"] for each in block]
         step_s, forecast = statistics.median(seconds), middle(mode, "predicted_s")
         wire_s = middle(mode, "wire_s")
         rows.append({
@@ -105,9 +105,9 @@ def table(
             "spread": (max(seconds) - min(seconds)) / step_s, "step_s": step_s,
             "predicted_s": forecast, "prediction_error": forecast and forecast / step_s - 1,
             "wire_s": wire_s, "fraction_of_bound": wire_s and max(limit, wire_s) / step_s,
-            "repeats": seconds, "stolen": [each["stolen"] for each in found],
-            "laps": found[-1].get("laps"), "wire": found[-1].get("wire"),
-            "buckets": found[-1].get("buckets"),
+            "repeats": seconds, "stolen": [each["stolen"] for each in block],
+            "laps": block[-1].get("laps"), "wire": block[-1].get("wire"),
+            "buckets": block[-1].get("buckets"),
         })  # fmt: skip
     return rows
 

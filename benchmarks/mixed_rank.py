@@ -108,8 +108,8 @@ def main(world: World, options: argparse.Namespace) -> None:
         speeds = limit()
         order = options.modes if repeat % 2 == 0 else options.modes[::-1]
         for mode in order:
-            found = bench.peer(mode) if mode in peers.NAMES else ours(bench, mode, speeds)
-            tell(mode, repeat, found)
+            results = bench.peer(mode) if mode in peers.NAMES else ours(bench, mode, speeds)
+            tell(mode, repeat, results)
             gc.collect()
             dist.barrier()
         limit()

@@ -103,6 +103,6 @@ class _Mark(torch.autograd.Function):
 
 
 def _sleep_until(moment: float) -> None:
-    left = moment - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+    remaining = moment - time.perf_counter()
+    if remaining > 0:
+        time.sleep(remaining)

@@ -115,11 +115,11 @@ def main() -> None:
     options = arguments()
     started, load = time.time(), os.getloadavg()
     with bench_lab() as lab:
-        found = runs(lab, options)
-    table = rows(found, options)
-    one = [step["loss"] for step in found["one"]["steps"]]
+        results = runs(lab, options)
+    table = rows(results, options)
+    one = [step["loss"] for step in results["one"]["steps"]]
     worst = {
-        name: max(abs(a["loss"] / b - 1) for a, b in zip(found[name]["steps"], one, strict=True))
+        name: max(abs(a["loss"] / b - 1) for a, b in zip(results[name]["steps"], one, strict=True))
         for name in ("off", "auto")
     }
     for row in table:
@@ -132,10 +132,10 @@ def main() -> None:
         )
     print(f"largest difference of a loss from one rank's: {max(worst.values()):.1e}")
     if options.json:
-        picture(found, options, options.json.with_suffix(".png"))
+        picture(results, options, options.json.with_suffix(".png"))
         result.write(
             options.json, table, started, loss_difference=worst, emulation="paced",
-            replans=[e for e in found["auto"]["events"] if e["event"] == "replan"],
+            replans=[e for e in results["auto"]["events"] if e["event"] == "replan"],
             load_before=load,
         )  # fmt: skip
 

@@ -65,15 +65,15 @@ def cases() -> dict[str, Case]:
         return Scenario((0.002,) * ranks, noise, batch=40 * ranks, **more)
 
     gpus = [Device(rank, "GPU") for rank in range(4)]
-    found = {}
+    results = {}
     for ranks in (2, 4, 5, 16):
-        found |= {
+        results |= {
             f"{ranks} equal, 30 % noise": Case(equal(ranks, lognormal(0.3))),
             f"{ranks} equal, 30 % noise, heavy tails, drift": Case(
                 equal(ranks, drifting(heavy_tails(0.3)))
             ),
         }
-    found |= {
+    results |= {
         "4 equal GPUs, waits of 30 % for input": Case(
             equal(4, lognormal(0.05), stall=stalls(0.024), kinds=gpus), 500
         ),
@@ -87,7 +87,7 @@ def cases() -> dict[str, Case]:
         ),
     }
     slow, two = slower(1, 2, CHANGE), slower(1, 2, CHANGE, 2 * CHANGE)
-    found |= {
+    results |= {
         "2 equal, one halves its speed": Case(equal(2, lognormal(0.03), change=slow), 300, CHANGE),
         "4 equal, one halves its speed": Case(equal(4, lognormal(0.03), change=slow), 300, CHANGE),
         "16 equal, one halves its speed": Case(
@@ -101,22 +101,22 @@ def cases() -> dict[str, Case]:
         ),
     }
     for ranks in (2, 4, 5, 16):
-        found[f"{ranks} equal, one alternates every 30 steps"] = Case(
+        results[f"{ranks} equal, one alternates every 30 steps"] = Case(
             equal(ranks, lognormal(0.03), change=alternating(1, 2, 30)), 600, alternates=True
         )
-    return found
+    return results
 
 
 def fixed_s(case: Case, seed: int) -> float:
     """Return the mean step with fixed shares."""
     scenario = case.scenario
-    found = float(simulate(scenario, case.steps, seed, None).seconds.mean())
+    results = float(simulate(scenario, case.steps, seed, None).seconds.mean())
     if not case.alternates:
-        return found
+        return results
     tables = [speed(each) for each in scenario.samples_s]
     slow = split(scenario.batch, [tables[0], tables[1].slower(2), *tables[2:]])
     other = simulate(replace(scenario, counts=slow), case.steps, seed, None)
-    return min(found, float(other.seconds.mean()))
+    return min(results, float(other.seconds.mean()))
 
 
 def row(name: str, case: Case, mode: str, monitor: Any, repeats: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def row(name: str, case: Case, mode: str, monitor: Any, repeats: int) -> dict[st
         for seed, run in zip(seeds, runs, strict=True)
     ]
     moves = [len(run.moves) for run in runs]
-    found = {
+    results = {
         "mode": mode, "scenario": name, "steps": case.steps, "repeats": repeats,
         "moves": statistics.mean(moves), "most_moves": max(moves),
         "above_one_move": sum(count > 1 for count in moves),
@@ -140,8 +140,8 @@ def row(name: str, case: Case, mode: str, monitor: Any, repeats: int) -> dict[st
             next((step - case.change for step, _ in run.moves if step > case.change), case.steps)
             for run in runs
         ]
-        found |= {"delay_steps": statistics.median(delays), "longest_delay_steps": max(delays)}
-    return found
+        results |= {"delay_steps": statistics.median(delays), "longest_delay_steps": max(delays)}
+    return results
 
 
 def show(each: dict[str, Any]) -> None:

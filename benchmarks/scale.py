@@ -139,24 +139,24 @@ def start(lab: Lab) -> dict[str, float]:
 def watch_ranks(size: int, quick: bool) -> dict[str, Any]:
     """What rank 0's supervisor costs, and how soon it ends a job."""
     with FakeRanks(size) as ranks:
-        found = {**ranks.joined, **ranks.cost(5 if quick else 20)}
-        found["killed_s"], found["killed_said"] = ranks.end_by_death(size // 2)
+        results = {**ranks.joined, **ranks.cost(5 if quick else 20)}
+        results["killed_s"], results["killed_said"] = ranks.end_by_death(size // 2)
     if size == MOST_WATCHED and not quick:
         with FakeRanks(size) as ranks:
-            found["silent_s"], found["silent_said"] = ranks.end_by_silence(size // 2)
-    return found
+            results["silent_s"], results["silent_said"] = ranks.end_by_silence(size // 2)
+    return results
 
 
 def row(size: int, options: argparse.Namespace) -> dict[str, Any]:
     """All of one size."""
     lab = Lab(size)
-    found = {
+    results = {
         "mode": f"motley, {size} hosts", "engine": "torch", "link": "modelled", "hosts": size,
         **plan(lab), **watch_steps(lab), **start(lab),
     }  # fmt: skip
     if size <= MOST_WATCHED:
-        found |= watch_ranks(size, options.quick)
-    return found
+        results |= watch_ranks(size, options.quick)
+    return results
 
 
 def show(each: dict[str, Any]) -> None:

@@ -122,7 +122,7 @@ class FakeRanks:
             for line in [key.fileobj for key, _ in selector.select(_PAUSE_S)]:
                 assert isinstance(line, socket.socket)
                 data = _read(line)
-                if data == b"" or any("stop" in said for said in waiting[line].feed(data or b"")):
+                if data == b"" or any("stop" in text for text in waiting[line].feed(data or b"")):
                     selector.unregister(line)
                     del waiting[line]
         took = time.monotonic() - begin

@@ -30,10 +30,10 @@ def start(lab: BenchLab, tree: Path, name: str, words: str) -> dict[str, float]:
     common = ["--hosts", "all", "--max-steps", 12, "--eval-samples", 30, "--logs", "~/logs"]
     for _ in lab.train("torch_dist/train_vit.py", *common, "--run", name, words, tree=tree):
         pass
-    found = lab.records(name)
-    first = found["steps"][0]
+    results = lab.records(name)
+    first = results["steps"][0]
     began = first["time"] - sum(first[part] or 0.0 for part in PARTS)
-    return {**found["run"]["start"], "records": began - found["run"]["started"]}
+    return {**results["run"]["start"], "records": began - results["run"]["started"]}
 
 
 def rows(found: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--words", default="", help="more options of the job")
     options = parser.parse_args()
     started, load = time.time(), os.getloadavg()
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    results: dict[tuple[str, str], list[dict[str, float]]] = {}
     with bench_lab(unshaped(options.mbit)) as lab:
         for repeat in range(1 if options.quick else options.repeats):
             for number, tree in enumerate(map(Path.resolve, options.trees)):
@@ -86,9 +86,9 @@ def main() -> None:
                     lab.do("exec", host, "--", "bash", "-c", _FORGET)
                 for mode in ("first", "again"):
                     took = start(lab, tree, f"{mode}{repeat}.{number}", options.words)
-                    found.setdefault((tree.name, mode), []).append(took)
+                    results.setdefault((tree.name, mode), []).append(took)
                     print(tree.name, mode, took, flush=True)
-    table = rows(found)
+    table = rows(results)
     show(table)
     if options.json:
         result.write(options.json, table, started, load_before=load)

@@ -67,9 +67,9 @@ class StrategyBench(Bench):
         if self.group.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        found = self._bare() if mode == BARE else self._ours(mode)
+        results = self._bare() if mode == BARE else self._ours(mode)
         mib = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
-        return {**found, "mib": mib}
+        return {**results, "mib": mib}
 
     def _ours(self, mode: str) -> dict[str, Any]:
         package, words = MODES[mode.removesuffix(COMPILED)]
@@ -87,8 +87,8 @@ class StrategyBench(Bench):
             config, self.rank, ranks, self.group.device, self.group.precisions, scale, plan
         )
         engine = list_engines(config, strategies)(model, context)
-        found = self.time_engine(model, engine, plan, EXACT)
-        return {**found, "loss": self._loss(engine, model)}
+        results = self.time_engine(model, engine, plan, EXACT)
+        return {**results, "loss": self._loss(engine, model)}
 
     def _loss(self, engine: Any, model: TaskModel) -> float:
         n = self._options.batch
@@ -123,10 +123,10 @@ class StrategyBench(Bench):
 def main(world: World, options: argparse.Namespace) -> None:
     """All modes in turn, some times over; show, write."""
     started, bench = time.time(), StrategyBench(world, options)
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for mode in order(options.only, options.repeats):
         seen = bench.measure(mode)
-        found[mode].append(seen)
+        results[mode].append(seen)
         if world.rank == 0:
             laps = {k: round(1e3 * s, 1) for k, s in seen.get("laps", [{}])[0].items()}
             print(f"  {mode:<26}{1e3 * seen['step_s']:8.1f} ms a step, loss {seen['loss']:.5f}",
@@ -134,7 +134,7 @@ def main(world: World, options: argparse.Namespace) -> None:
     leave_process_group()
     if world.rank != 0:
         return
-    rows = [row(mode, cases, found, options) for mode, cases in found.items()]
+    rows = [row(mode, cases, results, options) for mode, cases in results.items()]
     print(f"\n{options.model}, {options.precision}, N = {options.batch}, {world.size} ranks")
     for each in rows:
         rate, times, spread = each["images_per_s"], each["times_plain_ddp"] or 0, each["spread"]

@@ -133,9 +133,9 @@ class Replay:
         rates, opt = self.pace(case.best)
         precisions = ["bf16" if case.best and card == "3070" else "fp32" for card in CARDS]
         hosts = re.search(r"--hosts (ecetesla\S+)", case.words)
-        kept = hosts[1].split(",") if hosts else HOSTS
-        given = [p for p, host in zip(precisions, HOSTS, strict=True) if host in kept]
-        said = list(lab.train(
+        saved = hosts[1].split(",") if hosts else HOSTS
+        given = [p for p, host in zip(precisions, HOSTS, strict=True) if host in saved]
+        text = list(lab.train(
             "benchmarks/paced_train.py", "--rates", ",".join(map(str, rates)), "--optimizer-s",
             ",".join(map(str, opt)), "--slower", self.slower, *case.words.split(),
             "--batch-size", case.n, "--no-augment", "--precision", ",".join(given),
@@ -143,19 +143,19 @@ class Replay:
             "--epochs", 1000, "--max-steps", steps + _WARM,
             "--save-every", 10**6,
         ))  # fmt: skip
-        found = lab.records(name)
-        full = [step for step in found["steps"][_WARM:] if step["n_global"] == case.n]
+        results = lab.records(name)
+        full = [step for step in results["steps"][_WARM:] if step["n_global"] == case.n]
         seconds = [step["n_global"] / step["samples_per_s"] for step in full]
-        plan = found["run"]["plan"]
+        plan = results["run"]["plan"]
         forecast = plan["forecast"] or {}
         return {
             "step_s": statistics.median(seconds) / self.slower,
-            "mean_images_per_s": (mean_rate(found["steps"][_WARM:]) or math.nan) * self.slower,
+            "mean_images_per_s": (mean_rate(results["steps"][_WARM:]) or math.nan) * self.slower,
             "predicted_s": forecast and forecast["step_s"] / self.slower,
             "wire": plan["wire"], "counts": plan["counts"],
-            "hosts": [rank["host"] for rank in found["run"]["ranks"]],
-            "left_out": [entry["reason"] for entry in found["run"]["left_out"]],
-            "advice": found["run"]["advice"], "said": said,
+            "hosts": [rank["host"] for rank in results["run"]["ranks"]],
+            "left_out": [entry["reason"] for entry in results["run"]["left_out"]],
+            "advice": results["run"]["advice"], "said": text,
         }  # fmt: skip
 
     def limit(self, n: int) -> float:
@@ -256,15 +256,15 @@ def main() -> None:
     replay = Replay(options.facts, options.slower)
     known = cases(replay.epochs)
     wanted = {n: c for n, c in known.items() if options.only is None or options.only in n}
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
     with bench_lab(replay.profile) as lab:
         for repeat in range(options.repeats):
             for place, name in enumerate(wanted if repeat % 2 == 0 else [*wanted][::-1]):
                 run = replay.run(lab, wanted[name], f"r{repeat}c{place}", options.steps)
-                found[name].append(run)
+                results[name].append(run)
                 print(f"  repeat {repeat + 1} of {options.repeats}: {name:<28}"
                       f"{run['step_s']:7.3f} s a step", flush=True)  # fmt: skip
-    table = rows(replay, known, {name: found[name] for name in wanted})
+    table = rows(replay, known, {name: results[name] for name in wanted})
     show(table)
     if options.json:
         draw(table, options.json.with_suffix(".png"))

@@ -87,15 +87,15 @@ def drain(screen: int) -> None:
 
 def ranks_of(run: Path) -> list[Path]:
     """Folders in /proc of the threads that train."""
-    found = []
+    results = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
         if b"motley.launch" in words and str(run.parent).encode() in words:
-            found.append(process / "task" / process.name)
-    return found
+            results.append(process / "task" / process.name)
+    return results
 
 
 def waited_s(ranks: list[Path]) -> float:

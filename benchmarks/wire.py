@@ -47,11 +47,11 @@ def main() -> None:
         mbit, slow = (rate and rate / options.slower for rate in LINKS[link])
         print(f"links: {link}", flush=True)
         options.modes = options.chosen or [*MODES, *(LEAF if slow else ())]
-        found = mixed_lab.table(
+        results = mixed_lab.table(
             mixed_lab.measure(options, unshaped(mbit or 10_000, slow)), options, link
         )
-        mixed_lab.show(found)
-        rows += found
+        mixed_lab.show(results)
+        rows += results
         if options.json:  # after each kind, for all of it takes long
             result.write(
                 options.json, rows, started, slower=options.slower, load_before=load,

@@ -68,15 +68,15 @@ def main() -> None:
     options = arguments()
     devices = read_devices()
     started = time.time()
-    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    results: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(options.repeats):
             for link, wire in CASES if repeat % 2 == 0 else CASES[::-1]:
                 case = train(options, link, wire, Path(folder))
-                found[link, wire].append(case)
+                results[link, wire].append(case)
                 print(f"  {link:<8}{wire:<12}{case['step_s'] * 1e3:8.1f} ms a step", flush=True)
-    exact = found["sockets", "exact"][0]["losses"]
-    rows = [row(options, link, wire, found[link, wire], exact) for link, wire in CASES]
+    exact = results["sockets", "exact"][0]["losses"]
+    rows = [row(options, link, wire, results[link, wire], exact) for link, wire in CASES]
     slow = rows[1]["step_s"]
     print(f"\n{'link':<9}{'wire':<12}{'images/s':>9}{'mean':>9}{'times exact':>12}{'of limit':>9}"
           f"{'predicted':>10}{'one all-reduce':>15}{'last loss':>11}")  # fmt: skip

@@ -57,10 +57,10 @@ def _split_parts(text: str) -> Iterator[tuple[str, list[str]]]:
         if title and line and not line.startswith(" "):  # the section or the code has ended
             yield title, inspect.cleandoc("\n".join(body)).splitlines()
             title, body = "", []
-        found = SECTION.match(line)
-        if found or (not title and line.endswith("::")):
-            yield title, body if found else [*body, line.removesuffix(":")]
-            title, body = found[1] if found else "code", []
+        result = SECTION.match(line)
+        if result or (not title and line.endswith("::")):
+            yield title, body if result else [*body, line.removesuffix(":")]
+            title, body = result[1] if result else "code", []
         else:
             body.append(line)
     yield title, inspect.cleandoc("\n".join(body)).splitlines() if title else body

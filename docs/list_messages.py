@@ -94,12 +94,12 @@ def messages(path: Path) -> Iterator[str]:
 
 def page() -> str:
     """All of it."""
-    found: dict[str, list[str]] = {title: [] for title in PLACES.values()}
+    result: dict[str, list[str]] = {title: [] for title in PLACES.values()}
     for folder in sorted(PLACES, key=len, reverse=True):
         own = [path for path in sorted((ROOT / folder).rglob("*.py")) if place_of(path) == folder]
-        found[PLACES[folder]] += [text for path in own for text in messages(path)]
+        result[PLACES[folder]] += [text for path in own for text in messages(path)]
     parts = [HEAD]
-    for title, texts in found.items():
+    for title, texts in result.items():
         unique = sorted(dict.fromkeys(texts), key=str.lower)
         parts.append(f"\n## {title}\n\n" + "".join(f"- `{text.replace('`', chr(39))}`\n"
                                                    for text in unique))  # fmt: skip

@@ -103,10 +103,10 @@ class Cgroups:
 
     def left(self) -> list[Path]:
         """All cgroups of this lab that exist."""
-        found = {
+        result = {
             path for parent in self._parents.values() for path in parent.glob(f"{self._prefix}*")
         }
-        return sorted(found)
+        return sorted(result)
 
     def remove_all(self) -> None:
         """Remove what there is, whoever made it; its processes are being killed."""

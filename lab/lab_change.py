@@ -43,9 +43,9 @@ class Changes:
             pass_fds=self._lock, timeout=LIMIT_S,
         )  # fmt: skip
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+            text = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
             raise MotleyError(
-                f"{shlex.join(command)} failed with status {done.returncode}: {said[-1]}"
+                f"{shlex.join(command)} failed with status {done.returncode}: {text[-1]}"
             )
 
     def start(
@@ -115,9 +115,9 @@ class Changes:
     def await_end(self, pids: Sequence[int], limit: float = 5) -> None:
         """Wait until processes are gone; MotleyError after ``limit`` seconds."""
         deadline = time.monotonic() + limit
-        while not self.dry_run and (left := [pid for pid in pids if _lives(pid)]):
+        while not self.dry_run and (remaining := [pid for pid in pids if _lives(pid)]):
             if time.monotonic() > deadline:
-                raise MotleyError(f"processes {left} do not end; see ps -fp {left[0]}")
+                raise MotleyError(f"processes {remaining} do not end; see ps -fp {remaining[0]}")
             time.sleep(0.01)
 
     @contextmanager

@@ -99,14 +99,16 @@ class HostFiles:
 
     def _script(self) -> str:
         stage = self.folder / "stage"
-        kept = kept_paths()
+        saved = kept_paths()
         steps: list[Sequence[object]] = []
-        for number, path in enumerate(["/sys/fs/cgroup", *kept]):
+        for number, path in enumerate(["/sys/fs/cgroup", *saved]):
             steps.append(("mkdir", "-p", stage / str(number)))
             steps.append(("mount", "--rbind", path, stage / str(number)))
-        steps += [("mount", "-t", "tmpfs", "-o", "mode=755", "lab", path) for path in _closed(kept)]
+        steps += [
+            ("mount", "-t", "tmpfs", "-o", "mode=755", "lab", path) for path in _closed(saved)
+        ]
         steps += self._mounts()
-        for number, path in enumerate(["/sys/fs/cgroup", *kept]):
+        for number, path in enumerate(["/sys/fs/cgroup", *saved]):
             steps.append(("mkdir", "-p", path))
             steps.append(("mount", "--move", stage / str(number), path))
         lines = [
@@ -220,16 +222,16 @@ def kept_paths() -> list[Path]:
             key, _, value = line.partition("=")
             if key.strip() == "home":
                 wanted.append(Path(value.strip()).resolve().parent)
-    kept: list[Path] = []
+    saved: list[Path] = []
     for path in wanted:
-        below = any(path.is_relative_to(other) for other in kept)
+        below = any(path.is_relative_to(other) for other in saved)
         hidden = any(path.is_relative_to(own) for own in _OWN) or _first_closed(path)
         if path.is_dir() and hidden and not below:
-            kept.append(path)
-    for path in kept:
+            saved.append(path)
+    for path in saved:
         if str(path) in (*_OWN, "/"):
             raise MotleyError(f"{path} cannot be in every host; move it a folder down")
-    return kept
+    return saved
 
 
 def _first_closed(path: Path) -> Path | None:

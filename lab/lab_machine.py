@@ -220,8 +220,8 @@ class Lab:
 
     def _wait_ready(self, host: LabHost, started: "subprocess.Popen[str]", log: Path) -> int:
         assert started.stdout is not None
-        said, _, _ = select.select([started.stdout], [], [], _BOOT_S)
-        if not said or started.stdout.readline() != "ready\n":
+        text, _, _ = select.select([started.stdout], [], [], _BOOT_S)
+        if not text or started.stdout.readline() != "ready\n":
             why = log.read_text().strip().splitlines() or [f"it said nothing in {_BOOT_S} s"]
             raise MotleyError(f"{host.name} does not boot: {why[-1]}")
         return self.inits()[host.name]
@@ -229,7 +229,7 @@ class Lab:
 
 def processes(lab: str) -> dict[int, str]:
     """Processes that a lab started on the machine, and which host each belongs to."""
-    found = {}
+    result = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -241,8 +241,8 @@ def processes(lab: str) -> dict[int, str]:
             continue
         marks = dict(word.decode(errors="replace").partition("=")[::2] for word in words if word)
         if marks.get(_LAB) == lab:
-            found[int(folder.name)] = marks.get(_HOST, "")
-    return found
+            result[int(folder.name)] = marks.get(_HOST, "")
+    return result
 
 
 def _is_init(pid: int) -> bool:

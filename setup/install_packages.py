@@ -65,8 +65,8 @@ def main() -> int:
             instead = "; to have pip install in uv's place: --pip"
     for command in commands:
         if not log.run(command, environment):
-            told = f"motley: that failed; all of its output is in {log.path}{instead}"
-            print(*log.lines()[-20:], told, sep="\n", file=sys.stderr)
+            received = f"motley: that failed; all of its output is in {log.path}{instead}"
+            print(*log.lines()[-20:], received, sep="\n", file=sys.stderr)
             return 1
     shutil.rmtree(CACHE, ignore_errors=True)
     return 0
@@ -95,8 +95,10 @@ class Log:
                 try:
                     return job.wait(timeout=EVERY_S - passed % EVERY_S) == 0
                 except subprocess.TimeoutExpired:
-                    told = (self.lines() or [""])[-1].strip()
-                    print(f"  {round(time.monotonic() - self.began)} s: {told[:70]}", flush=True)
+                    received = (self.lines() or [""])[-1].strip()
+                    print(
+                        f"  {round(time.monotonic() - self.began)} s: {received[:70]}", flush=True
+                    )
 
     def lines(self) -> list[str]:
         """What was said so far."""

@@ -183,8 +183,10 @@ def usage() -> str:
 
 def explain(name: str) -> str:
     """Return the error for a missing or unknown command."""
-    found = f"{name} is no command{did_you_mean(name, COMMANDS)}" if name else "no command is given"
-    return f"{found}; motley -h lists them, as in: {EXAMPLE}"
+    result = (
+        f"{name} is no command{did_you_mean(name, COMMANDS)}" if name else "no command is given"
+    )
+    return f"{result}; motley -h lists them, as in: {EXAMPLE}"
 
 
 def find_script(words: Sequence[str]) -> list[str]:

@@ -34,10 +34,12 @@ def main() -> int:
     shell = words[0] if words else ""
     try:
         if shell not in SHELLS or len(words) > 1:
-            found = f"{' '.join(words)} is no shell{did_you_mean(shell, SHELLS)}" if words else (
+            result = f"{' '.join(words)} is no shell{did_you_mean(shell, SHELLS)}" if words else (
                 "no shell is given"
             )  # fmt: skip
-            raise MotleyError(f"{found}; choose {', '.join(SHELLS)}, as in: motley completion bash")
+            raise MotleyError(
+                f"{result}; choose {', '.join(SHELLS)}, as in: motley completion bash"
+            )
         shtab = import_extra("shtab", "motley completion", where="")
         cli = importlib.import_module("motley.cli")  # which imports this by name
         print(shtab.complete(make_parser(cli.COMMANDS, shtab), shell))

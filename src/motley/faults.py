@@ -160,18 +160,18 @@ class Fault:
 def make_fault(error: BaseException, rank: int, host: str, step: int | None) -> Fault:
     """Put an exception into words."""
     if isinstance(error, MotleyError):
-        said = str(error)[:_MOST_WORDS]
+        message = str(error)[:_MOST_WORDS]
         kind = (
             FaultKind.OUT_OF_MEMORY if isinstance(error, NoMemoryError)
             else FaultKind.NOT_FINITE if isinstance(error, NotFiniteError)
             else FaultKind.DEVICE if isinstance(error, DeviceError) else FaultKind.REFUSED
         )  # fmt: skip
-        return Fault(rank, host, step, said, echo=_is_echo(error.__cause__), kind=kind)
+        return Fault(rank, host, step, message, echo=_is_echo(error.__cause__), kind=kind)
     text = " ".join(str(error).split()) or "no message"
     details = "".join(traceback.format_exception(error))[-MOST_DETAILS:]
-    said = f"{type(error).__name__}: {text[:600]}"
+    message = f"{type(error).__name__}: {text[:600]}"
     return Fault(
-        rank, host, step, said, _advice(text), details, _is_echo(error), kind_of_text(said)
+        rank, host, step, message, _advice(text), details, _is_echo(error), kind_of_text(message)
     )
 
 

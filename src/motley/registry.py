@@ -20,13 +20,13 @@ def entries(package: str, name: str) -> list[Any]:
     Raises:
         TypeError: a module has no such list.
     """
-    found: list[Any] = []
+    result: list[Any] = []
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         content = importlib.import_module(f"{package}.{module.name}")
         if not isinstance(listed := getattr(content, name, None), tuple):
             raise TypeError(f"{content.__file__} needs a tuple {name} of what it adds")
-        found += listed
-    return found
+        result += listed
+    return result
 
 
 _ON_ALL = " on all hosts"

@@ -70,16 +70,16 @@ def _replace_door(match: re.Match[str]) -> str:
 @cache
 def _read_doors() -> dict[str, str]:
     """Return what a user types in place of each script of a clone, by its path and name."""
-    found = dict[str, str]()
+    result = dict[str, str]()
     for name, command in importlib.import_module("motley.cli").COMMANDS.items():  # imports this
         typed = command.otherwise if command.otherwise and not ROOT else f"motley {name}"
-        found |= dict.fromkeys(command.doors, typed)
+        result |= dict.fromkeys(command.doors, typed)
     if not ROOT:
-        found["setup/make_env.sh"] = f"pip install {PINNED}"
-        found["the mpirun of setup/make_env.sh"] = str(Path(sys.prefix, "bin", "mpirun"))
-        found[".venv/bin/pip"] = "pip"
-        found["examples/my_task.py"] = "python -m pydoc motley.Task"
-    return found | {Path(door).name: typed for door, typed in found.items()}
+        result["setup/make_env.sh"] = f"pip install {PINNED}"
+        result["the mpirun of setup/make_env.sh"] = str(Path(sys.prefix, "bin", "mpirun"))
+        result[".venv/bin/pip"] = "pip"
+        result["examples/my_task.py"] = "python -m pydoc motley.Task"
+    return result | {Path(door).name: typed for door, typed in result.items()}
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 3, least: float = 0.5) -> str:

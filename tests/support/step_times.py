@@ -200,5 +200,5 @@ def simulate(
             found.counts = proposal.counts
             found.moves.append((step + 1, proposal.counts))
             found.taken_back += bool(getattr(proposal, "taken_back", None))
-            watch.forget()
+            watch.reset()
     return found

@@ -19,6 +19,14 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 MOST_WORDS = 40  # in a sentence
+# Names of functions, classes and fields that are participles or pronouns, or "x of y".
+NAMES = re.compile(
+    r"_?(?:told|said|kept|found|heard|unheard|same|alike|whole|of|who|what|hear|tell)"
+    r"|\w+_of|(?:tell|told|hear|who|what|of)_\w+|\w+(?:Told|Heard|Asked|Unheard)"
+)
+# A user's task overrides the first. The second is the middle part of an error: cause, found, fix.
+# The third is a field of a file's format.
+EXCEPTED = {"name_of", "found", "kept"}
 # A sentence ends with a mark that a blank and a capital letter follow, or with its paragraph.
 _END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(`]*[A-Z])")
 _FIELD = re.compile(r"\s+([\w*]+(?:, [\w*]+)*): (.*)")
@@ -63,6 +71,20 @@ def find_in_python(path: Path) -> Iterator[Finding]:
         block.append(token.string.lstrip("#").strip())
         last = line if alone else -2
     yield from _check(path, at, [" ".join(block)])
+
+
+def find_names(path: Path) -> Iterator[Finding]:
+    """Yield functions, classes and fields of a file whose names break a rule."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ClassDef):
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.append(node.name)
+        for name in names:
+            if NAMES.fullmatch(name) and name not in EXCEPTED:
+                yield Finding(path, node.lineno, "name", name)
 
 
 def find_in_markdown(path: Path) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from project import ROOT
-from style import find_in_markdown, find_in_python
+from style import find_in_markdown, find_in_python, find_names
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/first_hour.md", "docs/how_it_works.md",
          "docs/records.md", "docs/your_lab.md")  # fmt: skip
@@ -12,9 +12,15 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs/first_hour.md", "docs/how_it_work
 
 def test_docstrings_comments_and_pages_keep_the_rules() -> None:
     modules = sorted((ROOT / "src" / "motley").rglob("*.py"))
-    found = [str(each) for path in modules for each in find_in_python(path)]
+    found = [str(each) for path in modules for each in (*find_in_python(path), *find_names(path))]
     found += [str(each) for name in PAGES for each in find_in_markdown(ROOT / name)]
     assert found == []
+
+
+def test_names_that_break_a_rule_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("class HostTold:\n    said: str\n    text: str\n\n\ndef step_of(): ...\n")
+    assert [each.sentence for each in find_names(path)] == ["said", "HostTold", "step_of"]
 
 
 @pytest.mark.parametrize(

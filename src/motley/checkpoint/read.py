@@ -128,10 +128,10 @@ def load_newest_intact(
         The folder, its content, and the faults of the folders before it.
     """
     problems: list[str] = []
-    found, content = find_first_intact(
+    result, content = find_first_intact(
         folders, lambda each: load_checkpoint(each, needs, only), problems
     )
-    return found, *content, problems
+    return result, *content, problems
 
 
 def find_first_intact(
@@ -204,9 +204,9 @@ def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
 
 def _check_size(path: Path, allowed: Container[int]) -> None:
     """ValueError unless it is a file of such a size: no other is read, for it may be endless."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size not in allowed:
-        raise ValueError(f"it is no file of the size that it was saved with, but {found.st_size} "
+    result = path.stat()
+    if not stat.S_ISREG(result.st_mode) or result.st_size not in allowed:
+        raise ValueError(f"it is no file of the size that it was saved with, but {result.st_size} "
                          "bytes")  # fmt: skip
 
 
@@ -232,12 +232,12 @@ def checkpoints_at(path: Path) -> list[Path]:
         path: one checkpoint's folder, a copy of one, ``checkpoints/``, or a run folder.
     """
     if (step := parse_step(path)) is not None:
-        return [path, *Checkpoints(path.parent, 1).found(step - 1)]
+        return [path, *Checkpoints(path.parent, 1).list_folders(step - 1)]
     if (path / "manifest.json").is_file():
         return [path]
     for place in (path / "checkpoints", path):
-        if found := Checkpoints(place, 1).found():
-            return found
+        if result := Checkpoints(place, 1).list_folders():
+            return result
     return []
 
 

@@ -57,20 +57,22 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
     Raises:
         MotleyError: there are no weights, not to be trusted, or of another model.
     """
-    asked = config.initial_checkpoint
+    requested = config.initial_checkpoint
     if model is None:
         return []
     content: list[Any] = [None, None]
     tensors: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         try:
-            found = _of_task(model.task) if asked is None else read_weights(asked, config.trust)
-            if found is not None:
+            result = (
+                _of_task(model.task) if requested is None else read_weights(requested, config.trust)
+            )
+            if result is not None:
                 tensors, notes = fit(
-                    found, model.task, model.net, _has_same_head(found, model.task, config)
+                    result, model.task, model.net, _has_same_head(result, model.task, config)
                 )
                 tensors |= _drawn_anew(model, tensors.keys(), config.seed)
-                content = [[f"begins with the weights of {found.source}", *notes], None]
+                content = [[f"begins with the weights of {result.source}", *notes], None]
         except MotleyError as error:  # the other ranks must receive it
             content = [None, str(error)]
     dist.broadcast_object_list(content, src=0, device=model.device)
@@ -99,13 +101,13 @@ def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str
 
     Features that were learnt for a head of the same numbers would be sure of the wrong classes.
     """
-    left = model.net.state_dict().keys() - taken
-    if not left:
+    remaining = model.net.state_dict().keys() - taken
+    if not remaining:
         return {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_seed(seed, 1))
         fresh = model.task.model().state_dict()
-    return {name: fresh[name] for name in sorted(left)}
+    return {name: fresh[name] for name in sorted(remaining)}
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ class Weights:
 
 
 def _of_task(task: Task) -> Weights | None:
-    found = task.pretrained_weights()
-    return None if found is None else Weights(*found)
+    result = task.pretrained_weights()
+    return None if result is None else Weights(*result)
 
 
 def read_weights(asked: str, trust: bool) -> Weights:
@@ -136,8 +138,8 @@ def read_weights(asked: str, trust: bool) -> Weights:
     """
     flag = f"--initial-checkpoint {asked}"
     path = Path(asked.removeprefix(_LOCAL))
-    if not asked.startswith(_LOCAL) and (found := checkpoints_at(path)):
-        folder, content, progress, _ = load_newest_intact(found, only=("model",))
+    if not asked.startswith(_LOCAL) and (result := checkpoints_at(path)):
+        folder, content, progress, _ = load_newest_intact(result, only=("model",))
         return Weights(select_part(content, "model"), folder, progress.get("config", {}))
     if path.is_dir():
         inside = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
@@ -211,13 +213,13 @@ def fit(
         for name in sorted(outside & tensors.keys()) if tensors[name].shape != own[name].shape
     ]  # fmt: skip
     if missing or unknown or shaped:
-        said = [
+        text = [
             f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}"
             for names, what in ((missing, "missing"), (unknown, "unknown here"),
                                 (shaped, "of another shape")) if names
         ]  # fmt: skip
         raise MotleyError(
-            f"the weights of {weights.source} are of another model; {'; '.join(said)}. "
+            f"the weights of {weights.source} are of another model; {'; '.join(text)}. "
             "Give the options of the model that they were made with"
         )
     anew = sorted(
@@ -268,19 +270,19 @@ def resume(
         tensors: dict[str, Tensor] | None = {}
         if dist.get_rank() == 0:
             try:
-                found, (progress, tensors) = find_first_intact(
+                result, (progress, tensors) = find_first_intact(
                     folders, lambda folder: _read_first(folder, by_parts), problems
                 )
                 notes = [f"not used: {problem}" for problem in problems]
                 notes += _differences(progress["config"], now, config)
-                content = [(progress, tensors is None), notes, found]
+                content = [(progress, tensors is None), notes, result]
             except MotleyError as error:  # the other ranks must receive it
                 content = [None, str(error), None]
         dist.broadcast_object_list(content, src=0, device=device)
-        told, notes, source = content
-        if told is None:
+        received, notes, source = content
+        if received is None:
             raise MotleyError(notes)
-        progress, in_parts = told
+        progress, in_parts = received
         if not in_parts:
             own = _broadcast_state(engine, tensors or {}, progress, device)
             break
@@ -354,7 +356,7 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
     rank.
     """
     assert isinstance(engine, HoldsParts)
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     wrong = ""
     try:
         parts = open_checkpoint(folder).parts
@@ -366,13 +368,13 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
                 else readers.submit(parts.rows, name, *own)
                 for name, own in rows.items()
             ]  # fmt: skip
-            found = {name: each.result() for name, each in zip(rows, read, strict=True)}
+            result = {name: each.result() for name, each in zip(rows, read, strict=True)}
     except MotleyError as error:
         wrong = str(error)
     wrong = next((str(each) for each in all_gather_object(wrong) if each), "")
     if wrong:
         return wrong
-    engine.load_state(Scope.ROWS, State(found, progress.get("optimizer", {})))
+    engine.load_state(Scope.ROWS, State(result, progress.get("optimizer", {})))
     return ""
 
 

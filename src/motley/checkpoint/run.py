@@ -29,20 +29,20 @@ from motley.records.training import add_group, read_groups
 def find_run(config: Config) -> tuple[Path, list[Path]]:
     """The run's folder, and the checkpoints that ``--resume`` finds for it."""
     try:
-        path, found = _find_run(config, Path(config.logs))
+        path, result = _find_run(config, Path(config.logs))
     except OSError as error:
         raise MotleyError(
             f"cannot read {error.filename}: {error.strerror}; choose another place with --logs DIR"
         ) from None
     refuse_link(path)
-    if found and (continued := get_run(found[0])):
+    if result and (continued := get_run(result[0])):
         try:
             RunFolder(continued).read_run()
         except MotleyError as error:
             print(
                 f"motley: {error}; its checkpoints are used, and who does how much is planned anew"
             )
-    return path, found
+    return path, result
 
 
 def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
@@ -58,13 +58,13 @@ def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
             )
         return folder, []
     if config.resume != "auto":
-        found = checkpoints_at(Path(config.resume))
-        if not found:
+        result = checkpoints_at(Path(config.resume))
+        if not result:
             raise MotleyError(
                 f"--resume {config.resume}: no checkpoint there; name a run folder, or a folder "
                 "checkpoints/step_... in one"
             )
-        return named or get_run(found[0]) or _by_time(logs), found
+        return named or get_run(result[0]) or _by_time(logs), result
     if named:
         return named, checkpoints_at(named)
     return _newest_stopped(logs, config.task) or (_by_time(logs), [])
@@ -102,10 +102,10 @@ def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
             started = started if isinstance(started, int | float) else 0.0
             stopped.append((started, run.path, str(learns)))
     for _, path, learns in sorted(stopped, reverse=True):
-        if not (found := checkpoints_at(path)):
+        if not (result := checkpoints_at(path)):
             continue
         if Path(learns).name == Path(task).name:
-            return path, found
+            return path, result
         print(
             f"motley: {path} learns --task {learns}; --resume auto passes it over. Add "
             f"--task {shlex.quote(learns)} to continue it"
@@ -198,8 +198,10 @@ class Run:
         was_first = self._first
         self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
         if self._first and not was_first:
-            told = [event for event in self.folder.read_events() if event["event"] == "unreadable"]
-            self._unreadable = {event["sample"] for event in told}
+            received = [
+                event for event in self.folder.read_events() if event["event"] == "unreadable"
+            ]
+            self._unreadable = {event["sample"] for event in received}
 
     def _take(self) -> None:
         if self._lock is None:

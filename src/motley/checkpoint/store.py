@@ -260,7 +260,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        for old in self.found(step)[self._keep :]:
+        for old in self.list_folders(step)[self._keep :]:
             shutil.rmtree(old)
 
     @contextlib.contextmanager
@@ -285,10 +285,10 @@ class Checkpoints:
         They belong to a branch that a resume from ``step`` leaves, or are damaged. The next resume
         would use them otherwise.
         """
-        left = self.found(step)
-        later = set(self.found()) - set(left)
-        if later and left:
-            self._point_to(left[0])
+        remaining = self.list_folders(step)
+        later = set(self.list_folders()) - set(remaining)
+        if later and remaining:
+            self._point_to(remaining[0])
         elif later:
             (self.path / "latest").unlink(missing_ok=True)
         for folder in later:
@@ -296,7 +296,7 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
 
-    def found(self, until: int | None = None) -> list[Path]:
+    def list_folders(self, until: int | None = None) -> list[Path]:
         """Folders of checkpoints, newest first, whole or not.
 
         Args:
@@ -340,8 +340,8 @@ class Checkpoints:
     def sweep(self) -> None:
         """Remove what a crash of another process left half-written; the run's lock is held."""
         for leftover in self.path.glob(".step_*"):
-            found = _HALF_WRITTEN.fullmatch(leftover.name)
-            if found and int(found[1]) != os.getpid():
+            result = _HALF_WRITTEN.fullmatch(leftover.name)
+            if result and int(result[1]) != os.getpid():
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -366,14 +366,14 @@ class KeptState:
 
     Attributes:
         state: of the training. plan: how a full batch was split then.
-        found: parameters, optimizer and their other state, on the CPU. scale: of the loss.
+        engine_state: parameters, optimizer and their other state, on the CPU. scale: of the loss.
         seen: sums of its batch norms, since all ranks' were united.
         estimated: buffers of the batch norms, for a checkpoint that this rank writes alone.
     """
 
     state: TrainState
     plan: Plan
-    found: State
+    engine_state: State
     scale: dict[str, Any]
     seen: dict[str, Tensor]
     estimated: dict[str, Tensor]
@@ -412,13 +412,13 @@ def _save_parts(
 ) -> None:
     checkpoints.wait()  # all do: rank 0 waits for each rank's part of the one before
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    told: list[Any] = [checkpoints.begin_parts(position.step) if rank == 0 else None]
-    dist.broadcast_object_list(told, src=0, device=engine.device)
+    received: list[Any] = [checkpoints.begin_parts(position.step) if rank == 0 else None]
+    dist.broadcast_object_list(received, src=0, device=engine.device)
     if rank > 0:
-        checkpoints.save_part_behind(told[0], rank, part.tensors, position.step)
+        checkpoints.save_part_behind(received[0], rank, part.tensors, position.step)
         return
     progress = make_progress(position, ranks, engine.scale.state_dict(), config, part.plain)
-    checkpoints.save_parts_behind(told[0], ranks, part.tensors, progress)
+    checkpoints.save_parts_behind(received[0], ranks, part.tensors, progress)
 
 
 def make_progress(
@@ -461,24 +461,24 @@ def _newest(engine: Engine, kept: KeptState) -> TrainState:
     # At equal steps, ranks that have united their batch norms' statistics are ahead.
     steps = kept.seen.get("steps")
     own = float(kept.state.step), 0.0 if steps is None else -float(steps.max())
-    told = all_gather_floats(own)
-    newest, state = told.index(max(told)), kept.found
+    received = all_gather_floats(own)
+    newest, state = received.index(max(received)), kept.engine_state
     position: TrainState
     position, plain, scale = all_gather_object((kept.state, state.plain, kept.scale))[newest]
-    if min(told) < max(told):
+    if min(received) < max(received):
         tensors = state.tensors if dist.get_rank() == newest else {}
         state = State(spread(tensors, engine.device, newest), plain)
     engine.load_state(Scope.GLOBAL, state)
     engine.scale.load_state_dict(scale)
     # In the newest state are the statistics of all ranks already.
-    seen = {} if own[1] < told[newest][1] else kept.seen
+    seen = {} if own[1] < received[newest][1] else kept.seen
     engine.load_state(Scope.STATISTICS, State(seen))
     return position
 
 
 def _unite(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
     positions = all_gather_object(kept.state)
-    engine.load_state(Scope.GLOBAL, kept.found)
+    engine.load_state(Scope.GLOBAL, kept.engine_state)
     engine.scale.load_state_dict(kept.scale)
     engine.unite()
     engine.load_state(Scope.STATISTICS, State(kept.seen))
@@ -495,7 +495,7 @@ def spread(tensors: dict[str, Tensor], device: torch.device, source: int = 0) ->
     """One rank's tensors on all ranks, on the CPU: no device need hold a whole model's at once."""
     header: list[Any] = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
     dist.broadcast_object_list(header, src=source, device=device)
-    found, first = {}, dist.get_rank() == source
+    result, first = {}, dist.get_rank() == source
     for name, shape, dtype in header[0]:
         tensor = (
             tensors[name].to(device, copy=True).contiguous()
@@ -503,5 +503,5 @@ def spread(tensors: dict[str, Tensor], device: torch.device, source: int = 0) ->
             else torch.empty(shape, dtype=dtype, device=device)
         )
         dist.broadcast(tensor, src=source)
-        found[name] = tensor.cpu()
-    return found
+        result[name] = tensor.cpu()
+    return result

@@ -192,9 +192,9 @@ def wait_for_parts(folder: Path, ranks: int) -> None:
             raise MotleyError(there[failed[0]].read_text())
         if all(part_names(rank)[1] in there for rank in range(ranks)):
             return
-        found = sum(path.stat().st_size for path in there.values() if path.exists())
-        if found != sizes:
-            sizes, since = found, time.monotonic()
+        result = sum(path.stat().st_size for path in there.values() if path.exists())
+        if result != sizes:
+            sizes, since = result, time.monotonic()
         if time.monotonic() - since > _SILENT_S or not threading.main_thread().is_alive():
             late = [rank for rank in range(ranks) if part_names(rank)[1] not in there]
             raise MotleyError(
@@ -225,8 +225,8 @@ class Piece:
         content = bytearray(size)
         with self.file.open("rb") as source:
             source.seek(self.begin)
-            found = source.readinto(content)
-        if found != size or hashlib.sha256(content).hexdigest() != self.sha256:
+            result = source.readinto(content)
+        if result != size or hashlib.sha256(content).hexdigest() != self.sha256:
             raise ValueError("a tensor in it is not what was written")
         if not size:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -266,11 +266,11 @@ class Parts:
 
     def digest(self, part: str) -> str:
         """Return a SHA-256 of the hashes of all tensors of a part, as ``model``."""
-        found = hashlib.sha256()
+        result = hashlib.sha256()
         for name, pieces in sorted(self._pieces.items()):
             if name.partition(".")[0] == part:
-                found.update(f"{name} {' '.join(piece.sha256 for piece in pieces)}\n".encode())
-        return found.hexdigest()
+                result.update(f"{name} {' '.join(piece.sha256 for piece in pieces)}\n".encode())
+        return result.hexdigest()
 
     def check(self) -> int:
         """Compare all hashes, a piece at a time; returns the bytes of all tensors."""
@@ -283,14 +283,14 @@ class Parts:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of a tensor, in memory of their own."""
-        found, first = [], 0
+        result, first = [], 0
         for piece in self._pieces[name]:
             end = first + piece.shape[0]
             if first < stop and start < end:
-                found.append(self._read(piece)[max(0, start - first) : stop - first])
+                result.append(self._read(piece)[max(0, start - first) : stop - first])
             first = end
-        if found:
-            return torch.cat(found)
+        if result:
+            return torch.cat(result)
         piece = self._pieces[name][0]
         return torch.empty((0, *piece.shape[1:]), dtype=piece.dtype)
 

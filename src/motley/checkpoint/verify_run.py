@@ -31,9 +31,9 @@ def main() -> int:
     code = 0
     for path in paths:
         try:
-            for found in verify(path):
-                print(f"{'DAMAGED' if found.damaged else 'ok'}  {found.text}", flush=True)
-                code = max(code, int(found.damaged))
+            for result in verify(path):
+                print(f"{'DAMAGED' if result.damaged else 'ok'}  {result.text}", flush=True)
+                code = max(code, int(result.damaged))
         except MotleyError as error:
             print(f"motley: {error}", file=sys.stderr)
             code = 2

@@ -85,10 +85,10 @@ def create(folder: int, name: str) -> io.BufferedRandom:
 
 
 def _check(opened: int) -> None:
-    found = os.fstat(opened)
-    if found.st_uid != os.getuid():
-        raise RefusedError(errno.EPERM, f"it belongs to the user of number {found.st_uid}")
-    if found.st_mode & 0o022:
+    result = os.fstat(opened)
+    if result.st_uid != os.getuid():
+        raise RefusedError(errno.EPERM, f"it belongs to the user of number {result.st_uid}")
+    if result.st_mode & 0o022:
         raise RefusedError(errno.EPERM, "other users can write to it")
 
 
@@ -144,18 +144,18 @@ def temporary_note(environ: Mapping[str, str]) -> str:
     host = socket.gethostname()
     fix = "or name another folder: export TMPDIR=/var/tmp, and mpirun -x TMPDIR"
     try:
-        found = os.statvfs(place)
+        result = os.statvfs(place)
     except OSError as error:
         return f"{named} on {host} cannot be used: {error.strerror}; make it, {fix}"
-    if found.f_bavail * found.f_frsize < _LEAST_BYTES:
-        left = found.f_bavail * found.f_frsize // 1024
+    if result.f_bavail * result.f_frsize < _LEAST_BYTES:
+        remaining = result.f_bavail * result.f_frsize // 1024
         return (
-            f"{named} on {host} is full ({left} KiB are free), and MPI keeps files there: free "
-            f"some, {fix}"
+            f"{named} on {host} is full ({remaining} KiB are free), and MPI keeps files there: "
+            f"free some, {fix}"
         )
-    if found.f_files and found.f_favail < _LEAST_FILES:
+    if result.f_files and result.f_favail < _LEAST_FILES:
         return (
-            f"{named} on {host} takes only {found.f_favail} more files (its inodes are used up), "
+            f"{named} on {host} takes only {result.f_favail} more files (its inodes are used up), "
             f"and MPI makes some there: remove small files (df -i, du --inodes), {fix}"
         )
     return ""
@@ -196,12 +196,12 @@ def _candidates(place: Path) -> Iterator[Path]:
 
 def _why_not_own(folder: Path) -> str | None:
     """Return why a folder is not this user's alone: what is read from it could be another's."""
-    found = folder.lstat()
+    result = folder.lstat()
     if folder.is_symlink():
         return "it is a symbolic link"
-    if found.st_uid != os.getuid():
-        return f"it belongs to the user of number {found.st_uid}"
-    if found.st_mode & 0o077:
+    if result.st_uid != os.getuid():
+        return f"it belongs to the user of number {result.st_uid}"
+    if result.st_mode & 0o077:
         return "other users can read or write it"
     return None
 

@@ -162,8 +162,8 @@ class AmdSmi:
 
     def devices(self) -> tuple[DeviceFacts, ...]:
         """Return all GPUs that answer."""
-        found = [self._device(*each) for each in enumerate(self._handles())]
-        return tuple(device for device in found if device is not None)
+        result = [self._device(*each) for each in enumerate(self._handles())]
+        return tuple(device for device in result if device is not None)
 
     def processes(self) -> tuple[GpuProcess, ...]:
         """Return the processes that hold memory of each GPU."""
@@ -218,9 +218,9 @@ class AmdSmi:
         for name in _HOTTEST_FIRST:
             if (kind := getattr(kinds, name, None)) is None:
                 continue
-            found = self._ask("amdsmi_get_temp_metric", handle, kind, now)
-            if isinstance(found, int | float):
-                return float(found)
+            result = self._ask("amdsmi_get_temp_metric", handle, kind, now)
+            if isinstance(result, int | float):
+                return float(result)
         return None
 
     def _held(self, handle: Any) -> list[tuple[int, float | None]] | None:
@@ -240,8 +240,8 @@ class AmdSmi:
 
 
 def _first(power: Any) -> float | None:
-    found = (_number(power, name) for name in _POWER_NOW_FIRST)
-    return next((each for each in found if each is not None), None)
+    result = (_number(power, name) for name in _POWER_NOW_FIRST)
+    return next((each for each in result if each is not None), None)
 
 
 def _number(answer: Any, name: str) -> float | None:
@@ -366,8 +366,8 @@ class GpuSampler:
         for _ in range(2):  # a driver that was restarted has to be opened anew
             if not self._open():
                 break
-            if (found := _nvml_devices(self._of_gputil)) is not None:
-                return found
+            if (result := _nvml_devices(self._of_gputil)) is not None:
+                return result
             self._close()
         if self._of_gputil:  # of the last time: it may be as good as the driver is bad
             self._ask_gputil()
@@ -396,7 +396,7 @@ class GpuSampler:
 
 def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
     """Return the processes that hold memory of this machine's GPUs; None without a driver."""
-    found = []
+    result = []
     with _nvml() as nvml_works:
         if not nvml_works:
             with AmdSmi() as amd:
@@ -408,10 +408,10 @@ def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
             for process in running or ():
                 held = process.usedGpuMemory
                 mib = None if held is None else held / MIB
-                found.append(
+                result.append(
                     GpuProcess(index, uuid, process.pid, get_process_user(process.pid), mib)
                 )
-    return tuple(found)
+    return tuple(result)
 
 
 def amd_uuid_at(place: str) -> str | None:
@@ -447,8 +447,8 @@ def _nvml_devices(of_gputil: Mapping[str, Any]) -> tuple[DeviceFacts, ...] | Non
     count = _ask(pynvml.nvmlDeviceGetCount)
     if count is None:
         return None
-    found = [_nvml_device(index, of_gputil) for index in range(count)]
-    answered = tuple(device for device in found if device is not None)
+    result = [_nvml_device(index, of_gputil) for index in range(count)]
+    answered = tuple(device for device in result if device is not None)
     return answered if answered or not count else None
 
 

@@ -118,9 +118,9 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
         raise MotleyError(f"{path} does not exist; write one host a line, as {example}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise MotleyError(f"{path} cannot be read: {error}") from None
-    if found := foreign_marks(text):
+    if result := foreign_marks(text):
         print(
-            f"motley: {path} has {found}, which are left out; other programs refuse the file, so "
+            f"motley: {path} has {result}, which are left out; other programs refuse the file, so "
             f"remove them with: {REMOVE_MARKS} {shlex.quote(str(path))}",
             file=sys.stderr,
         )
@@ -180,7 +180,7 @@ def expand_nodes(names: str) -> list[str]:
     Raises:
         MotleyError: it is no such list, or a name in it is no host name.
     """
-    found: list[str] = []
+    result: list[str] = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", names):
         parts, at = list[list[str]](), 0
         for match in _PART.finditer(item):
@@ -191,10 +191,10 @@ def expand_nodes(names: str) -> list[str]:
             at = match.end()
         if at != len(item):
             raise MotleyError(f"{names!r} is no list of Slurm's nodes, such as n[1-3],gpu07")
-        found += [check_name("".join(each)) for each in product(*parts)]
-        if len(found) > _MOST:
+        result += [check_name("".join(each)) for each in product(*parts)]
+        if len(result) > _MOST:
             raise MotleyError(f"{names!r} names more than {_MOST:,} nodes")
-    return found
+    return result
 
 
 def _numbers(ranges: str, names: str) -> Iterator[str]:
@@ -296,16 +296,16 @@ def partitions() -> list[Partition]:
 
 def read_partitions(lines: Iterable[str]) -> list[Partition]:
     """Read sinfo's output in ``_FORMAT``: a line for each kind of node of a partition."""
-    found: dict[str, Partition] = {}
+    result: dict[str, Partition] = {}
     for line in lines:
         name, starred, state, most, usual, nodes, cores, gpus = line.split("|")
         own = Partition(
             name, starred.endswith("*"), state == "up", int(nodes), int(cores.rstrip("+")),
             sum(map(int, _GPUS.findall(gpus))), seconds_of_slurm(most), seconds_of_slurm(usual),
         )  # fmt: skip
-        before = found.get(name)
-        found[name] = own if before is None else _together(before, own)
-    return list(found.values())
+        before = result.get(name)
+        result[name] = own if before is None else _together(before, own)
+    return list(result.values())
 
 
 def _together(one: Partition, other: Partition) -> Partition:

@@ -116,13 +116,13 @@ class MemoryNode:
 
 def memory_nodes(root: Path = _ROOT) -> tuple[MemoryNode, ...]:
     """Return all memory nodes that have cores, in order; () where Linux does not list them."""
-    found = []
+    result = []
     for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             cores = read_core_list((path / "cpulist").read_text())
             if cores:
-                found.append(MemoryNode(int(path.name.removeprefix("node")), cores))
-    return tuple(sorted(found, key=lambda node: node.number))
+                result.append(MemoryNode(int(path.name.removeprefix("node")), cores))
+    return tuple(sorted(result, key=lambda node: node.number))
 
 
 def node_of_device(bus_id: str, root: Path = _ROOT) -> int | None:
@@ -269,11 +269,11 @@ def _asks_for_binding(words: Sequence[str]) -> bool:
 
 def read_core_list(text: str) -> frozenset[int]:
     """Parse a core list as Linux writes it, such as ``0-15,64``; ValueError if it is not one."""
-    found: set[int] = set()
+    result: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        result.update(range(int(first), int(last or first) + 1))
+    return frozenset(result)
 
 
 def core_list(cores: Collection[int]) -> str:

@@ -119,10 +119,10 @@ def _ask_ssh(host: str) -> dict[str, list[str]]:
             "ssh configuration", f"ssh -G {host} did not end within {ASK_SSH_S:.0f} s", _FIX
         ) from None
     if done.returncode != 0:
-        said = " ".join(done.stderr.split("\n")[0].split())
+        text = " ".join(done.stderr.split("\n")[0].split())
         raise HostTrouble(
             "ssh configuration",
-            f"ssh refuses its own configuration for {host} ({said})",
+            f"ssh refuses its own configuration for {host} ({text})",
             f"correct it, and see what ssh reads with: ssh -G {host}",
         )
     settings: dict[str, list[str]] = {}
@@ -276,7 +276,7 @@ class Talk:
         script: str,
         words: tuple[object, ...],
         payload: bytes | Readable | None,
-        tell: Callable[[str], None] | None,
+        on_line: Callable[[str], None] | None,
     ) -> None:
         mark = f"motley-{secrets.token_hex(8)}"
         self.tied = payload is None
@@ -291,14 +291,14 @@ class Talk:
             self.sent = chain([head], iter(lambda: payload.read(_CHUNK), b""))
         self.errors = bytearray()
         self._mark = mark.encode() + b"\n"
-        self._tell = tell
+        self._on_line = on_line
         self._data = bytearray()
         self._told: int | None = None  # offset of the first byte of a line not passed on yet
 
     def take(self, data: bytes) -> None:
         """Append received bytes of stdout and pass on each complete line."""
         self._data += data
-        if self._tell is None:
+        if self._on_line is None:
             return
         if self._told is None:
             at = self._data.find(self._mark)
@@ -306,7 +306,7 @@ class Talk:
                 return
             self._told = at + len(self._mark)
         while (end := self._data.find(b"\n", self._told)) >= 0:
-            self._tell(self._data[self._told : end].decode(errors="replace").rstrip("\r"))
+            self._on_line(self._data[self._told : end].decode(errors="replace").rstrip("\r"))
             self._told = end + 1
 
     def finish(self, code: int) -> Finished:
@@ -387,19 +387,19 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
     """
     deadline, lingers = time.monotonic() + limit, math.inf
     channel.exec_command(_LOADER)
-    left = memoryview(next(talk.sent))
+    remaining = memoryview(next(talk.sent))
     while True:
         # sshd may send the exit status before the last output. The output has an end of its own,
         # but not where a process stays behind that could still write.
-        idle, told = True, channel.exit_status_ready()
-        if told:
+        idle, received = True, channel.exit_status_ready()
+        if received:
             lingers = min(lingers, time.monotonic() + _LINGER_S)
         # Asked before the streams: what came before the end is then read.
-        ended = told and (channel.eof_received or channel.closed or time.monotonic() > lingers)
-        if left and not told and channel.send_ready():
-            left = left[channel.send(left[:_CHUNK].tobytes()) :]
-            left = left or memoryview(next(talk.sent, b""))
-            if not left and not talk.tied:
+        ended = received and (channel.eof_received or channel.closed or time.monotonic() > lingers)
+        if remaining and not received and channel.send_ready():
+            remaining = remaining[channel.send(remaining[:_CHUNK].tobytes()) :]
+            remaining = remaining or memoryview(next(talk.sent, b""))
+            if not remaining and not talk.tied:
                 channel.shutdown_write()
             idle = False
         while channel.recv_ready():
@@ -410,7 +410,7 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
             idle = False
         if ended and idle:
             return int(channel.recv_exit_status())
-        if not told and not alive():
+        if not received and not alive():
             raise EOFError
         if time.monotonic() > deadline:
             raise TooLong

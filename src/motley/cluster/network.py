@@ -79,15 +79,15 @@ def list_networks(
     candidates.sort(key=lambda interface: interface.name.startswith(VIRTUAL))
     shared: list[dict[int, Network]] = []
     for candidate in candidates:
-        found = {
+        result = {
             machine: interface
             for machine, interfaces in machines.items()
             for interface in interfaces
             if interface.network == candidate.network
         }
-        addresses = {interface.address for interface in found.values()}
-        if len(found) == len(addresses) == len(machines):
-            shared.append({m: Network(at.name, at.address) for m, at in found.items()})
+        addresses = {interface.address for interface in result.values()}
+        if len(result) == len(addresses) == len(machines):
+            shared.append({m: Network(at.name, at.address) for m, at in result.items()})
     of_user = [each for each in shared if each[one].interface in wanted[one]]
     real = [each for each in shared if not each[one].interface.startswith(VIRTUAL)]
     if shared:
@@ -150,15 +150,15 @@ def named_interfaces(
             value = environs.get(machine, {}).get(variable, "")
             if not value or value.startswith("^"):
                 continue
-            asked = value.removeprefix("=").split(",")
+            requested = value.removeprefix("=").split(",")
             exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
             if not any(name == word if exact else name.startswith(word)
-                       for name in has for word in asked):  # fmt: skip
+                       for name in has for word in requested):  # fmt: skip
                 raise MotleyError(
                     f"{variable}={value} on {names[machine]}, which has no such interface (it has "
                     f"{', '.join(has)}); unset {variable}: the interface of each host is found"
                 )
-            wanted[machine] += asked
+            wanted[machine] += requested
     return wanted
 
 
@@ -221,8 +221,8 @@ def _count(connection: socket.socket, token: str) -> None:
     try:
         with connection:
             connection.settimeout(_REPLY_S)
-            said = connection.recv(_TOKEN, socket.MSG_WAITALL)
-            if not hmac.compare_digest(said, token.encode()):
+            text = connection.recv(_TOKEN, socket.MSG_WAITALL)
+            if not hmac.compare_digest(text, token.encode()):
                 return
             connection.sendall(GREETING)
             total, end = 0, time.monotonic() + 2 * _REPLY_S
@@ -243,10 +243,10 @@ def connect(address: str, port: int, token: str) -> socket.socket | str:
         return f"fails: {error.strerror}"
     try:
         connection.sendall(token.encode())
-        said = connection.recv(len(GREETING), socket.MSG_WAITALL)
+        text = connection.recv(len(GREETING), socket.MSG_WAITALL)
     except OSError:
-        said = b""
-    if said == GREETING:
+        text = b""
+    if text == GREETING:
         return connection
     connection.close()
     return "is answered by another program"
@@ -324,9 +324,11 @@ def pick_network(
             for machine in machines
             if isinstance(answer := answers[machine][number], str)
         ]
-        told: list[Any] = [answers[machine][number] for machine in machines]
-        rates.append(None if failed else min(told))
-        words.append(f"{where}: {failed[0]}" if failed else f"{where}: {min(told) / 1e6:.3g} MB/s")
+        received: list[Any] = [answers[machine][number] for machine in machines]
+        rates.append(None if failed else min(received))
+        words.append(
+            f"{where}: {failed[0]}" if failed else f"{where}: {min(received) / 1e6:.3g} MB/s"
+        )
     best: int | None = None
     for number, rate in enumerate(rates):
         if rate is not None and (best is None or rate > _FASTER * (rates[best] or 0)):
@@ -361,8 +363,8 @@ def main(words: Sequence[str]) -> None:
 
 def _try_peer(name: str, address: str, port: int, token: str) -> None:
     """Print how a connection to a host fares."""
-    found = connect(address, port, token)
-    result = found if isinstance(found, str) else "ok"
+    results = connect(address, port, token)
+    result = results if isinstance(results, str) else "ok"
     print(f"{name} {result}\n", end="", flush=True)
 
 

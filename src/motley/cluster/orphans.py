@@ -40,7 +40,7 @@ class TrainingProcess:
         ticks: when it started, in clock ticks since this machine did; with ``pid`` it names
             a process for good, for pids are used again.
         age_s: seconds since it started.
-        what: for a person, "rank 3: torch_dist/train_vit.py --run a".
+        description: for a person, "rank 3: torch_dist/train_vit.py --run a".
         kind: ``rank``, ``daemon`` or ``mpirun``.
         workers: pid and ticks of each data worker of a rank.
         gpu_mib: GPU memory that it and its workers hold; None where no driver reports it.
@@ -54,7 +54,7 @@ class TrainingProcess:
     pid: int
     ticks: int
     age_s: float
-    what: str
+    description: str
     kind: str
     workers: tuple[tuple[int, int], ...]
     gpu_mib: float | None
@@ -72,13 +72,13 @@ class Survey:
 
     Attributes:
         node: its own name for itself.
-        found: this user's processes of training.
+        processes: this user's processes of training.
         mpiruns: pids of all of this user's mpirun.
         others: who else holds GPU memory.
     """
 
     node: str
-    found: tuple[TrainingProcess, ...]
+    processes: tuple[TrainingProcess, ...]
     mpiruns: tuple[int, ...]
     others: tuple[GpuProcess, ...]
 
@@ -117,18 +117,18 @@ def survey() -> Survey:
         above = [up for up in _ancestors(pid, own) if up in ranks]
         if above:
             workers.setdefault(above[-1], []).append(pid)
-    found = []
+    result = []
     for pid, each in own.items():
         below = workers.get(pid, [])
         if pid in ranks and not any(pid in group for group in workers.values()):
-            found.append(_describe(each, "rank", [own[worker] for worker in below], own, gpu))
+            result.append(_describe(each, "rank", [own[worker] for worker in below], own, gpu))
         elif each["name"] in _MPIRUN | _DAEMONS and _is_own_launcher(pid, each, ranks, own):
             kind = "mpirun" if each["name"] in _MPIRUN else "daemon"
-            found.append(_describe(each, kind, [], own, gpu))
-    listed = {pid for each in found for pid in (each.pid, *(worker for worker, _ in each.workers))}
+            result.append(_describe(each, kind, [], own, gpu))
+    listed = {pid for each in result for pid in (each.pid, *(worker for worker, _ in each.workers))}
     return Survey(
         node=socket.gethostname(),
-        found=tuple(found),
+        processes=tuple(result),
         mpiruns=tuple(pid for pid, each in own.items() if each["name"] in _MPIRUN),
         others=tuple(each for each in gpu or () if each.pid not in listed),
     )
@@ -137,16 +137,16 @@ def survey() -> Survey:
 def _own_processes() -> dict[int, dict[str, Any]]:
     """Return the facts about each process of this user, by pid."""
     wanted = ["pid", "ppid", "name", "exe", "cmdline", "cwd", "environ", "create_time", "status"]
-    found = {}
+    result = {}
     for process in psutil.process_iter():
         try:
             if process.uids().real == os.getuid() and process.pid != os.getpid():
                 known = process.as_dict(wanted)
                 if known["status"] != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = {**known, "ticks": ticks(process.pid)}
+                    result[process.pid] = {**known, "ticks": ticks(process.pid)}
         except (psutil.Error, OSError):  # it ended
             continue
-    return found
+    return result
 
 
 def _line(each: Mapping[str, Any]) -> list[str] | None:
@@ -208,7 +208,7 @@ def _describe(
         pid=each["pid"],
         ticks=each["ticks"],
         age_s=max(0.0, time.time() - each["create_time"]),
-        what=what,
+        description=what,
         kind=kind,
         workers=tuple((worker["pid"], worker["ticks"]) for worker in workers),
         gpu_mib=None if None in held else sum(mib or 0 for mib in held),
@@ -242,7 +242,7 @@ def _name(pid: int) -> str:
 def survey_from_json(text: str) -> Survey:
     """Read what ``python -m motley.cluster.orphans`` printed; ValueError, KeyError or TypeError."""
     fields = json.loads(text)
-    found = tuple(
+    result = tuple(
         TrainingProcess(
             **{
                 **each,
@@ -250,10 +250,10 @@ def survey_from_json(text: str) -> Survey:
                 "head": (str(each["head"][0]), int(each["head"][1])) if each["head"] else None,
             }
         )
-        for each in fields["found"]
+        for each in fields["processes"]
     )
     others = tuple(GpuProcess(**each) for each in fields["others"])
-    return Survey(fields["node"], found, tuple(fields["mpiruns"]), others)
+    return Survey(fields["node"], result, tuple(fields["mpiruns"]), others)
 
 
 def main(words: Sequence[str]) -> None:

@@ -75,7 +75,7 @@ class Remote:
         *words: object,
         payload: bytes | Readable | None = None,
         limit: float = 30,
-        tell: Callable[[str], None] | None = None,
+        on_line: Callable[[str], None] | None = None,
     ) -> Finished:
         """Run a POSIX sh script there, whatever the login shell is.
 
@@ -86,12 +86,12 @@ class Remote:
             payload: its stdin, or a file to read that from. Secrets go here: nothing else
                 stays out of a process list.
             limit: seconds that it may take in all.
-            tell: called with each line of stdout as it comes.
+            on_line: called with each line of stdout as it comes.
 
         Raises:
             HostTrouble: it took longer, or the connection broke.
         """
-        talk = Talk(script, words, payload, tell)
+        talk = Talk(script, words, payload, on_line)
         try:
             if self._client:
                 code = self._run_there(talk, limit)
@@ -106,9 +106,9 @@ class Remote:
             ) from None
         done = talk.finish(code)
         if self._through and not done.begun:
-            said = (done.errors.strip().splitlines() or ["no message"])[-1]
+            text = (done.errors.strip().splitlines() or ["no message"])[-1]
             raise HostTrouble(
-                "not started", f"Slurm starts nothing on {self.host}: {said}",
+                "not started", f"Slurm starts nothing on {self.host}: {text}",
                 f"see: scontrol show node {self.host}",
             )  # fmt: skip
         if not done.begun:
@@ -215,8 +215,8 @@ def known_keys(host: str, path: Path) -> tuple[HostKey, ...]:
     file, name = paramiko.HostKeys(), read_login(host).known_as
     for listed, key in _read_known(path):
         file.add(listed, key.get_name(), key)
-    found = file.lookup(name)
-    return tuple(_as_key(key) for key in found.values()) if found else ()
+    result = file.lookup(name)
+    return tuple(_as_key(key) for key in result.values()) if result else ()
 
 
 def _read_known(path: Path) -> Iterator[tuple[str, paramiko.PKey]]:

@@ -43,13 +43,13 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
     gate: Future[None] = Future()
     _GATES[gate] = sent
 
-    def found(_: Future[None]) -> Any:
+    def get_result(_: Future[None]) -> Any:
         if not sent.done():
             raise RuntimeError("the process group was abandoned")
         return sent.wait()
 
     sent.add_done_callback(lambda _: _open(gate))
-    return gate.then(found)
+    return gate.then(get_result)
 
 
 def has_forgotten() -> bool:
@@ -126,15 +126,15 @@ def leave_group(group: Any = None) -> None:
     Args:
         group: None: the default one, and with it all others.
     """
-    kept = [group or dist.group.WORLD]
+    saved = [group or dist.group.WORLD]
     if has_forgotten():
-        kept += dist.distributed_c10d._world.pg_map
+        saved += dist.distributed_c10d._world.pg_map
     by_gloo = dist.get_backend(group) == "gloo"
     dist.destroy_process_group(group)
     # A callback of torch's PowerSGD may still hold the group in one of gloo's own threads. If that
     # were the last to let go, the thread would have to join itself, and abort the process.
     if by_gloo:
-        _LEFT.append((time.monotonic(), kept))
+        _LEFT.append((time.monotonic(), saved))
     release_groups()
 
 

@@ -267,12 +267,12 @@ def _matrices(bucket: Bucket, most: int) -> list[tuple[int, int, int, int]]:
 
     The order is that of the hook's memories, where matrices of one shape lie next to each other.
     """
-    start, found = bucket.flat.storage_offset(), []
+    start, result = bucket.flat.storage_offset(), []
     for grad in bucket.grads:
         high, wide = len(grad), grad.numel() // len(grad)
-        found.append((int(grad.storage_offset() - start), high, wide, min(high, wide, most)))
-    shapes = [sides for _, *sides in found]
-    return sorted(found, key=lambda each: shapes.index([*each[1:]]))
+        result.append((int(grad.storage_offset() - start), high, wide, min(high, wide, most)))
+    shapes = [sides for _, *sides in result]
+    return sorted(result, key=lambda each: shapes.index([*each[1:]]))
 
 
 def _copies(memory: Mapping[int, Tensor]) -> dict[int, Tensor]:

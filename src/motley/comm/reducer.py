@@ -244,13 +244,13 @@ def in_thread(
         except Exception as error:
             if not isinstance(error, RuntimeError | MemoryError):  # a fault of the program's
                 traceback.print_exception(error)
-            said = MotleyError(
+            text = MotleyError(
                 f"gradients could not be added up ({type(error).__name__}: {error}); continue with "
                 "--resume auto, with --wire exact if it happens again"
             )
-            said.__cause__ = error
+            text.__cause__ = error
             threading.excepthook(
-                threading.ExceptHookArgs((MotleyError, said, None, threading.current_thread()))
+                threading.ExceptHookArgs((MotleyError, text, None, threading.current_thread()))
             )
 
     thread.submit(run)

@@ -77,7 +77,7 @@ class Option:
     usual: str = ""
     per_launch: bool = False
 
-    def text_of(self, value: Any) -> Any:
+    def to_text(self, value: Any) -> Any:
         """Return a value in the form that records and checkpoints keep.
 
         The form is JSON, with texts that :attr:`read` reads.
@@ -88,8 +88,8 @@ class Option:
             return list(map(str, value)) if self.several else ",".join(map(str, value))
         return value if type(value) in (bool, int, float, str) else str(value)
 
-    def value_of(self, text: Any) -> Any:
-        """Read the output of :meth:`text_of`."""
+    def from_text(self, text: Any) -> Any:
+        """Read the output of :meth:`to_text`."""
         if isinstance(text, list):
             return tuple(self.read(each) for each in text)
         return self.read(text) if isinstance(text, str) else text
@@ -109,12 +109,12 @@ def get_options(group: type) -> dict[str, Option]:
     Raises:
         MotleyError: a field has a type that no option can have, or no default.
     """
-    found: dict[str, Option] = {}
+    result: dict[str, Option] = {}
     for each in fields(group):
         declared = each.metadata.get(_OPTION)
         known = declared if isinstance(declared, Option) else _plain(group, each)
-        found[each.name] = replace(known, name=known.name or each.name)
-    return found
+        result[each.name] = replace(known, name=known.name or each.name)
+    return result
 
 
 def _plain(group: type, each: "Field[Any]") -> Option:

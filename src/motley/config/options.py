@@ -307,14 +307,14 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
         """True if the rate falls until ``--max-steps``, since no number of epochs was given."""
         return self.max_steps is not None and "epochs" not in self.typed_names | self.recipe_names
 
-    def of(self, group: type[Group]) -> Group:
+    def group(self, group: type[Group]) -> Group:
         """Return a strategy's own options; their defaults where the script does not have them."""
         return next((each for each in self.own if isinstance(each, group)), group())
 
     def options(self) -> Iterator[tuple[str, Option, Any]]:
         """Yield the name, declaration and value of each, in the order of ``-h``."""
         for group in (*GROUPS, *map(type, self.own)):
-            source = self if group in GROUPS else self.of(group)
+            source = self if group in GROUPS else self.group(group)
             for attribute, declared in get_options(group).items():
                 yield declared.name, declared, getattr(source, attribute)
 
@@ -325,7 +325,7 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
             decides: select the options that decide some of this; None: select all.
         """
         return {
-            name: declared.text_of(value)
+            name: declared.to_text(value)
             for name, declared, value in self.options()
             if decides is None or declared.decides & decides
         }

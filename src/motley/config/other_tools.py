@@ -201,23 +201,23 @@ def own_words(words: Sequence[str], known: Collection[str]) -> list[str]:
         words: as typed.
         known: all options of the command. An option that is none of these stays as it is.
     """
-    found, left = list[str](), list(words)
-    while left:
-        name, joined, value = with_dashes(left.pop(0), known).partition("=")
+    result, remaining = list[str](), list(words)
+    while remaining:
+        name, joined, value = with_dashes(remaining.pop(0), known).partition("=")
         other = plain_name(name)
         own = SAME.get(other, ())
         if name in known or not own or own[0] not in known:
-            found.append(name + joined + value)
+            result.append(name + joined + value)
             continue
-        if other in _SWITCHES and (joined or left[:1]):
-            is_on = _TRUTH.get((value if joined else left[0]).lower())
+        if other in _SWITCHES and (joined or remaining[:1]):
+            is_on = _TRUTH.get((value if joined else remaining[0]).lower())
             if is_on is not None and not joined:
-                left.pop(0)
+                remaining.pop(0)
             if is_on is not None:
-                found += own if is_on else ()
+                result += own if is_on else ()
                 continue
-        found += [*own[:-1], own[-1] + joined + value]
-    return found
+        result += [*own[:-1], own[-1] + joined + value]
+    return result
 
 
 def plain_name(word: str) -> str:

@@ -179,8 +179,8 @@ class OptionParser(OneVoice):
         """
         if launched_rank() != 0:
             return
-        told = [each for each in self._actions if each.help != argparse.SUPPRESS]
-        shown = [copy.copy(each) for each in told if each.dest in self._usual]
+        received = [each for each in self._actions if each.help != argparse.SUPPRESS]
+        shown = [copy.copy(each) for each in received if each.dest in self._usual]
         for each in shown:
             each.help = self._usual[each.dest]
         screen = argparse.RawDescriptionHelpFormatter(self.prog, max_help_position=_COLUMN)
@@ -189,7 +189,7 @@ class OptionParser(OneVoice):
         screen.start_section("the usual options")
         screen.add_arguments(shown)
         screen.end_section()
-        rest = len(told) - len(shown)
+        rest = len(received) - len(shown)
         screen.add_text(f"{self.prog} --help-all tells of these and {rest} more.")
         print(typed_command(screen.format_help()), end="", flush=True)
 
@@ -232,9 +232,9 @@ class OptionParser(OneVoice):
     def changes(self, name: str, value: Any) -> bool:
         """Return True if a value, as a record keeps it, is not an option's default."""
         declared = self._declared.get(name)
-        return declared is None or value != declared.text_of(self.get_default(name))
+        return declared is None or value != declared.to_text(self.get_default(name))
 
-    def words_of(self, name: str, value: Any) -> list[str]:
+    def make_words(self, name: str, value: Any) -> list[str]:
         """Return an option as a user types it.
 
         Args:
@@ -281,7 +281,7 @@ class OptionParser(OneVoice):
         if action.choices is not None and read not in action.choices:
             raise MotleyError(f"{flag} {text}: choose {', '.join(map(str, action.choices))}")
 
-    def config_of(self, words: argparse.Namespace) -> Config:
+    def make_config(self, words: argparse.Namespace) -> Config:
         """Return the parsed options, by groups."""
         # argparse gives several words as a list.
         given: dict[str, Any] = {
@@ -345,19 +345,19 @@ def split_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     Raises:
         MotleyError: no file follows ``--config``, or several are named.
     """
-    found, rest, left = list[str](), list[str](), iter(words)
-    for word in left:
+    result, rest, remaining = list[str](), list[str](), iter(words)
+    for word in remaining:
         name, is_joined, value = word.partition("=")
         if name == FLAG:
-            found.append(value if is_joined else next(left, ""))
+            result.append(value if is_joined else next(remaining, ""))
         else:
             rest.append(word)
-    if len(found) > 1 or "" in found:
+    if len(result) > 1 or "" in result:
         raise MotleyError(
-            f"{FLAG} takes one file, and {len(list(filter(None, found)))} are named; write it as "
+            f"{FLAG} takes one file, and {len(list(filter(None, result)))} are named; write it as "
             f"in {FLAG} options.toml"
         )
-    return (Path(found[0]) if found else None), rest
+    return (Path(result[0]) if result else None), rest
 
 
 @dataclass(frozen=True)
@@ -419,22 +419,22 @@ class ConfigFile:
         Raises:
             MotleyError: an option is unknown, or has no such value.
         """
-        found: list[str] = []
+        result: list[str] = []
         for name, value in self.values.items():
             if self.is_run and (name in _OF_ONE_LAUNCH or not parser.changes(name, value)):
                 continue
             try:
-                found += parser.words_of(name, value)
+                result += parser.make_words(name, value)
             except MotleyError as error:
                 line = f", line {self.lines[name]}" if name in self.lines else ""
                 raise MotleyError(f"{self.path}{line}: {error}") from None
-        return found
+        return result
 
 
 def _options_of_run(path: Path, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)["config"]
-        return {str(name): value for name, value in found.items() if name != "task_class"}
+        result = json.loads(text)["config"]
+        return {str(name): value for name, value in result.items() if name != "task_class"}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise MotleyError(
             f'{path} is no run.json: it has no options under "config"; name the file of a run, '

@@ -197,12 +197,12 @@ def with_folder(images: Images, folder: Path) -> Images:
     if not folder.is_dir():
         raise MotleyError(f"--images {folder} is no folder")
     endings = image_endings()
-    found = (
+    result = (
         path for path in folder.rglob("*")
         if path.name.lower().endswith(endings)
         and not any(map(is_foreign, path.relative_to(folder).parts))
     )  # fmt: skip
-    files = sorted(found, key=lambda path: tuple(map(composed, path.parts)))
+    files = sorted(result, key=lambda path: tuple(map(composed, path.parts)))
     if not files:
         raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
     return replace(
@@ -315,7 +315,7 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
 
     def _files(self, folder: str, endings: tuple[str, ...], above: set[str]) -> list[str]:
         """Return the images below a folder, in the order of torchvision's."""
-        found = []
+        result = []
         seen = set(above)
         walk = os.walk(folder, onerror=self._count_closed, followlinks=True)
         for here, inner, names in walk:
@@ -326,9 +326,9 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
                 continue
             seen.add(real)
             inner[:] = [name for name in inner if not is_foreign(name)]
-            found.append((here, names))
+            result.append((here, names))
         images = []
-        for here, names in sorted(found, key=lambda each: composed(each[0])):
+        for here, names in sorted(result, key=lambda each: composed(each[0])):
             for name in sorted(names, key=composed):
                 if name.lower().endswith(endings) and not is_foreign(name):
                     images.append(f"{here}{os.sep}{name}")

@@ -107,9 +107,9 @@ class BatchesOnGpu(Batches):
         if self._ready is not None:
             return
         self._stream.synchronize()  # the copy before is long done
-        if (found := next(self._batches, None)) is not None:
+        if (result := next(self._batches, None)) is not None:
             with torch.cuda.stream(self._stream):
-                self._ready = self._slots.take(found)
+                self._ready = self._slots.take(result)
 
     def close(self) -> None:
         """See Batches."""
@@ -239,15 +239,15 @@ def _prefetch(
     """
     try:
         while exchange.is_wanted():
-            if (found := next(batches, None)) is None:
+            if (result := next(batches, None)) is None:
                 exchange.put(None)
                 return
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                batch = slots.take(found)
+                batch = slots.take(result)
             if stream is not None:
                 stream.synchronize()
             exchange.put(batch)
-            del batch, found
+            del batch, result
     except BaseException as error:
         exchange.fail(error)
 

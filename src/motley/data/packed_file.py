@@ -89,8 +89,8 @@ class Packed:
 
 def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
     """Write the tail behind the images, then what the file begins with."""
-    told = json.dumps(asdict(about)).encode()
-    tail = _LENGTH.pack(len(told)) + told + rows.astype("<i8").tobytes()
+    received = json.dumps(asdict(about)).encode()
+    tail = _LENGTH.pack(len(received)) + received + rows.astype("<i8").tobytes()
     begin = file.seek(0, 2)
     file.write(tail)
     file.seek(0)
@@ -156,14 +156,16 @@ def _tail(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
 
 def _parse(tail: bytes) -> tuple[About, NDArray[np.int64]]:
     (length,) = _LENGTH.unpack_from(tail)
-    told = json.loads(tail[_LENGTH.size : _LENGTH.size + length])
-    told = {each.name: told[each.name] for each in fields(About)}
-    told["classes"] = tuple(told["classes"])
-    told["unreadable"] = {int(number): str(why) for number, why in told["unreadable"].items()}
-    if told["kept"] not in (PIXELS, JPEG):
-        raise ValueError(f"it keeps images as {told['kept']!r}")
+    received = json.loads(tail[_LENGTH.size : _LENGTH.size + length])
+    received = {each.name: received[each.name] for each in fields(About)}
+    received["classes"] = tuple(received["classes"])
+    received["unreadable"] = {
+        int(number): str(why) for number, why in received["unreadable"].items()
+    }
+    if received["kept"] not in (PIXELS, JPEG):
+        raise ValueError(f"it keeps images as {received['kept']!r}")
     rows = np.frombuffer(tail, "<i8", offset=_LENGTH.size + length).astype(np.int64)
-    return About(**told), rows.reshape(-1, _COLUMNS)
+    return About(**received), rows.reshape(-1, _COLUMNS)
 
 
 def _fits(about: About, rows: NDArray[np.int64], end: int) -> bool:
@@ -230,8 +232,8 @@ def list_folder(root: Path) -> Folder:
     digest = hashlib.sha256()
     for path in paths:
         status = path.stat()
-        told = (str(path.relative_to(root)), status.st_size, status.st_mtime_ns)
-        digest.update(repr(told).encode(errors="surrogateescape"))
+        received = (str(path.relative_to(root)), status.st_size, status.st_mtime_ns)
+        digest.update(repr(received).encode(errors="surrogateescape"))
     above = {root / part for part in ("train", "val")}
     above |= {each for part in tuple(above) for each in part.iterdir() if each.is_dir()}
     folders = sorted(above | {path.parent for path in paths})
@@ -390,9 +392,9 @@ def _write(
 
 
 def _read_all_reduced(paths: Sequence[Path], keep: Keep, processes: int) -> Iterator[_Image]:
-    one, left = partial(_read_reduced, keep=keep), iter(paths)
+    one, remaining = partial(_read_reduced, keep=keep), iter(paths)
     with multiprocessing.get_context("fork").Pool(processes, _start_worker) as pool:
-        while some := list(islice(left, processes * _AT_ONCE)):
+        while some := list(islice(remaining, processes * _AT_ONCE)):
             yield from pool.imap(one, some)
 
 

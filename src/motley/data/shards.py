@@ -49,8 +49,8 @@ class Shards:
     @property
     def targets(self) -> list[int]:
         """The labels, as torchvision calls them."""
-        found: list[int] = self._places[:, 3].tolist()
-        return found
+        result: list[int] = self._places[:, 3].tolist()
+        return result
 
     def __len__(self) -> int:
         return len(self._places)
@@ -81,14 +81,14 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
             file.seek(tar.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError(f"no tar goes on like this at byte {tar.offset}")
-            found = []
+            result = []
             for key, parts in samples.items():
                 image = next((parts[each] for each in _IMAGES if each in parts), None)
                 if image is None:
                     continue
                 label = _label(tar, parts, label_key, f"{path}: {key!a}")
                 if label is not None:
-                    found.append((image.offset, image.offset_data, image.size, label))
+                    result.append((image.offset, image.offset_data, image.size, label))
     except MotleyError:
         raise
     except Exception as error:  # of what a header may say, tarfile's authors did not think of all
@@ -96,7 +96,7 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
             f"{path} cannot be read: it is cut short, damaged, or no .tar that is not compressed "
             f"({type(error).__name__}: {error}); copy it anew"
         ) from None
-    return np.array(found, np.int64).reshape(-1, 4)
+    return np.array(result, np.int64).reshape(-1, 4)
 
 
 def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:

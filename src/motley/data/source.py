@@ -334,6 +334,6 @@ def check_length(samples: Samples, length: int, held_out: bool) -> None:
 
 def first_sample(samples: Samples) -> Mapping[str, Any]:
     """The first training sample, before it is in a batch."""
-    (found,) = Keyed(samples, training=True).__getitems__([Key(0, 0)])
-    assert found.content is not None  # in training another one takes its place
-    return found.content
+    (result,) = Keyed(samples, training=True).__getitems__([Key(0, 0)])
+    assert result.content is not None  # in training another one takes its place
+    return result.content

@@ -157,27 +157,27 @@ class Look:
         if self.auto.startswith("rand"):
             make = auto_augment.rand_augment_transform
         try:
-            found: Any = make(self.auto, known)
+            result: Any = make(self.auto, known)
         except (AssertionError, ValueError, KeyError) as error:
             raise MotleyError(
                 f"--aa {self.auto}: timm has no such augmentation ({error}); take one as in "
                 "rand-m9-mstd0.5, original or v0"
             ) from None
-        for op in getattr(found, "ops", None) or chain.from_iterable(found.policy):
+        for op in getattr(result, "ops", None) or chain.from_iterable(result.policy):
             if op.aug_fn is auto_augment.posterize:
                 op.aug_fn = _posterize
-        return found  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]
 
     def _erase(self) -> Transform:
         erase = RandomErasing(self.erase, mode="pixel", device="cpu")  # type: ignore[no-untyped-call]
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
 
-        def of(image: Tensor) -> Tensor:
+        def erase_image(image: Tensor) -> Tensor:
             # timm's noise is of a normalised image.
             noised: Tensor = erase((image - mean) / std)
             return (noised * std + mean).round().clamp(0, 255).to(torch.uint8)
 
-        return of
+        return erase_image
 
 
 class ShiftAndFlip:
@@ -209,13 +209,13 @@ class ShiftAndFlip:
         """Uint8 [C, size, size], of uint8 [C, size, size] or of PIL's."""
         pixels = image if isinstance(image, Tensor) else v2.functional.pil_to_tensor(image)
         down, right, mirrored = self.draw()
-        found = torch.zeros_like(pixels, memory_format=torch.contiguous_format)
+        result = torch.zeros_like(pixels, memory_format=torch.contiguous_format)
         to_y, from_y = _overlap(down, pixels.shape[1])
         to_x, from_x = _overlap(right, pixels.shape[2])
-        found[:, to_y, to_x] = pixels[:, from_y, from_x]
+        result[:, to_y, to_x] = pixels[:, from_y, from_x]
         for transform in self.between:
-            found = transform(found)
-        return found.flip(-1) if mirrored else found
+            result = transform(result)
+        return result.flip(-1) if mirrored else result
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:
@@ -243,17 +243,21 @@ class RandomCropAndFlip:
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Uint8 [C, size, size], of uint8 [C, H, W] or of PIL's whose colours are a byte each."""
-        top, left, height, width = self._box(image)
+        top, remaining, height, width = self._box(image)
         mirrored = float(torch.empty(1).uniform_()) < 0.5
         if isinstance(image, Tensor):
-            part = image[:, top : top + height, left : left + width].permute(1, 2, 0).contiguous()
+            part = (
+                image[:, top : top + height, remaining : remaining + width]
+                .permute(1, 2, 0)
+                .contiguous()
+            )
         else:
-            content = image.crop((left, top, left + width, top + height)).tobytes()
+            content = image.crop((remaining, top, remaining + width, top + height)).tobytes()
             part = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(height, width, -1)
-        found: Tensor = v2.functional.resize_image(
+        result: Tensor = v2.functional.resize_image(
             part.permute(2, 0, 1), self._size, **self._resize
         )
-        return found.flip(-1) if mirrored else found
+        return result.flip(-1) if mirrored else result
 
     def _box(self, image: Image.Image | Tensor) -> tuple[int, int, int, int]:
         """Return top, left, height and width of a part.
@@ -266,8 +270,8 @@ class RandomCropAndFlip:
         ratio = torch.exp(torch.empty(1).uniform_(*self._log_ratio)).item()
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            top, left = (int(torch.randint(room + 1, ())) for room in (height - h, width - w))
-            return top, left, h, w
+            top, remaining = (int(torch.randint(room + 1, ())) for room in (height - h, width - w))
+            return top, remaining, h, w
         torch.default_generator.set_state(before)
         box = self._usual.make_params([image])
         return box["top"], box["left"], box["height"], box["width"]
@@ -383,10 +387,10 @@ def _exchange_box(one: Tensor, other: Tensor, weight: float, y: float, x: float)
     side = math.sqrt(1 - weight)
     rows, columns = _span(y, side, height), _span(x, side, width)
     box = (slice(None), rows, columns)
-    kept = one[box].clone()
+    saved = one[box].clone()
     one[box] = other[box]
-    other[box] = kept
-    return 1 - kept[0].numel() / (height * width)
+    other[box] = saved
+    return 1 - saved[0].numel() / (height * width)
 
 
 def _span(middle: float, side: float, length: int) -> slice:

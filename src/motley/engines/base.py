@@ -170,8 +170,8 @@ class EngineBase:
         if not len(batch):
             return self._no_scores()
         whole = slice(0, len(batch))
-        found = in_halves(lambda part: score(self._model, batch[part]), whole)
-        return torch.stack(found).sum(dim=0)
+        result = in_halves(lambda part: score(self._model, batch[part]), whole)
+        return torch.stack(result).sum(dim=0)
 
     def _evaluate_together(self, batch: Batch) -> Tensor:
         if len(batch):
@@ -197,7 +197,7 @@ class EngineBase:
             case Scope.RANK:
                 return State(self._rank_state())
             case Scope.STATISTICS:
-                return State(self._seen(keep))
+                return State(self._evaluated_state(keep))
             case Scope.BUFFERS:
                 return State(self._estimate_buffers(keep))
 
@@ -233,7 +233,7 @@ class EngineBase:
     def _go_on_beside(self, state: State) -> None:
         """Load the state beside the parameters, once those are loaded."""
         if self._model.statistics:
-            self._model.statistics.forget()
+            self._model.statistics.reset()
         if self.average:
             self.average.load(state.tensors)
 
@@ -250,22 +250,22 @@ class EngineBase:
         raise NotImplementedError
 
     def _held_state(self, keep: Callable[[Tensor], Tensor]) -> State:
-        kept = self.memory.state(keep)
-        tensors = model_state(self._model.net, keep) | self._average_state(keep) | kept.tensors
+        saved = self.memory.state(keep)
+        tensors = model_state(self._model.net, keep) | self._average_state(keep) | saved.tensors
         if self.average and self.average.exchanged:
             self.average.put_back(tensors)
             fill_tied(self._model.net, tensors)
-        return State(tensors, kept.plain)
+        return State(tensors, saved.plain)
 
     def _average_state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return self.average.state(keep) if self.average else {}
 
-    def _seen(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def _evaluated_state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return self._model.statistics.state(keep) if self._model.statistics else {}
 
     def _estimate_buffers(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        found = self._model.statistics.estimate(keep) if self._model.statistics else {}
-        return {f"model.{name}": value for name, value in found.items()}
+        result = self._model.statistics.estimate(keep) if self._model.statistics else {}
+        return {f"model.{name}": value for name, value in result.items()}
 
     def _unite_seen(self, seen: dict[str, Tensor]) -> None:
         if self._model.statistics:
@@ -273,8 +273,8 @@ class EngineBase:
 
     def _rank_state(self) -> dict[str, Tensor]:
         statistics = self._model.statistics
-        kept = statistics.own_state() if statistics else {}
-        return {f"statistics.{name}": snapshot(value) for name, value in kept.items()}
+        saved = statistics.own_state() if statistics else {}
+        return {f"statistics.{name}": snapshot(value) for name, value in saved.items()}
 
     def _load_rank(self, state: dict[str, Tensor]) -> list[str]:
         if self._model.statistics:

@@ -38,9 +38,9 @@ def _sum_bucket(
     engine: "weakref.ref[DdpEngine]",
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch looks at the annotation
 ) -> torch.futures.Future[Tensor]:
-    found = engine()
-    assert found is not None
-    return found.sum_bucket(bucket)
+    result = engine()
+    assert result is not None
+    return result.sum_bucket(bucket)
 
 
 class DdpEngine(ReducingEngine):
@@ -154,8 +154,10 @@ class DdpEngine(ReducingEngine):
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            found = shortage(error, self._context.device)
-            raise NoMemoryError(f"{found}; no room is left for the gradients themselves") from error
+            result = shortage(error, self._context.device)
+            raise NoMemoryError(
+                f"{result}; no room is left for the gradients themselves"
+            ) from error
 
 
 _BUCKET = 2**25  # numbers; twice as many took two H200s 5 % longer, half as many 11 %
@@ -270,15 +272,15 @@ def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     """Have these as gradients; what was rounded goes where a gradient is already."""
     rounded = []
     for parameter, summed in zip(parameters, sums, strict=True):
-        found = summed
+        result = summed
         if parameter.is_complex():
-            found = torch.view_as_complex(summed.to(as_real(parameter).dtype))
-        if parameter.grad is None or found.dtype == parameter.dtype:
-            parameter.grad = found.to(parameter.dtype)
+            result = torch.view_as_complex(summed.to(as_real(parameter).dtype))
+        if parameter.grad is None or result.dtype == parameter.dtype:
+            parameter.grad = result.to(parameter.dtype)
         else:
-            rounded.append((parameter.grad, found))
+            rounded.append((parameter.grad, result))
     if rounded:
-        torch._foreach_copy_([grad for grad, _ in rounded], [found for _, found in rounded])
+        torch._foreach_copy_([grad for grad, _ in rounded], [result for _, result in rounded])
 
 
 @torch.no_grad()

@@ -88,9 +88,9 @@ class LocalShards:
         instead = dict(zip(map(id, old), new, strict=True))
         for group in self._optimizer.param_groups:
             group["params"] = [instead[id(each)] for each in group["params"]]
-        kept = list(self._optimizer.state.items())
+        saved = list(self._optimizer.state.items())
         self._optimizer.state.clear()
-        for parameter, slots in kept:
+        for parameter, slots in saved:
             like = instead[id(parameter)]
             self._optimizer.state[like] = {
                 name: _like(value, parameter, like) for name, value in slots.items()
@@ -120,7 +120,7 @@ class FsdpEngine(SynchronousEngine):
     replicated = False
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
-        own = context.config.of(FsdpOptions)
+        own = context.config.group(FsdpOptions)
         check_offload(own.offload, context)
         refuse_unused(model, "--strategy fsdp")
         check_types(model, _TYPES, "--strategy fsdp", "--strategy ddp")
@@ -180,7 +180,7 @@ class FsdpEngine(SynchronousEngine):
                 self._backward(total * (self.scale.value * self.loss_weight / self._nominal_weight))
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
-                gathers = self._context.config.of(FsdpOptions).reshard_after_forward
+                gathers = self._context.config.group(FsdpOptions).reshard_after_forward
                 instead = "--strategy ddp" if gathers else "--reshard-after-forward"
                 no_second_try(error, self.device, self.traits.words, instead)
             raise
@@ -259,11 +259,11 @@ class FsdpEngine(SynchronousEngine):
         # The model first: its tensors need not lie beside those of the optimizer.
 
         def shared(kinds: Sequence[str]) -> State:
-            found = {}
+            result = {}
             for name, value in state.tensors.items():
                 if name.partition(".")[0] in kinds:
-                    found[name] = self._as_held(value, find_parameter(name, self._model.net))
-            return State(found, state.plain)
+                    result[name] = self._as_held(value, find_parameter(name, self._model.net))
+            return State(result, state.plain)
 
         with self._put_together():
             self._load_model(shared(("model", "ema", "ema_numbers")))

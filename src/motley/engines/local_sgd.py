@@ -95,10 +95,10 @@ class LocalEngine(StepEngine):
         self.on_change()
         if weight and not self._short:
             factor = scale * weight / self._nominal_weight
-            found = gradient_norm(self._parameters)
-            norm = float(found) / factor
+            result = gradient_norm(self._parameters)
+            norm = float(result) / factor
             if math.isfinite(norm):
-                unscale_and_clip(self._parameters, found, factor, self._context.config.clip_grad)
+                unscale_and_clip(self._parameters, result, factor, self._context.config.clip_grad)
                 self._update()
                 self._used += weight
                 self._loss_sum += loss_sum
@@ -156,12 +156,12 @@ class LocalEngine(StepEngine):
         self._work.wait()  # it lets go of what was sent
         if self._copies:
             torch.cuda.synchronize(self._context.device)
-        progress, told = torch.split(
+        progress, received = torch.split(
             self._sum, [len(self._agreed), len(self._sum) - len(self._agreed)]
         )
         # A row for each rank, fp32 [ranks, 4]: the sum of its losses and its samples since the
         # round before; ready_s; and a flag if it has no memory.
-        table = told.view(-1, _TOLD)
+        table = received.view(-1, _TOLD)
         self._agreed.add_(progress / table[:, 1].sum().clamp(min=1))
         self._sum = None
         if self._heard is not None:  # two averaging rounds, and no step between them
@@ -213,16 +213,16 @@ class LocalEngine(StepEngine):
         codec = registered.codec if registered else None
         wide = {name: codec.widen(slots) if codec else {} for name, slots in memory.items()}
         groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
-        kept: list[tuple[dict[str, Any], str]] = [
+        saved: list[tuple[dict[str, Any], str]] = [
             (wide[n] if slot in wide[n] else memory[n], slot)
             for n in sorted(memory) for slot in sorted(memory[n])
             if not (codec and codec.is_extra(slot))
         ]  # fmt: skip
-        kept += [(group, key) for group, changed in groups for key in sorted(changed)]
+        saved += [(group, key) for group, changed in groups for key in sorted(changed)]
         if self.average:  # of each rank's own; it is linear
             own = self.average
-            kept += [(d, key) for d in (own.tensors, own.numbers) for key in sorted(d)]
-        tensors = [each[key] for each, key in kept if isinstance(each[key], Tensor)]
+            saved += [(d, key) for d in (own.tensors, own.numbers) for key in sorted(d)]
+        tensors = [each[key] for each, key in saved if isinstance(each[key], Tensor)]
         for many in (True, False):  # moments, and counts of steps
             some = [tensor for tensor in tensors if (tensor.dim() > 0) == many]
             if not some:
@@ -236,7 +236,9 @@ class LocalEngine(StepEngine):
                 if many and codec:
                     for name, slots in wide.items():
                         codec.narrow(memory[name], slots)
-        numbers = [(each, key) for each, key in kept if type(each[key]) in (int, float)]  # of steps
+        numbers = [
+            (each, key) for each, key in saved if type(each[key]) in (int, float)
+        ]  # of steps
         if numbers:
             table = all_gather_floats([float(each[key]) for each, key in numbers])
             for (each, key), column in zip(numbers, zip(*table, strict=True), strict=True):

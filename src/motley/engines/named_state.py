@@ -253,9 +253,9 @@ class OptimizerMemory:
         plain: JsonDict = {}
         for name, slots in self.slots().items():
             for slot, value in slots.items():
-                said = _describe(value, f"optimizer.{name}.{slot}", tensors)
+                text = _describe(value, f"optimizer.{name}.{slot}", tensors)
                 if not isinstance(value, Tensor):
-                    plain.setdefault(name, {})[slot] = said
+                    plain.setdefault(name, {})[slot] = text
         own = {
             key: _describe(value, f"optimizer.{key}", tensors)
             for key, value in self._optimizer.state_dict().items()
@@ -287,43 +287,43 @@ class OptimizerMemory:
         names = [name for group in self._names for name in group]
         slots = {number: self._convert_slots(name, state) for number, name in enumerate(names)}
         packed = self._optimizer.state_dict()
-        packed["state"] = {number: found for number, found in slots.items() if found}
-        for group, kept in zip(packed["param_groups"], self._get_groups(state), strict=True):
-            group |= kept
+        packed["state"] = {number: result for number, result in slots.items() if result}
+        for group, retained in zip(packed["param_groups"], self._get_groups(state), strict=True):
+            group |= retained
         packed |= {
-            key: _value(said, state.tensors)
-            for key, said in state.plain.get("own", {}).items() if key in packed
+            key: _value(text, state.tensors)
+            for key, text in state.plain.get("own", {}).items() if key in packed
         }  # fmt: skip
         self._optimizer.load_state_dict(packed)
-        for name, found in self.slots().items():  # torch makes all of them like the parameter
+        for name, result in self.slots().items():  # torch makes all of them like the parameter
             saved = self._convert_slots(name, state)
-            found.update({slot: _like(value, saved[slot]) for slot, value in found.items()})
+            result.update({slot: _like(value, saved[slot]) for slot, value in result.items()})
 
     def load_groups(self, state: State) -> None:
         """Continue with what the groups of :meth:`state` keep, and with nothing else."""
         groups = zip(self._optimizer.param_groups, self._get_groups(state), strict=True)
-        for group, kept in groups:
-            group.update(kept)
+        for group, saved in groups:
+            group.update(saved)
 
     def _get_groups(self, state: State) -> list[JsonDict]:
-        kept = {
+        saved = {
             name: group["kept"]
             for group in state.plain.get("groups", []) for name in group["parameters"]
         }  # fmt: skip
         return [
-            {key: _value(said, state.tensors) for key, said in kept.get(names[0], {}).items()}
+            {key: _value(text, state.tensors) for key, text in saved.get(names[0], {}).items()}
             for names in self._names
         ]
 
     def _convert_slots(self, name: str, state: State) -> dict[str, Any]:
         """Return the slots of one parameter in the form that the optimizer takes."""
         plain: JsonDict = state.plain.get("slots", {}).get(name, {})
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             slot: value
             for slot, value in select_slots(name, state.tensors).items()
             if "." not in slot
         }
-        return found | {slot: _value(said, state.tensors) for slot, said in plain.items()}
+        return result | {slot: _value(text, state.tensors) for slot, text in plain.items()}
 
 
 def select_slots(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

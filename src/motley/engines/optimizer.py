@@ -164,9 +164,9 @@ class _Trial:
 
     def save(self) -> State:
         """Return the state in the form that a checkpoint has."""
-        kept = self.memory.state()
-        tensors = model_state(self.net) | kept.tensors
-        return State({name: value.clone() for name, value in tensors.items()}, kept.plain)
+        saved = self.memory.state()
+        tensors = model_state(self.net) | saved.tensors
+        return State({name: value.clone() for name, value in tensors.items()}, saved.plain)
 
     def load(self, state: State) -> None:
         """Load the state in the form that a checkpoint has."""
@@ -354,8 +354,8 @@ def kept_numbers(config: Config) -> float:
                 optimizer.step()
     except Exception:  # made for GPUs alone; what is estimated here must not end a run
         return _USUAL_SLOTS
-    kept = memory.state().tensors.values()
-    return sum(value.nbytes for value in kept) / layer.weight.nbytes
+    saved = memory.state().tensors.values()
+    return sum(value.nbytes for value in saved) / layer.weight.nbytes
 
 
 _FALLS = ("cosine", "tanh", "poly")  # until the end of the schedule

@@ -73,23 +73,23 @@ def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
     release()
     middle = (part.start + part.stop) // 2
     halves = slice(part.start, middle), slice(middle, part.stop)
-    return [found for half in halves for found in in_halves(compute, half)]
+    return [result for half in halves for result in in_halves(compute, half)]
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
     """Return the allocator's words and the processes that hold the memory, in one line."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]  # CUDA adds advice
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]  # CUDA adds advice
     if device.type != "cuda":
-        return f"{said}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
+        return f"{text}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
     uuid = get_uuid(device)
-    found = [process for process in read_gpu_processes() or () if process.uuid == uuid]
+    result = [process for process in read_gpu_processes() or () if process.uuid == uuid]
     others = [
         f"{process.user} (pid {process.pid})"
         + ("" if process.mib is None else f" {process.mib:,.0f} MiB")
-        for process in sorted(found, key=lambda process: -(process.mib or 0))
+        for process in sorted(result, key=lambda process: -(process.mib or 0))
         if process.pid != os.getpid()
     ]
-    return f"{said}; others there: {', '.join(others) or 'none that the driver names'}"
+    return f"{text}; others there: {', '.join(others) or 'none that the driver names'}"
 
 
 def get_uuid(device: torch.device) -> str:
@@ -101,8 +101,8 @@ def get_uuid(device: torch.device) -> str:
     properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         numbers = [getattr(properties, f"pci_{each}_id", 0) for each in _PLACE]
-        if found := amd_uuid_at("{:04x}:{:02x}:{:02x}.0".format(*numbers)):
-            return found
+        if result := amd_uuid_at("{:04x}:{:02x}:{:02x}.0".format(*numbers)):
+            return result
     return f"GPU-{properties.uuid}"
 
 

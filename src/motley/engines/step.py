@@ -230,8 +230,8 @@ class StepEngine(EngineBase):
         """Return :attr:`StepResult.oom_ranks` if a flag in ``ranks`` is set; all ranks call it."""
         if not any(ranks):
             return {}
-        found, self._short = all_gather_object(self._short), ""
-        return {rank: words for rank, words in enumerate(found) if words}
+        result, self._short = all_gather_object(self._short), ""
+        return {rank: words for rank, words in enumerate(result) if words}
 
     def _update(self) -> None:
         """Have the optimizer change the parameters."""
@@ -448,19 +448,19 @@ class ReducingEngine(SynchronousEngine):
         self._reducer.after_step(stepped, factor)
 
     def _rank_state(self) -> dict[str, Tensor]:
-        kept = self._reducer.state()
-        if kept:  # in the unit of the loss scale
-            kept["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
+        saved = self._reducer.state()
+        if saved:  # in the unit of the loss scale
+            saved["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
         return super()._rank_state() | {
-            f"{self._keeps}.{name}": value for name, value in kept.items()
+            f"{self._keeps}.{name}": value for name, value in saved.items()
         }
 
     def _load_rank(self, state: dict[str, Tensor]) -> list[str]:
         notes = super()._load_rank(state)
-        kept = select_part(state, self._keeps)
-        if kept:
-            factor = self.scale.value / float(kept.pop("scale"))
-            self._reducer.load_state(kept, factor)
+        saved = select_part(state, self._keeps)
+        if saved:
+            factor = self.scale.value / float(saved.pop("scale"))
+            self._reducer.load_state(saved, factor)
         elif self._reducer.state():
             self._reducer.load_state({})
             notes.append(

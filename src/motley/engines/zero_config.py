@@ -104,7 +104,7 @@ def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> d
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     _check_keys(path, zero, known, "zero_optimization.")
     _offload(path, content, context)
-    _check_stage(path, zero, context.config.of(ZeroOptions).stage)
+    _check_stage(path, zero, context.config.group(ZeroOptions).stage)
     for key in _BUCKETS:
         if zero.get(key) == "auto":
             zero[key] = min(BUCKET, parameters + parameters % 2)  # it takes no odd one
@@ -139,10 +139,10 @@ def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -
         zip(_FILLED, (max(1, *sizes), len(sizes), context.config.clip_grad or 0.0), strict=True)
     )
     for key, value in right.items():
-        found = content.setdefault(key, "auto")
-        if found not in ("auto", value):
+        result = content.setdefault(key, "auto")
+        if result not in ("auto", value):
             raise MotleyError(
-                f"{path}: {key} is {found}, but the plan gives rank {context.rank} {value}; write "
+                f"{path}: {key} is {result}, but the plan gives rank {context.rank} {value}; write "
                 '"auto", or change --batch-size, --micro-batch or --clip-grad'
             )
         content[key] = value
@@ -167,7 +167,7 @@ def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") ->
 def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
     """Fill in ``--offload``; raise MotleyError if this stage or device has none of it to move."""
     zero = content["zero_optimization"]
-    what, stage = context.config.of(ZeroOptions).offload, zero.get("stage", 0)
+    what, stage = context.config.group(ZeroOptions).offload, zero.get("stage", 0)
     if what == "none":
         return
     check_offload(what, context)
@@ -200,12 +200,12 @@ def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
     """Return the state that ``--offload`` or the file keeps in the host's memory."""
     path = config_path(options)
     stage, zero = read_stage(path), _read(path).get("zero_optimization", {})
-    found = {
+    result = {
         each: zero.get(key, {}).get("device", "none") != "none"
         for each, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param"))
     }
-    parameters = options.offload == "parameters" or found["parameters"]
-    if options.offload == "none" and not found["optimizer"]:
+    parameters = options.offload == "parameters" or result["parameters"]
+    if options.offload == "none" and not result["optimizer"]:
         return STATE[:1] if parameters else ()
     if parameters:
         return STATE

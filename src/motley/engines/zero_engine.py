@@ -132,7 +132,9 @@ class ZeroEngine(StepEngine):
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = read_zero_config(config_path(context.config.of(ZeroOptions)), context, parameters)
+        config = read_zero_config(
+            config_path(context.config.group(ZeroOptions)), context, parameters
+        )
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.traits = TRAITS[self._stage]
         self.equal_micro_steps, self.replicated = self._stage >= 2, self._stage < 3
@@ -262,19 +264,19 @@ class ZeroEngine(StepEngine):
 
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         scale = self.scale.value
-        told: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short)), self._weight]
+        received: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short)), self._weight]
         if self._stage == 0:
-            rows, overflow, correction = self._step_stage_0(told)
+            rows, overflow, correction = self._step_stage_0(received)
             norm = rows[0][4] / scale / correction
         else:
             if self._weighs:  # DeepSpeed divides by the scale when it steps
-                rows = all_gather_floats(told)
+                rows = all_gather_floats(received)
                 self._engine.optimizer.override_loss_scale(scale * self._correction(rows))
             self._update()
             overflow = bool(self._engine.optimizer.overflow)
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())
             if not self._weighs:
-                rows = all_gather_floats(told)
+                rows = all_gather_floats(received)
         short = self._find_oom_ranks([row[2] for row in rows])
         if not short:
             self.scale.update(overflow)
@@ -305,19 +307,19 @@ class ZeroEngine(StepEngine):
             The numbers of each rank and its norm; True if any is not finite; and the gradient's
             divisor besides the scale.
         """
-        heard = all_gather([*told, gradient_norm(self._parameters)]).cpu()
-        overflow = not bool(heard[:, 4].isfinite().all())
-        correction = self._correction(heard.tolist())
+        gathered = all_gather([*told, gradient_norm(self._parameters)]).cpu()
+        overflow = not bool(gathered[:, 4].isfinite().all())
+        correction = self._correction(gathered.tolist())
         self.on_change()
         if overflow:  # not even with no gradients: some optimizers count their steps
             self._engine.zero_grad()
         else:
             unscale_and_clip(
-                self._parameters, heard[0, 4], self.scale.value, self._context.config.clip_grad,
+                self._parameters, gathered[0, 4], self.scale.value, self._context.config.clip_grad,
                 torch.tensor(correction) if self._weighs else None,
             )  # fmt: skip
             self._update()
-        return heard.tolist(), overflow, correction
+        return gathered.tolist(), overflow, correction
 
     def _global_state(self) -> State:
         # Stages 1 to 3 put their partitions together.
@@ -418,11 +420,11 @@ def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> b
     DeepSpeed releases the parameters of a block too early if the backward pass ends in it, as where
     the layers before it are not trained.
     """
-    found = []
+    result = []
 
     def look(_: nn.Module, given: Any, named: Any) -> None:
         tensors = [each for each in tree_leaves((given, named)) if isinstance(each, Tensor)]
-        found.append(any(tensor.requires_grad for tensor in tensors))
+        result.append(any(tensor.requires_grad for tensor in tensors))
 
     hooks = [block.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
     by_blocks = model.by_blocks
@@ -430,7 +432,7 @@ def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> b
         model(model.blank())
     for hook in hooks:
         hook.remove()
-    return all(found)
+    return all(result)
 
 
 @contextlib.contextmanager
@@ -471,11 +473,11 @@ class Zero3Engine(ZeroEngine):
         # its rows.
         rank, ranks = dist.get_rank(), dist.get_world_size()
 
-        def kept(value: Tensor) -> Tensor:
+        def take_rows(value: Tensor) -> Tensor:
             return snapshot(value[slice(*rows_of_rank(len(value), rank, ranks))]
                             if value.ndim else value)  # fmt: skip
 
-        state = self._put_together(kept)
+        state = self._put_together(take_rows)
         tensors = {name: each for name, each in state.tensors.items() if each.ndim or rank == 0}
         return State(tensors, state.plain)
 

@@ -43,16 +43,16 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     trained.task.save(net, folder)
     for path in folder.iterdir():
         follow_umask(path)  # safetensors writes files that only their owner may read
-    said = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"
+    text = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"
             for path in sorted(folder.iterdir())]  # fmt: skip
     if onnx:
-        said.append(_write_onnx(net, given, folder / "model.onnx"))
+        text.append(_write_onnx(net, given, folder / "model.onnx"))
     about = {
         "checkpoint": str(trained.folder), "task": trained.task.title(),
         "class_names": list(trained.task.class_names), "samples": trained.sample_list,
     }  # fmt: skip
     (folder / "motley.json").write_text(json.dumps(about, indent=1) + "\n")
-    return said
+    return text
 
 
 def follow_umask(path: Path) -> None:
@@ -67,7 +67,7 @@ def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
 
     The task is asked for its scores, and its inputs are recorded.
     """
-    kept: list[tuple[Any, ...]] = []
+    saved: list[tuple[Any, ...]] = []
 
     def recorder(*given: Any, **named: Any) -> Any:
         if named:
@@ -75,12 +75,12 @@ def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
                 f"{type(task).__name__} gives its network {', '.join(named)} by name; ONNX has "
                 "places alone: give them in order"
             )
-        kept.append(given)
+        saved.append(given)
         return net(*given)
 
     with torch.no_grad():
         task.scores(recorder, first_batch(task, _EXAMPLES)[0].data)
-    return kept[0]
+    return saved[0]
 
 
 def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
@@ -100,9 +100,9 @@ def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
         feed = {slot.name: each.numpy() for slot, each in slots}
         with torch.no_grad():
             expected = [each for each in tree_leaves(net(*some)) if isinstance(each, Tensor)]
-        for found, right in zip(session.run(None, feed), expected, strict=True):
+        for result, right in zip(session.run(None, feed), expected, strict=True):
             largest = float(right.abs().max()) or 1.0
-            worst = max(worst, float((torch.from_numpy(found) - right).abs().max()) / largest)
+            worst = max(worst, float((torch.from_numpy(result) - right).abs().max()) / largest)
     if worst > _CLOSE:
         raise MotleyError(
             f"{path} says something else than the model: {worst:.2g} of the largest output in "

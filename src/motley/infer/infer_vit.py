@@ -199,15 +199,15 @@ class Shards:
         finally:
             new.unlink()
         try:
-            found = json.loads(path.read_text())
+            result = json.loads(path.read_text())
         except ValueError as error:
             raise MotleyError(
                 f"{path} cannot be read ({error}); give another folder with --out"
             ) from None
-        if differing := [key for key in own | found if own.get(key) != found.get(key)]:
-            said = ", ".join(f"{key} {found.get(key)} (now: {own.get(key)})" for key in differing)
+        if differing := [key for key in own | result if own.get(key) != result.get(key)]:
+            text = ", ".join(f"{key} {result.get(key)} (now: {own.get(key)})" for key in differing)
             raise MotleyError(
-                f"{self.folder} holds predictions of something else: {said}; give another folder "
+                f"{self.folder} holds predictions of something else: {text}; give another folder "
                 "with --out, or the same options"
             )
 
@@ -225,8 +225,8 @@ class Shards:
 
     def missing(self) -> list[int]:
         """Return the shards that are not there yet."""
-        found = set(self.folder.glob("shard.*.csv"))
-        return [n for n in range(self.count) if self.path(n) not in found]
+        result = set(self.folder.glob("shard.*.csv"))
+        return [n for n in range(self.count) if self.path(n) not in result]
 
     def write(self, number: int, rows: Iterable[Sequence[object]]) -> None:
         """Write a shard, whole or not at all."""

@@ -61,10 +61,10 @@ def open_trained(
         own: a folder of other samples, which take the place of the held-out ones.
         averaged: take the average of the parameters.
     """
-    found = checkpoints_at(path)
-    if not found:
+    result = checkpoints_at(path)
+    if not result:
         raise MotleyError(f"--checkpoint {path}: no checkpoint is there; name a run's folder")
-    folder, tensors, progress, problems = load_newest_intact(found, ("config",), ("model", "ema"))
+    folder, tensors, progress, problems = load_newest_intact(result, ("config",), ("model", "ema"))
     saved = progress["config"]
     if data_dir is not None:
         saved = {**saved, "data_dir": data_dir}
@@ -110,8 +110,8 @@ class Predictor:
         set_matmul_precision(self.precision)
         task = self.trained.task
         self._model = TaskModel(task, self.trained.build(), self.precision, self.device).eval()
-        said = self._predict(Batch(self._model.blank(), (0,)))
-        self.columns = ("index", task.noun, *said)
+        text = self._predict(Batch(self._model.blank(), (0,)))
+        self.columns = ("index", task.noun, *text)
         self._pool = ThreadPoolExecutor(self.threads, "read")
 
     def rows(self, items: Sequence[int]) -> Iterator[tuple[object, ...]]:
@@ -120,10 +120,10 @@ class Predictor:
         data = task.collate(list(self._pool.map(self._read, items)))
         batch = Batch(data, tuple(items)).to(self.device)
         parts = in_halves(lambda part: self._predict(batch[part]), slice(0, len(items)))
-        said = [row for part in parts for row in zip(*part.values(), strict=True)]
+        text = [row for part in parts for row in zip(*part.values(), strict=True)]
         self.samples += len(items)
         self.seconds += time.perf_counter() - start
-        for index, row in zip(items, said, strict=True):
+        for index, row in zip(items, text, strict=True):
             yield index, task.name_of(self.source, index), *row
 
     @property

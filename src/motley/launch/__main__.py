@@ -46,18 +46,18 @@ def report_failed_import(
 def shadowed_packages(folders: Iterable[str]) -> list[str]:
     """Return the paths of packages in some folders that the environment has too."""
     own = Path(sysconfig.get_path("purelib")).resolve()
-    found = []
+    result = []
     for folder in map(Path, folders):
         if folder.resolve() == own:
             continue
         with contextlib.suppress(OSError):  # a folder that is not there
-            found += [
+            result += [
                 str(path)
                 for path in sorted(folder.iterdir())
                 if path.stem != "__pycache__"
                 and ((own / path.stem).is_dir() or (own / f"{path.stem}.py").exists())
             ]
-    return found
+    return result
 
 
 def shadowed_note(folders: Iterable[str]) -> str:

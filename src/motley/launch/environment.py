@@ -45,26 +45,26 @@ def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     Raises:
         MotleyError: the file of DS_ENV_FILE is missing, or a line of one is no NAME=VALUE.
     """
-    found = dict(given)
+    result = dict(given)
     for path in _settings_files(given):
-        found = {**read_settings(path), **found}
-    _leave_out_foreign(found)
-    _leave_out_shell(found)
+        result = {**read_settings(path), **result}
+    _leave_out_foreign(result)
+    _leave_out_shell(result)
     # For how long a thread spins for the others before it sleeps. With OpenMP's own 300000, some
     # milliseconds, a rank beside other jobs spends its turns on the processor on waiting.
-    if not found.get("OMP_WAIT_POLICY"):
-        found["GOMP_SPINCOUNT"] = found.get("GOMP_SPINCOUNT") or "10000"
-    folders = [str(Path(sys.executable).parent), *filter(None, [found.get("PATH", "")])]
-    found["PATH"] = os.pathsep.join(folders)
+    if not result.get("OMP_WAIT_POLICY"):
+        result["GOMP_SPINCOUNT"] = result.get("GOMP_SPINCOUNT") or "10000"
+    folders = [str(Path(sys.executable).parent), *filter(None, [result.get("PATH", "")])]
+    result["PATH"] = os.pathsep.join(folders)
     # Packages of another Python would come before the environment's: Python adds these last.
-    others = found.pop("PYTHONPATH", "")
-    found[LAST_FOLDERS] = found.get(LAST_FOLDERS) or others
+    others = result.pop("PYTHONPATH", "")
+    result[LAST_FOLDERS] = result.get(LAST_FOLDERS) or others
     if not PACKAGE.is_relative_to(sys.prefix):  # of a clone
-        found["PYTHONPATH"] = str(PACKAGE.parent)
-    found["PYTHONUNBUFFERED"] = "1"
+        result["PYTHONPATH"] = str(PACKAGE.parent)
+    result["PYTHONUNBUFFERED"] = "1"
     # Its warnings are of hosts without a name in DNS and the like; errors are still said.
-    found["TORCH_CPP_LOG_LEVEL"] = found.get("TORCH_CPP_LOG_LEVEL") or "ERROR"
-    return found
+    result["TORCH_CPP_LOG_LEVEL"] = result.get("TORCH_CPP_LOG_LEVEL") or "ERROR"
+    return result
 
 
 def _settings_files(given: Mapping[str, str]) -> Iterator[Path]:
@@ -89,9 +89,9 @@ def read_settings(path: Path) -> dict[str, str]:
     Raises:
         MotleyError: a line is none of these.
     """
-    found = dict[str, str]()
+    result = dict[str, str]()
     if not path.is_file():
-        return found
+        return result
     for line in path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"):
         plain = line.removeprefix("\ufeff").strip()
         if not plain or plain.startswith("#"):
@@ -103,8 +103,8 @@ def read_settings(path: Path) -> dict[str, str]:
             )
         quoted = _QUOTED.fullmatch(value)
         value = quoted[1][1:-1] if quoted else re.split(r"\s#", value, maxsplit=1)[0].strip()
-        found.setdefault(name, value if quoted or not value.startswith("#") else "")
-    return found
+        result.setdefault(name, value if quoted or not value.startswith("#") else "")
+    return result
 
 
 def split_setting(line: str) -> tuple[str, str]:

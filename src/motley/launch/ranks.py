@@ -101,14 +101,14 @@ def _wait_for(look: Callable[[], Any]) -> Any:
     ranks share one, or from other users.
     """
     looks, pause_s = 0, _SHORTEST_S
-    while not (found := look()):
+    while not (result := look()):
         looks += 1
         if looks < _AT_ONCE:
             os.sched_yield()
         else:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
-    return found
+    return result
 
 
 def finalize_mpi() -> None:
@@ -241,8 +241,8 @@ def secret(environ: Mapping[str, str]) -> str:
             with contextlib.suppress(FileExistsError):  # another rank was quicker
                 path.hardlink_to(own)
             own.unlink()
-        found = path.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        result = path.stat()
+        if result.st_uid == os.getuid() and not result.st_mode & 0o077:
             return path.read_text()
         wrong = "it belongs to another user, or others can read it"
     except OSError as error:
@@ -255,7 +255,7 @@ def secret(environ: Mapping[str, str]) -> str:
 
 def _answer(ports: range, key: bytes, size: int, seconds: float) -> list[Connection]:
     """Rank 0: the connections of all others, by rank."""
-    deadline, found = time.monotonic() + seconds, dict[int, Connection]()
+    deadline, result = time.monotonic() + seconds, dict[int, Connection]()
     came: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
     room = threading.Semaphore(_MOST_STRANGERS)
 
@@ -269,7 +269,7 @@ def _answer(ports: range, key: bytes, size: int, seconds: float) -> list[Connect
 
     with _listener(ports) as listener:
         listener.settimeout(_AGAIN_S)
-        while len(found) < size - 1 and time.monotonic() < deadline:
+        while len(result) < size - 1 and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 line, _ = listener.accept()
                 if room.acquire(blocking=False):
@@ -279,12 +279,12 @@ def _answer(ports: range, key: bytes, size: int, seconds: float) -> list[Connect
             while not came.empty():
                 rank, connection = came.get()
                 if 0 < rank < size:
-                    found.setdefault(rank, connection)
-    if len(found) < size - 1:
-        missing = sorted({*range(1, size)} - {*found})
+                    result.setdefault(rank, connection)
+    if len(result) < size - 1:
+        missing = sorted({*range(1, size)} - {*result})
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         raise MotleyError(f"of {size} ranks, {shown} did not come to rank 0 in {seconds:.0f} s")
-    return [found[rank] for rank in range(1, size)]
+    return [result[rank] for rank in range(1, size)]
 
 
 def _listener(ports: range) -> socket.socket:

@@ -51,10 +51,10 @@ def compare_code(
     """
     own = read_code(host, packages=packages)
     mine = hashlib.sha256(repr([sorted(part.items()) for part in own[1:]]).encode()).hexdigest()
-    found = allgather(mine)
-    if not all(isinstance(each, str) for each in found):
-        check_same([own if isinstance(each, str) else each for each in found])
-    if len(set(found)) > 1:
+    result = allgather(mine)
+    if not all(isinstance(each, str) for each in result):
+        check_same([own if isinstance(each, str) else each for each in result])
+    if len(set(result)) > 1:
         check_same(allgather(own))
 
 
@@ -77,7 +77,7 @@ def read_code(
             "or bring it from the others with: bash setup/sync_cn.sh"
         ) from None
     names = [*_PACKAGES, *packages]
-    versions = {name: _release(found) for name in names if (found := version(name)) is not None}
+    versions = {name: _release(result) for name in names if (result := version(name)) is not None}
     return host, files, {**versions, "Python": ".".join(map(str, sys.version_info[:2]))}
 
 
@@ -114,13 +114,13 @@ def check_same(found: Sequence[Any]) -> None:
     if odd := _odd([code[2] for code in found]):
         package, *others = odd
         column = [code[2].get(package) for code in found]
-        said = ", ".join(
+        text = ", ".join(
             f"{each} on {_whose([r for r, v in enumerate(column) if v == each], hosts)}"
             for each in sorted(filter(None, set(column)))
         )
         also = f", and of {name_some(others)}" if others else ""
         raise MotleyError(
-            f"the hosts have different versions of {package} ({said}){also}; make them the same "
+            f"the hosts have different versions of {package} ({text}){also}; make them the same "
             "with: bash setup/install_cn.sh"
         )
 

@@ -79,9 +79,9 @@ class StartClock:
         """For the log, without what is over before one could read of it."""
         parts = dict(self._parts)
         imports_s = parts.pop("imports", 0.0)
-        said = ", ".join(f"{part} {s:.1f} s" for part, s in parts.items() if s >= _SHOWN_S)
+        text = ", ".join(f"{part} {s:.1f} s" for part, s in parts.items() if s >= _SHOWN_S)
         after = f" after {imports_s:.1f} s of imports" if imports_s >= _SHOWN_S else ""
-        return f"ready in {sum(parts.values()):.1f} s{after}{': ' if said else ''}{said}"
+        return f"ready in {sum(parts.values()):.1f} s{after}{': ' if text else ''}{text}"
 
 
 TIMEOUT_VARIABLE = "MOTLEY_START_TIMEOUT"
@@ -135,14 +135,14 @@ def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
 
 def start_timeout(environ: Mapping[str, str]) -> float:
     """Seconds in which all ranks should start; 0: as long as it takes."""
-    said = environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT_S))
+    text = environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT_S))
     try:
-        seconds = float(said)
+        seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e6:
         raise MotleyError(
-            f"{TIMEOUT_VARIABLE}={said} is no number of seconds; write {_TIMEOUT_S:.0f}, say, or "
+            f"{TIMEOUT_VARIABLE}={text} is no number of seconds; write {_TIMEOUT_S:.0f}, say, or "
             "0 to wait as long as it takes"
         )
     return seconds
@@ -165,7 +165,7 @@ class Sibling:
 def siblings(pid: int) -> list[Sibling]:
     """All ranks that the launcher of process ``pid`` has started here, in order."""
     launcher = _stat(pid)[1]
-    found = []
+    result = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             state, parent = _stat(int(folder.name))
@@ -176,8 +176,8 @@ def siblings(pid: int) -> list[Sibling]:
             if state != "Z" and any(name in environ for name in RANKS):
                 number = int(folder.name)
                 rank = read_launch(environ).rank
-                found.append(Sibling(rank, number, state in "Tt", _is_ready(number)))
-    return sorted(found, key=lambda sibling: sibling.rank)
+                result.append(Sibling(rank, number, state in "Tt", _is_ready(number)))
+    return sorted(result, key=lambda sibling: sibling.rank)
 
 
 def words(

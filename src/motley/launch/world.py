@@ -82,7 +82,7 @@ def _look() -> None:
     with contextlib.suppress(Exception):  # a process that ends meanwhile, a driver: it is advice
         here = survey()
         old = [
-            each for each in here.found
+            each for each in here.processes
             if each.kind == "rank" and each.age_s > _AGE_S
             and state(each, [(here.node, here.mpiruns)]) == "leftover"
         ]  # fmt: skip
@@ -294,14 +294,16 @@ class World:
         self.clock.lap("imports")  # to know its machines, it has waited for all ranks
         compare_code(self.host, self.allgather, packages)  # first: the rest may differ between two
         port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
-        told = self.allgather((read_node(), {name: os.environ.get(name, "") for name in VARIABLES}))
-        self.nodes = [node for node, _ in told]
+        received = self.allgather(
+            (read_node(), {name: os.environ.get(name, "") for name in VARIABLES})
+        )
+        self.nodes = [node for node, _ in received]
         machines = {
             machine: node.interfaces
             for machine, node in zip(self.machines, self.nodes, strict=True)
         }
         names = {machine: self.nodes[machine].host for machine in machines}
-        candidates = list_networks(machines, names, {m: told[m][1] for m in machines})
+        candidates = list_networks(machines, names, {m: received[m][1] for m in machines})
         chosen = self._try_networks(candidates, names) if len(candidates) > 1 else 0
         self.network = candidates[chosen][self.machines[self.rank]]
         survives = os.environ.get(SURVIVES) == "1"  # keep_training.sh sets it for rank 0
@@ -323,8 +325,8 @@ class World:
                 peer = next_in_ring(own, machines)
                 at, (ports, token) = [each[peer].address for each in candidates], doors[peer]
                 answers = measure(list(zip(at, ports, strict=True)), token)
-            told = self.allgather(answers)
-        chosen, words = pick_network(candidates, {m: told[m] for m in machines}, names)
+            received = self.allgather(answers)
+        chosen, words = pick_network(candidates, {m: received[m] for m in machines}, names)
         if self.rank == 0:
             print(f"motley: {words}", file=sys.stderr, flush=True)
         return chosen
@@ -394,15 +396,17 @@ class World:
                 "MASTER_ADDR is set, and rank 0's machine does not train: unset it, or name that "
                 f"machine, {self.nodes[0].host}, in --hosts too"
             )
-        asked = port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
+        requested = port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
         wrong = ""
         if self.rank == leader:
             self._reserved = reserve_port(self.network.address)
-            if asked is not None and self._leader != leader:  # else it may be in use by our last
-                wrong = why_not_free(asked)
+            if (
+                requested is not None and self._leader != leader
+            ):  # else it may be in use by our last
+                wrong = why_not_free(requested)
         self._leader = leader
         reserved = self._reserved.getsockname()[1] if self.rank == leader else 0
-        offers = self.allgather((self.network.address, asked or reserved, wrong))
+        offers = self.allgather((self.network.address, requested or reserved, wrong))
         address, port, wrong = offers[leader]
         if wrong:
             raise MotleyError(
@@ -427,10 +431,10 @@ def check_alone(size: int, environ: Mapping[str, str]) -> None:
 def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
     """Write RANK and the like; an environment that says otherwise is an error."""
     for name, value in own.items():
-        found = environ.setdefault(name, str(value))
-        if found != str(value):
+        result = environ.setdefault(name, str(value))
+        if result != str(value):
             raise MotleyError(
-                f"the environment says {name}={found}, but the launcher started this as "
+                f"the environment says {name}={result}, but the launcher started this as "
                 f"{name}={value}; unset {name} (a launcher inside a launcher?)"
             )
 

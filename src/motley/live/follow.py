@@ -69,8 +69,8 @@ class Tail:
         try:
             with self._path.open("rb", buffering=0) as file:
                 about = os.fstat(file.fileno())
-                found, size = (about.st_dev, about.st_ino), about.st_size
-                anew = self._file is not None and (found != self._file or size < self._offset)
+                result, size = (about.st_dev, about.st_ino), about.st_size
+                anew = self._file is not None and (result != self._file or size < self._offset)
                 if anew:
                     self._offset, self._torn = 0, b""
                 grew = anew or size > self._offset
@@ -81,7 +81,7 @@ class Tail:
             self._heard = clock - max(0.0, wall - about.st_mtime)
         elif grew:
             self._heard = clock
-        self._file = found
+        self._file = result
         return Appended(lines, anew, more=self._offset < size)
 
     def _read(self, file: int, size: int) -> list[bytes]:
@@ -179,10 +179,10 @@ class RunFollower:
                 self.events.append(line)
         for line in self._lines(self.run.epochs_file, wall, samples=0):
             self.evaluation = line
-        for rank, path in self._found(RunFolder.step_files).items():
+        for rank, path in self._find_files(RunFolder.step_files).items():
             self._steps[rank] = self._tail(path, samples=SAMPLES)
             self._look_at_steps(rank, wall)
-        for host, path in self._found(RunFolder.gpu_files).items():
+        for host, path in self._find_files(RunFolder.gpu_files).items():
             self._look_at_devices(host, path, wall)
         self._look_at_run()
 
@@ -197,8 +197,8 @@ class RunFollower:
             return False
         self.clock = clock
         self._look_at_steps(rank, wall)
-        told = get_size(self.run.events_file) != self._size_of_events
-        return told or bool(since_slower(self.tracks[rank])[0])
+        received = get_size(self.run.events_file) != self._size_of_events
+        return received or bool(since_slower(self.tracks[rank])[0])
 
     def may_change(self, clock: float) -> bool:
         """Return True if a look may find anything.
@@ -216,7 +216,7 @@ class RunFollower:
             return ()
         return about.st_mtime_ns, about.st_ino, about.st_size
 
-    def _found(self, files: Callable[[RunFolder], dict[K, Path]]) -> dict[K, Path]:
+    def _find_files(self, files: Callable[[RunFolder], dict[K, Path]]) -> dict[K, Path]:
         return files_in(self._folders, files)
 
     def _lines(self, path: Path, wall: float, samples: int = SAMPLES) -> list[JsonDict]:
@@ -322,12 +322,19 @@ class RunFollower:
         The first rank records this event.
         """
         lead = self.lead()
-        told = [line for line in self.events if line["event"] in ("waited_for", *_ANOTHER_GROUP)]
-        if lead is None or lead.last is None or not told or told[-1]["event"] in _ANOTHER_GROUP:
+        received = [
+            line for line in self.events if line["event"] in ("waited_for", *_ANOTHER_GROUP)
+        ]
+        if (
+            lead is None
+            or lead.last is None
+            or not received
+            or received[-1]["event"] in _ANOTHER_GROUP
+        ):
             return None
-        step, rank = told[-1].get("step"), told[-1].get("rank")
+        step, rank = received[-1].get("step"), received[-1].get("rank")
         now = isinstance(step, int) and step > lead.last.step and isinstance(rank, int)
-        return told[-1] if now else None
+        return received[-1] if now else None
 
     # -- who leads
 
@@ -356,10 +363,10 @@ def files_in(
 
     The first folder takes precedence.
     """
-    found: dict[K, Path] = {}
+    result: dict[K, Path] = {}
     for folder in reversed(folders):
-        found |= files(folder)
-    return found
+        result |= files(folder)
+    return result
 
 
 def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
@@ -404,7 +411,7 @@ def slow_link(about: Mapping[str, Any]) -> str:
 def read_object(line: bytes) -> JsonDict | None:
     """The object of a line; None of one that is torn, or is none."""
     try:
-        found = json.loads(line.decode())
+        result = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None

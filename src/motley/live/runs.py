@@ -231,17 +231,17 @@ class Runs:
                 follower.look(clock, wall)
 
     def _find(self, clock: float, wall: float) -> None:
-        found = find_runs([self._folder])
-        if not found and RunFolder(self._folder).record_files():
-            found = [RunFolder(self._folder)]  # it is being made
-        newest = sorted(found, key=_changed, reverse=True)
+        result = find_runs([self._folder])
+        if not result and RunFolder(self._folder).record_files():
+            result = [RunFolder(self._folder)]  # it is being made
+        newest = sorted(result, key=_changed, reverse=True)
         self.hidden = max(0, len(newest) - MOST_RUNS)
-        kept = {}
+        saved = {}
         for run in newest[:MOST_RUNS]:
             name = run.path.relative_to(self._folder).as_posix()
             name = run.path.resolve().name if name == "." else name
-            kept[name] = self._followers.get(name) or RunFollower(run, self._copies(run))
-        self._followers = kept
+            saved[name] = self._followers.get(name) or RunFollower(run, self._copies(run))
+        self._followers = saved
 
     @property
     def names(self) -> list[str]:
@@ -273,13 +273,13 @@ class Runs:
         follower = self._followers.get(name)
         if follower is None:
             return None
-        looks, found = self._taken.get((name, most, rank), (-1, None))
-        if found is None or looks != follower.looks:
+        looks, result = self._taken.get((name, most, rank), (-1, None))
+        if result is None or looks != follower.looks:
             if len(self._taken) > _MOST_TAKEN:
                 self._taken.clear()
-            found = take_snapshot(follower, wall, most, rank)
-            self._taken[name, most, rank] = follower.looks, found
-        return found
+            result = take_snapshot(follower, wall, most, rank)
+            self._taken[name, most, rank] = follower.looks, result
+        return result
 
 
 def _changed(run: RunFolder) -> float:

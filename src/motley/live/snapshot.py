@@ -76,30 +76,33 @@ class Row:
 def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> list[Row]:
     """One a rank that trains, ascending."""
     known = {worker["rank"]: worker for worker in workers(followed.about)}
-    found = mapping(followed.about, "plan").get("counts")
-    counts = [n for n in found if isinstance(n, int)] if isinstance(found, list) else []
+    result = mapping(followed.about, "plan").get("counts")
+    counts = [n for n in result if isinstance(n, int)] if isinstance(result, list) else []
     rows = []
     for rank in known or sorted(followed.tracks):
         worker = known.get(rank, {})
         host, track = str(worker.get("host") or ""), followed.tracks.get(rank)
         steps = last_steps(track) if track and track.last else []
         sample = find_device_sample(followed.devices.get(host, {}), rank, worker)
-        told = [step for step in steps if step.n_local is not None and step.n_global]
-        samples = told[-1].n_local if told else planned(counts, worker)
-        whole, part = sum(step.n_global for step in told), sum(step.n_local or 0 for step in told)
-        if not told:
+        received = [step for step in steps if step.n_local is not None and step.n_global]
+        samples = received[-1].n_local if received else planned(counts, worker)
+        whole, part = (
+            sum(step.n_global for step in received),
+            sum(step.n_local or 0 for step in received),
+        )
+        if not received:
             whole, part = sum(counts), samples or 0
-        seconds = sum(step.seconds for step in told)
+        seconds = sum(step.seconds for step in received)
         own = part / seconds if seconds else None
         rows.append(Row(
             rank, plain(host), device_name(plain(worker.get("device"))),
             plain(worker.get("precision")),
             part / whole if whole and samples is not None else None, samples,
-            own and own * compute_sample_weight(told),
+            own and own * compute_sample_weight(received),
             mean_parts(steps) if steps else get_straggler_times(rank, waits),
             waits.by_rank.get(rank, 0.0) if waits else 0.0,
             track.last.step if track and track.last else None,
-            silent_s=silence.of_rank(rank, host), here=rank in followed.tracks,
+            silent_s=silence.for_rank(rank, host), here=rank in followed.tracks,
             **describe_device(sample),
         ))  # fmt: skip
     return rows
@@ -146,11 +149,11 @@ def describe_device(sample: GpuSample | None) -> dict[str, Any]:
 
 def left_out(about: Mapping[str, Any]) -> list[Row]:
     """Ranks that were launched and do not train."""
-    found = about.get("left_out")
+    result = about.get("left_out")
     return [
         Row(int(each["rank"]), plain(each.get("host")), "", "",
             note=f"left out: {plain(each.get('reason'))}")
-        for each in (found if isinstance(found, list) else [])
+        for each in (result if isinstance(result, list) else [])
         if isinstance(each, dict) and isinstance(each.get("rank"), int)
     ]  # fmt: skip
 
@@ -168,9 +171,9 @@ def choose(rows: Sequence[Row], most: int) -> list[Row]:
 
 def compute_sample_weight(steps: Sequence[Step]) -> float:
     """Return the weight of a sample, in the task's unit; 1 where it is not recorded."""
-    told = [step for step in steps if step.weight is not None and step.n_global]
-    samples = sum(step.n_global for step in told)
-    return sum(step.weight or 0.0 for step in told) / samples if samples else 1.0
+    received = [step for step in steps if step.weight is not None and step.n_global]
+    samples = sum(step.n_global for step in received)
+    return sum(step.weight or 0.0 for step in received) / samples if samples else 1.0
 
 
 MOST_ROWS = 64  # ranks that are shown of more
@@ -241,8 +244,8 @@ class Snapshot:
 
     def as_json(self) -> JsonDict:
         """For a page."""
-        found: JsonDict = finite(asdict(self))
-        return found
+        result: JsonDict = finite(asdict(self))
+        return result
 
 
 def take_snapshot(
@@ -262,7 +265,7 @@ def take_snapshot(
     waits = find_waits(followed.tracks, lead, ranks) if lead else None
     status = str(about.get("status") or "being made")
     silence = silences(followed, ranks) if status == "running" else Silence()
-    mood, said = headline(followed, waits, silence, wall)
+    mood, text = headline(followed, waits, silence, wall)
     rows = [*make_rows(followed, waits, silence), *left_out(about)]
     shown = choose(rows, most)
     steps = last_steps(lead) if lead else []
@@ -274,7 +277,7 @@ def take_snapshot(
     moves = status == "running" and silence.stalled_s is None
     return Snapshot(
         plain(followed.run.path.resolve().name), plain(task.get("title")), plain(status), mood,
-        said, plain(task.get("unit") or "samples"), done, last_step, last.epoch if last else None,
+        text, plain(task.get("unit") or "samples"), done, last_step, last.epoch if last else None,
         elapsed(about, wall),
         left_s(lead, last_step - done) if lead and last_step and moves else None,
         rate and rate * compute_sample_weight(steps), fraction_of_limit(about, rate),

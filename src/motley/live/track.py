@@ -68,11 +68,11 @@ def read_step(line: JsonDict) -> Step | None:
         int(_number(line.get("n_global")) or 0), _number(line.get("weight")),
         _number(line.get("mem_peak_mib")), time,
         tuple(_number(line.get(part)) for part in PARTS),
-        _others(line.get("others_ready")),
+        _read_others(line.get("others_ready")),
     )  # fmt: skip
 
 
-def _others(told: Any) -> tuple[float, int, float] | None:
+def _read_others(told: Any) -> tuple[float, int, float] | None:
     try:
         last = told["largest"]
         return float(told["middle"]["ready_s"]), int(last["rank"]), float(last["ready_s"])
@@ -113,7 +113,7 @@ class History:
                 wider.setdefault(place // 2, _Sum()).merge(total)
             self._steps = wider
 
-    def forget(self, step: int) -> None:
+    def drop_from(self, step: int) -> None:
         """Without that one and those after it, and those that share a mean with it."""
         self._steps = {
             place: total for place, total in self._steps.items()
@@ -122,11 +122,11 @@ class History:
 
     def points(self) -> list[Point]:
         """In order."""
-        found = []
+        result = []
         for place, total in self._steps.items():
             loss, *parts = total.means()
-            found.append(Point(place * self._width, loss, tuple(parts)))
-        return found
+            result.append(Point(place * self._width, loss, tuple(parts)))
+        return result
 
 
 class _Sum:
@@ -166,7 +166,7 @@ class Track:
         if self.recent and step.step <= self.recent[-1].step:
             while self.recent and self.recent[-1].step >= step.step:
                 self.recent.pop()
-            self.history.forget(step.step)
+            self.history.drop_from(step.step)
         self.recent.append(step)
         self.history.add(step)
 
@@ -269,9 +269,9 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
         ranks: all ranks that train.
     """
     since, usual_s = since_slower(lead)
-    found = _window(since, tracks, ranks)
-    if (rank := found.waited_for_most) is not None and found.by_rank[rank] > _SLOWER_WORTH:
-        waits = _for_rank(rank, found)
+    result = _window(since, tracks, ranks)
+    if (rank := result.waited_for_most) is not None and result.by_rank[rank] > _SLOWER_WORTH:
+        waits = _for_rank(rank, result)
         if waits.own_s and (waits.others_s or 0.0) < _OTHERS * waits.own_s:
             return replace(waits, usual_s=usual_s)
     return _most(_window(last_steps(lead), tracks, ranks), len(ranks))
@@ -306,8 +306,8 @@ def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collectio
     """All ranks' lines of one rank's steps."""
     numbers = [step.step for step in steps]
     lines = {
-        rank: found for rank, track in tracks.items()
-        if (found := {step.step: step for step in list(track.recent)[-2 * _MOST:]
+        rank: result for rank, track in tracks.items()
+        if (result := {step.step: step for step in list(track.recent)[-2 * _MOST:]
                       if step.step in numbers})
     }  # fmt: skip
     lost: dict[int | None, float] = defaultdict(float)
@@ -341,9 +341,9 @@ def _most(found: _Window, ranks: int) -> Waits:
         return _for_rank(rank, found)
     if shares[held] >= _WORTH:
         return Waits(held, shares[held], found.steps, by_rank)
-    told = parts[2] is not None or ranks < 2
+    received = parts[2] is not None or ranks < 2
     return Waits(
-        Held.NOTHING if told else Held.UNKNOWN, (parts[1] or 0.0) / usual, found.steps, by_rank
+        Held.NOTHING if received else Held.UNKNOWN, (parts[1] or 0.0) / usual, found.steps, by_rank
     )
 
 
@@ -359,19 +359,19 @@ def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int |
     Returns:
         None and a time where that rank writes no records; 0.0 seconds where it is unknown.
     """
-    told = {rank: step.parts[2] for rank, step in lines.items() if step.parts[2] is not None}
-    if not told:
+    received = {rank: step.parts[2] for rank, step in lines.items() if step.parts[2] is not None}
+    if not received:
         return None, 0.0
-    first = min(told, key=lambda rank: told[rank] or 0.0)
+    first = min(received, key=lambda rank: received[rank] or 0.0)
     own = lines[first]
     who: int | None = first
     if own.others and own.ready_s is not None:
         middle, other, last = own.others
         return other if last > own.ready_s else first, max(0.0, last, own.ready_s) - middle
-    if (told[first] or 0.0) > _NO_WAIT * own.seconds:
+    if (received[first] or 0.0) > _NO_WAIT * own.seconds:
         absent = [rank for rank in ranks if rank not in lines]
         who = absent[0] if len(absent) == 1 else None
-    waits = [seconds or 0.0 for rank, seconds in told.items() if rank != who]
+    waits = [seconds or 0.0 for rank, seconds in received.items() if rank != who]
     return who, sum(waits) / len(waits) if waits else 0.0
 
 
@@ -383,9 +383,9 @@ def _for_rank(rank: int | None, found: _Window) -> Waits:
     rest = [step for other, steps in lines.items() if other != rank for step in steps.values()]
     others_s = _mean([step.ready_s for step in rest])
     if own_s is None and any(step.others for step in rest):  # of many ranks, the first one writes
-        told = [step.others for step in rest if step.others]
-        own_s = _mean([last for _, who, last in told if who == rank])
-        others_s = _mean([middle for middle, _, _ in told])
+        received = [step.others for step in rest if step.others]
+        own_s = _mean([last for _, who, last in received if who == rank])
+        others_s = _mean([middle for middle, _, _ in received])
     elif own_s is None and rank is not None:  # its line of a step comes last, as it does
         own_s = _mean([_last_ready(step) for step in rest])
     for_input = bool(own_s and input_s and input_s > _FOR_INPUT * own_s)

@@ -89,13 +89,13 @@ class RunVerdict:
 
     def sentences(self) -> list[str]:
         """For a person, the most important first."""
-        said = [self._reached(), self._where_it_went(), self._who_is_slower()]
-        said += [_sentence(each, self.unit, self._how_far_off()) for each in self.advice]
+        text = [self._reached(), self._where_it_went(), self._who_is_slower()]
+        text += [_sentence(each, self.unit, self._how_far_off()) for each in self.advice]
         if self.grows_mib:
-            said.append(f"Memory grows by {self.grows_mib:.3g} MiB a step, to the end of the run.")
+            text.append(f"Memory grows by {self.grows_mib:.3g} MiB a step, to the end of the run.")
         if self.energy:
-            said.append(self.energy.sentence(self.unit))
-        return [*filter(None, said)]
+            text.append(self.energy.sentence(self.unit))
+        return [*filter(None, text)]
 
     def _reached(self) -> str:
         if self.step_s is None:
@@ -140,8 +140,8 @@ class RunVerdict:
 
     def as_json(self) -> dict[str, Any]:
         """Without what JSON has no word for."""
-        found: dict[str, Any] = finite(asdict(self))
-        return found
+        result: dict[str, Any] = finite(asdict(self))
+        return result
 
 
 def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> RunVerdict:
@@ -212,23 +212,23 @@ def _lost(training: Training) -> dict[str, float]:
             share = usual(column(records, field)) / usual(whole)
             if np.isfinite(share):
                 shares[words.format(who=who)].append(share)
-    parts = {words: mean(np.array(told)) for words, told in shares.items()}
+    parts = {words: mean(np.array(received)) for words, received in shares.items()}
     return dict(sorted(parts.items(), key=lambda pair: -pair[1]))
 
 
 def _took(training: Training, *fields: str) -> dict[int, float]:
     """Return the seconds of some parts of a step together, of each rank that records them."""
-    found = {
+    result = {
         rank: median(np.sum([_read_part(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()
     }
-    return {rank: seconds for rank, seconds in found.items() if np.isfinite(seconds)}
+    return {rank: seconds for rank, seconds in result.items() if np.isfinite(seconds)}
 
 
 def _read_part(records: Sequence[JsonDict], field: str) -> Array:
     """Return a part of each step; older records have no ``t_host``."""
-    found = column(records, field)
-    return np.nan_to_num(found) if field == "t_host" else found
+    result = column(records, field)
+    return np.nan_to_num(result) if field == "t_host" else result
 
 
 def _slowest(training: Training) -> str:
@@ -271,17 +271,17 @@ def _foreseen(training: Training, forecast: dict[str, Any]) -> dict[int, Callabl
     with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
         tables = [SpeedTable.from_json(each) for each in plan["speeds"]]
     seconds, counts = forecast.get("compute_s") or (), plan.get("counts") or ()
-    found: dict[int, Callable[[float], float]] = {}
+    result: dict[int, Callable[[float], float]] = {}
     for place, worker in enumerate(training.run.get("ranks") or ()):
         rank = worker.get("rank")
         if not isinstance(rank, int) or place >= len(seconds):
             continue
         if place < len(tables):
-            found[rank] = cache(tables[place].compute_seconds)
+            result[rank] = cache(tables[place].compute_seconds)
         else:
             planned = counts[place] if place < len(counts) else 0
-            found[rank] = partial(_in_proportion, seconds[place], planned)
-    return found
+            result[rank] = partial(_in_proportion, seconds[place], planned)
+    return result
 
 
 def _in_proportion(seconds: float, planned: float, samples: float) -> float:

@@ -24,8 +24,8 @@ def plain(text: object) -> str:
 
     None becomes an empty text.
     """
-    said = "" if text is None else " ".join(str(text)[:_LONGEST].split())
-    return "".join(each if each.isprintable() else "?" for each in said)
+    message = "" if text is None else " ".join(str(text)[:_LONGEST].split())
+    return "".join(each if each.isprintable() else "?" for each in message)
 
 
 def part(share: float) -> str:
@@ -35,8 +35,8 @@ def part(share: float) -> str:
 
 def mapping(about: Mapping[str, Any], name: str) -> JsonDict:
     """An object of run.json; empty if it is not there."""
-    found = about.get(name)
-    return found if isinstance(found, dict) else {}
+    result = about.get(name)
+    return result if isinstance(result, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def evaluation(line: JsonDict | None) -> str:
     if not line:
         return ""
     metrics = EpochRecord.read_metrics(line)
-    said = [f"{name} {value:.4g}" for name, value in metrics.items()
+    text = [f"{name} {value:.4g}" for name, value in metrics.items()
             if isinstance(value, int | float) and not name.startswith(EMA)]  # fmt: skip
-    return plain(f"{', '.join(said)} (epoch {line.get('epoch')})") if said else ""
+    return plain(f"{', '.join(text)} (epoch {line.get('epoch')})") if text else ""
 
 
 _SAID = {
@@ -77,10 +77,10 @@ def event(line: JsonDict) -> Event:
     kind, when = str(line["event"]), line.get("time")
     text = line.get("text")
     if not isinstance(text, str):
-        told = {name: "?" if value is None else value for name, value in line.items()}
+        received = {name: "?" if value is None else value for name, value in line.items()}
         if isinstance(step := line.get("step"), int):
-            told["step"] = step + 1  # as people count
-        text = _SAID.get(kind, "").format_map(_EventFields(told))
+            received["step"] = step + 1  # as people count
+        text = _SAID.get(kind, "").format_map(_EventFields(received))
     return Event(when if isinstance(when, int | float) else None, plain(kind), plain(text))
 
 
@@ -116,17 +116,18 @@ class Silence:
     Attributes:
         stalled_s: since any rank has written a step, where that is long for this run; else None.
         hosts: seconds since the logger of their devices wrote. ranks: since they wrote a step that
-            others have written. unheard: since the first rank received from them.
+            others have written.
+        unreported: seconds since the first rank received from them.
     """
 
     stalled_s: float | None = None
     hosts: Mapping[str, float] = field(default_factory=dict)
     ranks: Mapping[int, float] = field(default_factory=dict)
-    unheard: Mapping[int, float] = field(default_factory=dict)
+    unreported: Mapping[int, float] = field(default_factory=dict)
 
-    def of_rank(self, rank: int, host: str) -> float | None:
+    def for_rank(self, rank: int, host: str) -> float | None:
         """Return the silence of a rank on a host in words; None if it is not silent."""
-        return self.unheard.get(rank) or self.hosts.get(host) or self.ranks.get(rank)
+        return self.unreported.get(rank) or self.hosts.get(host) or self.ranks.get(rank)
 
 
 def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
@@ -138,9 +139,9 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
         host: silent for worker in workers(followed.about)
         if (silent := followed.host_silent_s(host := str(worker.get("host")))) and silent > late
     }  # fmt: skip
-    lead, unheard = followed.lead(), followed.silence_s()
+    lead, unreported = followed.lead(), followed.silence_s()
     if lead is None or lead.last is None:
-        return Silence(None, hosts, unheard=unheard)
+        return Silence(None, hosts, unreported=unreported)
     usual = median(step.seconds for step in lead.recent)  # one that took long changes nothing
     stall, since = max(_STALL_S, _STALL_STEPS * usual), followed.silent_s()
     stalled = since > stall
@@ -153,7 +154,7 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
             behind[rank] = silent
     if 2 * len(behind) > len(followed.tracks):
         behind = {}  # then who is ahead is the odd one: it has written its last words, say
-    return Silence(since if stalled else None, hosts, behind, unheard)
+    return Silence(since if stalled else None, hosts, behind, unreported)
 
 
 def headline(
@@ -166,11 +167,11 @@ def headline(
     if status == "finished":
         result = mapping(followed.about, "result")
         steps = f" after {result['steps']} steps" if "steps" in result else ""
-        said = evaluation(followed.evaluation)
-        return Mood.DONE, plain(f"finished{steps}{': ' if said else ''}{said}")
+        text = evaluation(followed.evaluation)
+        return Mood.DONE, plain(f"finished{steps}{': ' if text else ''}{text}")
     if status != "running":
         return Mood.FAILED, _ended(followed)
-    if silence.hosts or silence.ranks or silence.unheard:
+    if silence.hosts or silence.ranks or silence.unreported:
         return Mood.SILENT, _silent(followed, silence)
     if waits is None:
         return Mood.STARTING, "starting: no step is recorded yet"
@@ -208,29 +209,29 @@ def _silent(followed: RunFollower, silence: Silence) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for worker in workers(followed.about):
         ranks[str(worker.get("host"))].append(worker["rank"])
-    said = [
+    text = [
         f"{name_rank(followed, rank)} has been silent for {seconds:.0f} s"
-        for rank, seconds in silence.unheard.items()
+        for rank, seconds in silence.unreported.items()
     ]
-    told = {host for host, own in ranks.items() if silence.unheard.keys() & own}
+    received = {host for host, own in ranks.items() if silence.unreported.keys() & own}
     for host, seconds in silence.hosts.items():
-        if host in told:
+        if host in received:
             continue
         first, last = ranks[host][0], ranks[host][-1]
         named = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        said.append(f"{plain(host)} ({named}) has been silent for {seconds:.0f} s")
+        text.append(f"{plain(host)} ({named}) has been silent for {seconds:.0f} s")
     if len(silence.hosts) == len(ranks) > 1:
-        said = [f"all hosts have been silent for {min(silence.hosts.values()):.0f} s"]
-    hosts = {*silence.hosts} | told
+        text = [f"all hosts have been silent for {min(silence.hosts.values()):.0f} s"]
+    hosts = {*silence.hosts} | received
     known = {rank for host in hosts for rank in ranks[host]}
-    said += [
+    text += [
         f"{name_rank(followed, rank)} has written no step for {seconds:.0f} s"
         for rank, seconds in silence.ranks.items() if rank not in known
     ]  # fmt: skip
-    more = f", and {len(said) - _FEW} more" if len(said) > _FEW else ""
+    more = f", and {len(text) - _FEW} more" if len(text) > _FEW else ""
     stalled = silence.stalled_s
     waits = f"; no step for {stalled:.0f} s" if stalled is not None and hosts else ""
-    return f"{', '.join(said[:_FEW])}{more}{waits}"
+    return f"{', '.join(text[:_FEW])}{more}{waits}"
 
 
 def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
@@ -238,16 +239,16 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
     if waits.held is Held.RANK:
         if waits.rank is None:
             return Mood.WAITS, f"waits for a rank whose records are not here: {share}"
-        said = f"waits for {name_rank(followed, waits.rank)}: {share}"
+        text = f"waits for {name_rank(followed, waits.rank)}: {share}"
         if waits.own_s is not None and waits.others_s is not None:
             why = ", most of it for its input" if waits.for_input else ""
-            said += (
+            text += (
                 f"; it is ready after {waits.own_s:.3g} s{why}, the others after "
                 f"{waits.others_s:.3g} s"
             )
             if waits.usual_s is not None:
-                said += f"; before, all were after {waits.usual_s:.3g} s"
-        return Mood.WAITS, said
+                text += f"; before, all were after {waits.usual_s:.3g} s"
+        return Mood.WAITS, text
     if waits.held is Held.WIRE:
         link = f"; {plain(followed.slow_link)}" if followed.slow_link else ""
         return Mood.WAITS, f"waits for the wire: {share}{_and_for(followed, waits)}{link}"

@@ -54,10 +54,10 @@ class Promise:
         """Return the remembered promise; the usual one where nothing can be read."""
         try:
             content = json.loads(path.read_text())
-            found = cls(float(content["gain"]), float(content["cost_s"]), known=True)
+            result = cls(float(content["gain"]), float(content["cost_s"]), known=True)
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
-        return found if found.gain < 1 and 0 <= found.cost_s < math.inf else cls()
+        return result if result.gain < 1 and 0 <= result.cost_s < math.inf else cls()
 
     def write(self, path: Path) -> None:
         """Remember it."""
@@ -169,26 +169,26 @@ def compile_where_faster(
         rank = group.rank
         sizes = _sizes(counts[rank], speeds[rank].grain, tables[rank].micro_batch)
         own = _Own.from_rank(model, run, compile_file(group, config), config, speeds[rank], sizes)
-    told = [each for each in world.allgather(own) if each]
-    wanted, said = _is_wanted(config.compile, told, counts, forecast.step_s)
+    received = [each for each in world.allgather(own) if each]
+    wanted, text = _is_wanted(config.compile, received, counts, forecast.step_s)
     if not wanted:
-        return tuple(speeds), (said,) if said else ()
+        return tuple(speeds), (text,) if text else ()
     world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "compiling the model")
-    found: tuple[SpeedTable, str] | None = None
+    result: tuple[SpeedTable, str] | None = None
     if model is not None and own is not None:
-        found = speeds[rank], ""
+        result = speeds[rank], ""
         if own.promise is not None:
             is_equal = len(set(counts)) == 1  # a plan that need not change
-            speed, said = _try(
-                model, speeds[rank], sizes, own.kept, config.compile == "on", is_equal
+            speed, text = _try(
+                model, speeds[rank], sizes, own.file, config.compile == "on", is_equal
             )
             if speed.compiled:
                 speed = with_readers_of_compiled(speed, model.task, config, group.device)
-            found = speed, said
-    all_found = [each for each in world.allgather(found) if each is not None]
+            result = speed, text
+    all_found = [each for each in world.allgather(result) if each is not None]
     notes = [
-        f"rank {worker.rank} on {worker.host}: {said}"
-        for worker, (_, said) in zip(group.workers, all_found, strict=True) if said
+        f"rank {worker.rank} on {worker.host}: {text}"
+        for worker, (_, text) in zip(group.workers, all_found, strict=True) if text
     ]  # fmt: skip
     return tuple(table for table, _ in all_found), tuple(notes)
 
@@ -198,12 +198,12 @@ class _Own:
     """The facts about compiling that a rank sends to the others.
 
     Attributes:
-        kept: file of the remembered promise. promise: None: it cannot compile.
+        file: of the remembered promise. promise: None: it cannot compile.
         least_s: seconds of a trial here at least; 0: it cannot.
         steps, done: of the whole run, and before this one.
     """
 
-    kept: Path
+    file: Path
     promise: Promise | None
     least_s: float
     steps: int
@@ -214,7 +214,7 @@ class _Own:
         cls,
         model: TaskModel,
         run: Run | None,
-        kept: Path,
+        file: Path,
         config: Config,
         speed: SpeedTable,
         sizes: set[int],
@@ -222,7 +222,7 @@ class _Own:
         """Return the facts of this rank."""
         promise, least_s = None, 0.0
         if config.compile == "on" or can_compile(model):
-            promise = Promise.read(kept)
+            promise = Promise.read(file)
             blocks = model.task.blocks(model.net).values()
             kinds = max(1, len({get_kind(block) for block in blocks}))
             whole = len(blocks) if model.task.compiles_whole else 0
@@ -230,7 +230,7 @@ class _Own:
             least_s = promise.costs_least(passes_s, kinds)
             promise = replace(promise, cost_s=max(promise.costs(passes_s, kinds, whole), least_s))
         begun = (parse_step(run.resume_from[0]) or 0) if run and run.resume_from else 0
-        return cls(kept, promise, least_s, count_steps(config, model.samples), begun)
+        return cls(file, promise, least_s, count_steps(config, model.samples), begun)
 
 
 def _is_wanted(
@@ -247,10 +247,10 @@ def _is_wanted(
     promises = [each.promise for each in told]
     if not any(promises) or asked != "auto":
         return any(promises) and asked == "on", ""
-    left = max(each.steps for each in told) - max(each.done for each in told)
-    rest_s = max(0, left) * step_s
-    if said := why_not(promises, max(each.least_s for each in told), rest_s):
-        return False, said
+    remaining = max(each.steps for each in told) - max(each.done for each in told)
+    rest_s = max(0, remaining) * step_s
+    if text := why_not(promises, max(each.least_s for each in told), rest_s):
+        return False, text
     return is_worth_it(counts, promises, rest_s), ""
 
 
@@ -271,8 +271,8 @@ def _try(
     except Exception as error:  # torch's own, of a compiler that is missing, or of the model
         model.compute_plainly()
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = " ".join(lines[:2])[:200]  # torch names the compiler, and in the next line why
-        return speed, f"the model is not compiled, for that fails: {said}"
+        text = " ".join(lines[:2])[:200]  # torch names the compiler, and in the next line why
+        return speed, f"the model is not compiled, for that fails: {text}"
     finally:
         model.zero_grad(set_to_none=True)
     cost_s = time.perf_counter() - start

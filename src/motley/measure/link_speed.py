@@ -50,7 +50,7 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
         traffic: traffic of other programs on this machine's interface, watched for a while already.
     """
     traffic = traffic or Traffic(world.network.interface)
-    ports = world.allgather(traffic.seen() if world.first_here else None)
+    ports = world.allgather(traffic.read_port() if world.first_here else None)
     return _collect_links(world, _meet(world, _SECONDS), ports)
 
 
@@ -65,7 +65,7 @@ def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
     machines = sorted(set(world.machines))
     own = world.rank if world.first_here else None
     token = world.from_first(lambda: secrets.token_bytes(16))
-    found: dict[tuple[int, int], Flow] = {}
+    result: dict[tuple[int, int], Flow] = {}
     with socket.create_server((world.network.address, 0)) as listener:
         listener.settimeout(_TIMEOUT_S)
         addresses = world.allgather(listener.getsockname())
@@ -73,11 +73,11 @@ def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
             for caller, callee in pairs:
                 if own == caller:
                     there, back = call(addresses[callee], token, seconds)
-                    found |= {(caller, callee): there, (callee, caller): back}
+                    result |= {(caller, callee): there, (callee, caller): back}
                 elif own == callee:
                     answer(listener, token, seconds)
             world.allgather(None)  # the next round begins when all have met
-    return {pair: flow for part in world.allgather(found) for pair, flow in part.items()}
+    return {pair: flow for part in world.allgather(result) for pair, flow in part.items()}
 
 
 def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links | None:
@@ -114,7 +114,7 @@ class Traffic:
         self._before = psutil.net_io_counters(pernic=True).get(interface)
         self._start = time.perf_counter()
 
-    def seen(self) -> Port:
+    def read_port(self) -> Port:
         """Return the interface's own facts, and its traffic, watched for long enough."""
         time.sleep(max(0.0, self._start + _LOOK_S - time.perf_counter()))
         after = psutil.net_io_counters(pernic=True).get(self._interface)

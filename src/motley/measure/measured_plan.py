@@ -138,10 +138,10 @@ def refine(
             speed = with_sizes(model, speed, sizes)
             if shows:
                 speed = _with_long(model, speed, own, most, wire)
-        found = tuple(each for each in world.allgather(speed) if each is not None)
-        if found == measured.speeds:
+        result = tuple(each for each in world.allgather(speed) if each is not None)
+        if result == measured.speeds:
             break
-        measured = replace(measured, speeds=found)
+        measured = replace(measured, speeds=result)
     return measured
 
 
@@ -214,8 +214,8 @@ class Planned:
 
     def with_note(self, mode: WireMode) -> "Planned":
         """Return the plan with a note on the cost of its wire mode in front."""
-        said = Advice(f"--wire {mode}: {mode.price}")
-        return replace(self, advice=(said, *self.advice))
+        text = Advice(f"--wire {mode}: {mode.price}")
+        return replace(self, advice=(text, *self.advice))
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def measure_and_plan(
     Returns:
         The ranks that train, and their plan.
     """
-    sizes = config.micro_batch.of(group.size) if config.micro_batch else None
+    sizes = config.micro_batch.for_ranks(group.size) if config.micro_batch else None
     most = sizes[group.rank] if sizes and group.rank is not None else None
     job = _Job(world, run, group, model, config, traits, most)
     everything, options, mode, memory = _measure(job, asked)
@@ -367,7 +367,7 @@ def _limited(measured: Measured, config: Config, group: ProcessGroup) -> Measure
     """With no larger micro-batches than ``--micro-batch`` allows."""
     if config.micro_batch is None:
         return measured
-    pairs = zip(measured.speeds, config.micro_batch.of(group.size), strict=True)
+    pairs = zip(measured.speeds, config.micro_batch.for_ranks(group.size), strict=True)
     return replace(measured, speeds=tuple(speed.at_most(size) for speed, size in pairs))
 
 
@@ -378,12 +378,14 @@ def _beside(
 
     Machines that are left out count in the limit too.
     """
-    others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
+    others = {
+        f"--wire {other}": result.chosen for other, result in options.items() if other != mode
+    }
     forecast = planned.forecast
     assert forecast is not None
-    if len(choice.ranks) < len(choice.whole.compute_s):
-        others["--hosts all"] = choice.whole
-        forecast = replace(forecast, limit_s=choice.whole.limit_s)
+    if len(choice.ranks) < len(choice.with_all.compute_s):
+        others["--hosts all"] = choice.with_all
+        forecast = replace(forecast, limit_s=choice.with_all.limit_s)
     return replace(planned, forecast=forecast, others=others)
 
 
@@ -436,7 +438,7 @@ def _stay(
     stay = [group.workers[rank] for rank in choice.ranks]
     hosts = ", ".join(dict.fromkeys(worker.host for worker in stay))
     slower = (
-        f"with all a step would take {choice.whole.step_s:.3g} s, with {hosts} alone "
+        f"with all a step would take {choice.with_all.step_s:.3g} s, with {hosts} alone "
         f"{choice.chosen.step_s:.3g} s"
     )
 

@@ -103,10 +103,10 @@ def estimate_memory(
         room = _room(group)
         _check(need, group, config, traits, room)
         own = rank, need, room
-    found = sorted((each for each in world.allgather(own) if each is not None), key=lambda e: e[0])
-    if not found:
+    result = sorted((each for each in world.allgather(own) if each is not None), key=lambda e: e[0])
+    if not result:
         return planned
-    needs, rooms = tuple(need for _, need, _ in found), tuple(room for *_, room in found)
+    needs, rooms = tuple(need for _, need, _ in result), tuple(room for *_, room in result)
     return replace(planned, foreseen=Foreseen(needs, rooms))
 
 
@@ -170,24 +170,24 @@ def _changes(
     need: MemoryNeed, group: ProcessGroup, config: Config, traits: EngineTraits, room: float
 ) -> list[str]:
     """Return the changes that a user may make."""
-    on_gpu, found = group.device.type == "cuda", []
+    on_gpu, result = group.device.type == "cuda", []
     if not traits.shards_parameters:
-        found.append("--strategy fsdp")
+        result.append("--strategy fsdp")
     elif on_gpu and not need.in_host and (ranks := enough_ranks(need, group.size, room)):
-        found.append(f"{ranks} such ranks")
+        result.append(f"{ranks} such ranks")
     if not traits.flat_parts:
-        found += [
+        result += [
             f"--opt {own.name}" for own in own_optimizers() if own.codec and own.like == config.opt
         ]
     if traits.gathered:
-        found += traits.gathered.options
+        result += traits.gathered.options
     if need.activations:
-        found.append("a smaller --micro-batch")
+        result.append("a smaller --micro-batch")
         if not config.grad_checkpointing:
-            found.append("--grad-checkpointing")
+            result.append("--grad-checkpointing")
     if traits.shards_parameters and on_gpu and "parameters" not in need.in_host:
-        found.append("--offload parameters")
-    return [*found, "a smaller model"]
+        result.append("--offload parameters")
+    return [*result, "a smaller model"]
 
 
 # Wraps a task's network, in a precision, on a device.
@@ -257,29 +257,29 @@ def plan_batch(
     """
     traits = traits or EngineTraits()
     named = config.wire
-    asked = named and named.in_job(group.precisions)
-    _check_engine(asked, group, traits)
+    requested = named and named.in_job(group.precisions)
+    _check_engine(requested, group, traits)
     grain = check_grain(get_task(config), config.batch_size)
     if config.shares is not None:
-        shares = config.shares.of(group.size)
+        shares = config.shares.for_ranks(group.size)
         sizes = (
-            config.micro_batch.of(group.size)
+            config.micro_batch.for_ranks(group.size)
             if config.micro_batch
             else whole_share_pieces(config.batch_size, shares, grain)
         )
-        mode = asked if asked is not None and group.size > 1 else EXACT
+        mode = requested if requested is not None and group.size > 1 else EXACT
         planned = Planned(make_plan(config.batch_size, shares, sizes, mode, grain=grain))
     elif run is not None and (before := _plan_before(world, run, group, config, traits)):
         group, planned = before
     else:
         equal, least = (1.0,) * group.size, (grain,) * group.size
-        most = config.micro_batch.of(group.size) if config.micro_batch else least
+        most = config.micro_batch.for_ranks(group.size) if config.micro_batch else least
         # Refuses a small batch, or a micro-batch of less than a group, before anything is measured.
         make_plan(config.batch_size, equal, most, EXACT, grain=grain)
-        group, planned = measure_and_plan(world, run, group, model, config, traits, asked)
+        group, planned = measure_and_plan(world, run, group, model, config, traits, requested)
     if (taken := planned.plan.wire).is_inexact:
         planned = planned.with_note(taken)
-    elif named is not None and named != asked and not named.is_inexact:
+    elif named is not None and named != requested and not named.is_inexact:
         planned = planned.with_note(named)
     return group, estimate_memory(world, group, model, config, traits, planned)
 
@@ -308,9 +308,9 @@ def check_grain(task: Task, batch_size: int) -> int:
         if global_batch % grain == 0:
             continue
         less = global_batch // grain * grain
-        said = global_batch if batch_size == global_batch else f"{batch_size}: {global_batch}"
+        text = global_batch if batch_size == global_batch else f"{batch_size}: {global_batch}"
         raise MotleyError(
-            f"--batch-size {said} is no multiple of {grain}, and {grain} samples "
+            f"--batch-size {text} is no multiple of {grain}, and {grain} samples "
             f"{task.grain_is}; take {f'{less} or ' if less else ''}{less + grain}"
             + _other_group(task, global_batch)
         )
@@ -371,9 +371,9 @@ def _plan_before(
     old: dict[str, Any] = content.get("config", {})
     ranks: list[dict[str, Any]] = content.get("ranks", [])
     left_out: list[dict[str, Any]] = content.get("left_out", [])
-    kept = {rank["rank"] for rank in ranks}
-    workers = kept_workers(group.workers, kept)
-    started = kept | {rank["rank"] for rank in left_out} == set(range(world.size))
+    saved = {rank["rank"] for rank in ranks}
+    workers = kept_workers(group.workers, saved)
+    started = saved | {rank["rank"] for rank in left_out} == set(range(world.size))
     if not ranks or not started or not _are(workers, ranks):
         return None
     same = config.as_json(Decides.SPEED | Decides.PLAN) | get_task(config).identity()
@@ -389,7 +389,7 @@ def _plan_before(
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
     if len(workers) < group.size:
         reasons = {entry["rank"]: entry["reason"] for entry in left_out}
-        group = shrink_group(world, group, kept, reasons)
+        group = shrink_group(world, group, saved, reasons)
     made = make_plan(
         plan["global_batch"], plan["shares"], plan["max_micro_batch"], wire, plan["buckets"],
         get_task(config).grain,

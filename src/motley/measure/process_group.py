@@ -35,8 +35,8 @@ _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
 
 def kept_workers(workers: Sequence[Rank], ranks: Collection[int]) -> tuple[Rank, ...]:
     """Workers of these ranks of the launch, with new numbers in the process group."""
-    kept = [worker for worker in workers if worker.rank in ranks]
-    return tuple(replace(worker, group_rank=number) for number, worker in enumerate(kept))
+    saved = [worker for worker in workers if worker.rank in ranks]
+    return tuple(replace(worker, group_rank=number) for number, worker in enumerate(saved))
 
 
 def bind_to_device(world: World, device: torch.device) -> str:
@@ -221,7 +221,7 @@ def join_process_group(
     if own.gpu is not None:
         device = torch.device("cuda", own.gpu)
         torch.cuda.set_device(device)
-    wanted = (precision or read_precisions("auto")).of(len(participants))
+    wanted = (precision or read_precisions("auto")).for_ranks(len(participants))
     if rank is not None:
         cores = bind_to_device(world, device) if bind else ""
         own = replace(own, group_rank=rank, cores=cores)
@@ -293,8 +293,8 @@ def check_nccl(world: World) -> None:
 
     NCCL is torch's own, and may differ between builds of one release.
     """
-    found = world.allgather(nccl_version())
-    ranks = {version: rank for rank, version in reversed(list(enumerate(found))) if version}
+    result = world.allgather(nccl_version())
+    ranks = {version: rank for rank, version in reversed(list(enumerate(result))) if version}
     if len(ranks) > len({version.startswith(_RCCL) for version in ranks}):
         listed = ", ".join(
             f"{version} on {world.nodes[rank].host}" for version, rank in sorted(ranks.items())

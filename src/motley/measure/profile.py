@@ -179,9 +179,9 @@ def measure_speeds(
         own = measure_own_speed(group, model, config, traits.optimizer_shards(group.size))
         # All ranks of a host at once, as they do when they train.
         own = with_reading(own, model.task, config, group.device)
-    found = [each for each in world.allgather(own) if each is not None]
+    result = [each for each in world.allgather(own) if each is not None]
     world.clock.lap("speeds")
-    return equalise_speeds(group, found)
+    return equalise_speeds(group, result)
 
 
 def measure_between(
@@ -214,8 +214,8 @@ def measure_between(
         known = remembered and known_links(world, remembered.flows)
         links = known or _passing_links(world, traffic, again=remembered is None)
     world.clock.lap("links")
-    kept = remembered or WireFigures(links.flows if links else {})
-    wires = measure_wires(world, group, model, [EXACT], traits, remembered=kept)
+    saved = remembered or WireFigures(links.flows if links else {})
+    wires = measure_wires(world, group, model, [EXACT], traits, remembered=saved)
     exact = split_and_forecast(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
     slow = _slow_rank(group.machines(world), links)
@@ -223,18 +223,18 @@ def measure_between(
     for taken in (True, False):  # what is for the user's ears alone need not be as sure
         some = [mode for mode in others if may_take(mode, asked, group.precisions) == taken]
         tries = TRIES if taken else 1
-        wires = measure_wires(world, group, model, some, traits, wires, kept, tries)
+        wires = measure_wires(world, group, model, some, traits, wires, saved, tries)
     if slow is not None:
-        kept = replace(kept, fewer=kept.fewer or _without(world, group, model, slow))
+        saved = replace(saved, fewer=saved.fewer or _without(world, group, model, slow))
         wires = {
             mode: cost if mode.addition is Addition.BUCKETS  # which compute besides
-            else cost.among_fewer(kept.fewer, wires[EXACT])
+            else cost.among_fewer(saved.fewer, wires[EXACT])
             for mode, cost in wires.items()
         }  # fmt: skip
     world.clock.lap("wires")
     # Beside others' traffic a link carried less than it can.
     lasts = group.size > 1 and not (links and links.in_use())
-    return Measured(speeds, wires, links, kept.with_wires(wires) if lasts else None)
+    return Measured(speeds, wires, links, saved.with_wires(wires) if lasts else None)
 
 
 def _without(
@@ -284,14 +284,14 @@ def _other_modes(
     """
     if group.size == 1:
         return []
-    found = [] if asked is None else [asked]
+    result = [] if asked is None else [asked]
     if part > _WORTH_A_WORD:
         for kind in modes().values():
-            found += kind.offers(group.precisions, part)
+            result += kind.offers(group.precisions, part)
     if slow is not None:
-        found += [replace(m, slow_rank=slow) for m in found if m.addition is Addition.NUMBERS]
+        result += [replace(m, slow_rank=slow) for m in result if m.addition is Addition.NUMBERS]
     return [
-        mode for mode in dict.fromkeys(found)
+        mode for mode in dict.fromkeys(result)
         if mode != EXACT and traits.can(mode) and (mode.mixes_devices or not group.is_mixed)
     ]  # fmt: skip
 
@@ -346,11 +346,11 @@ def measure_wires(
             if group.size == 1:
                 own[mode] = AllReduceCost(0.0, 0.0)
             else:
-                found = mode.cost_from(own[EXACT]) if EXACT in own else None
-                if found is None and mode in old:
-                    found = compute_cost(parameters, mode, *old[mode])
-                found = found or measure_wire(parameters, mode, tries)
-                own[mode] = replace(found, frozen=frozen)
+                result = mode.cost_from(own[EXACT]) if EXACT in own else None
+                if result is None and mode in old:
+                    result = compute_cost(parameters, mode, *old[mode])
+                result = result or measure_wire(parameters, mode, tries)
+                own[mode] = replace(result, frozen=frozen)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
         mode: traits.through(

@@ -198,11 +198,11 @@ class WireFigures:
 
     def with_wires(self, wires: Mapping[WireMode, AllReduceCost]) -> "WireFigures":
         """Return the figures with the cost of these modes, less those that follow from another."""
-        found = {
+        result = {
             mode: (cost.latency_s, cost.transfer_s)
             for mode, cost in wires.items() if cost.sync_every == 1
         }  # fmt: skip
-        return replace(self, wires={**self.wires, **found})
+        return replace(self, wires={**self.wires, **result})
 
     def as_json(self) -> dict[str, Any]:
         """For the file."""
@@ -277,10 +277,10 @@ class WireCache:
             self.path.unlink()
             if content["key"] != self.key:
                 return None
-            found = WireFigures.from_json(content["figures"], self.machines)
+            result = WireFigures.from_json(content["figures"], self.machines)
         except (MotleyError, OSError, LookupError, TypeError, ValueError, AttributeError):
             return None
-        return found if 0 <= time.time() - found.measured <= _OLDEST_S else None
+        return result if 0 <= time.time() - result.measured <= _OLDEST_S else None
 
     def keep(self, figures: WireFigures) -> None:
         """Remember figures, whole or not at all."""
@@ -305,12 +305,12 @@ def wire_cache(
         world.network.interface,
         compute_digest(shapes) if shapes else None,
     )
-    told = world.allgather(own)
+    received = world.allgather(own)
     key = {
-        "hosts": [[world.nodes[m].host, *told[m][:2]] for m in sorted(set(world.machines))],
+        "hosts": [[world.nodes[m].host, *received[m][:2]] for m in sorted(set(world.machines))],
         "machines": list(world.machines), "backend": group.backend,
         "workers": [[worker.rank, worker.device, worker.precision] for worker in group.workers],
-        "parameters": told[group.workers[0].rank][2], "wire": str(asked or "auto"),
+        "parameters": received[group.workers[0].rank][2], "wire": str(asked or "auto"),
         "versions": versions(), "nccl": nccl_version(),
         "network": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_OF_NETWORK)},
     }  # fmt: skip

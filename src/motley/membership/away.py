@@ -46,8 +46,10 @@ def _at_console() -> str:
         return _at_console_by_utmp()
     for line in sessions.splitlines():
         words = line.split()
-        told = _ask("show-session", words[0], *(f"-p{name}" for name in _ASKED)) if words else None
-        if told and (who := _active(dict(re.findall(r"^(\w+)=(.*)$", told, re.MULTILINE)))):
+        received = (
+            _ask("show-session", words[0], *(f"-p{name}" for name in _ASKED)) if words else None
+        )
+        if received and (who := _active(dict(re.findall(r"^(\w+)=(.*)$", received, re.MULTILINE)))):
             return f"{who} is at its console"
     return ""
 
@@ -130,10 +132,10 @@ class Away:
 def read_away() -> Away | None:
     """Return the mark of this machine; None without one, or where it cannot be read."""
     with contextlib.suppress(FileNotFoundError, MotleyError), _folder(make=False) as folder:
-        found = _read(folder)
-        over = found.until is not None and found.until <= time.time()
-        if found.boot == _boot() and not over:
-            return found
+        result = _read(folder)
+        over = result.until is not None and result.until <= time.time()
+        if result.boot == _boot() and not over:
+            return result
     return None
 
 
@@ -200,11 +202,11 @@ def _folder(make: bool) -> Iterator[int]:
 
 def _check(opened: int) -> None:
     """Raise MotleyError unless this user owns a file or folder and no other may write to it."""
-    found = os.fstat(opened)
-    if found.st_uid != os.getuid():
-        raise _not_ours(f"it is owned by user {found.st_uid}")
-    if found.st_mode & 0o022:
-        raise _not_ours(f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})")
+    result = os.fstat(opened)
+    if result.st_uid != os.getuid():
+        raise _not_ours(f"it is owned by user {result.st_uid}")
+    if result.st_mode & 0o022:
+        raise _not_ours(f"others may write to it (mode {stat.S_IMODE(result.st_mode):o})")
 
 
 def _not_ours(found: str) -> MotleyError:
@@ -225,11 +227,11 @@ def _read(folder: int) -> Away:
     with os.fdopen(opened, "rb") as file:
         _check(opened)
         try:
-            said = json.loads(file.read(_MOST_BYTES))
-            until = said["until"]
+            text = json.loads(file.read(_MOST_BYTES))
+            until = text["until"]
             return Away(
-                float(said["since"]), None if until is None else float(until),
-                str(said["polite"]), str(said["boot"]),
+                float(text["since"]), None if until is None else float(until),
+                str(text["polite"]), str(text["boot"]),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, OSError, RecursionError):
             raise MotleyError(f"{_path() / _name()} is damaged; remove it") from None

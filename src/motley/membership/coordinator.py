@@ -274,12 +274,12 @@ class Coordinator:
 
     def _regroup_or_end(self) -> None:
         """Go on without lost ranks as soon as all others can; end the job where they cannot."""
-        left = self._statuses()
-        if survivors := self._regroup.go_on(left):
-            self._pause.forget(len(left))
+        remaining = self._statuses()
+        if survivors := self._regroup.go_on(remaining):
+            self._pause.clear(len(remaining))
             self._standby = survivors.standby
             self._watch_crash_file()
-        elif fault := self._regroup.overdue(left):
+        elif fault := self._regroup.overdue(remaining):
             self.end_job(fault)
 
     def _watch_crash_file(self) -> None:
@@ -293,8 +293,8 @@ class Coordinator:
         """Report silent ranks, and end the job where a rank stays silent or no rank moves."""
         messages.get_on(self._to_standby)
         statuses = self._statuses()
-        told = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)
-        for event in told:
+        received = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)
+        for event in received:
             self._record(event)
         # Should mpirun end this rank first, the others have the rank to blame.
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
@@ -338,15 +338,15 @@ class Coordinator:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
                 trains = status.regroups or status.heartbeat.step is not None
                 step = self._last_step() if trains else None
-                said = status.messages.last_words
+                text = status.messages.last_words
                 del self._others[line]
-                self._lose(status.rank, make_death_fault(status.number, status.host, step, said))
+                self._lose(status.rank, make_death_fault(status.number, status.host, step, text))
 
     def _lose(self, rank: int, fault: Fault) -> None:
         """Have all others go on without a rank, if they can; else end the job."""
         if self._regroup.lose(rank, fault, self._statuses()):
-            self._cause.forget()  # an echo of it
-        elif fault.echo and not self._regroup.begun:
+            self._cause.clear()  # an echo of it
+        elif fault.echo and not self._regroup.is_running:
             self._suspect(fault, _ABORT_S)
         else:
             self.end_job(fault)
@@ -418,7 +418,7 @@ class Coordinator:
         self._record(message.event)
 
     def _on_failure(self, status: RankStatus, message: protocol.RankFailed) -> None:
-        if not (message.fault.echo or self._regroup.begun):
+        if not (message.fault.echo or self._regroup.is_running):
             self.end_job(message.fault)
         self._suspect(message.fault, FIRST_CAUSE_S)
 
@@ -462,7 +462,7 @@ class Coordinator:
 
     def _suspect(self, fault: Fault, within_s: float) -> None:
         """Blame ``fault`` unless a better cause turns up in time."""
-        if self._regroup.begun and not fault.signal:
+        if self._regroup.is_running and not fault.signal:
             return  # that is the cause
         fault = self._cause.suspect(fault, within_s)
         if self._own.reaper:  # should we be killed before we have said it

@@ -138,7 +138,7 @@ class RankStatus:
 
     Attributes:
         rank: its number in the group that is left. number: the one in the launch.
-        heard: when it last said something, in rank 0's waking seconds.
+        received_s: time of its last message, in rank 0's waking seconds.
         wrote: when it wrote anything, as a process does that lives (motley.membership.messages).
         rescues: it can save the state, for rank 0 cannot.
         regroups: it can go on without another rank.
@@ -149,7 +149,7 @@ class RankStatus:
     rank: int
     number: int
     host: str
-    heard: float = 0.0
+    received_s: float = 0.0
     wrote: float = 0.0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     done: bool = False
@@ -162,7 +162,7 @@ class RankStatus:
     @property
     def lived(self) -> float:
         """When it did, as far as is known, in rank 0's waking seconds."""
-        return max(self.heard, self.wrote)
+        return max(self.received_s, self.wrote)
 
     def take(self, data: bytes, now: float) -> list[dict[str, Any]]:
         """Append received bytes and return the complete messages.
@@ -171,9 +171,9 @@ class RankStatus:
             data: the received bytes.
             now: time of arrival, in seconds that rank 0 was awake.
         """
-        found = self.messages.feed(data)
-        self.wrote, self.heard = now, now if found else self.heard
-        return found
+        result = self.messages.feed(data)
+        self.wrote, self.received_s = now, now if result else self.received_s
+        return result
 
 
 class Watchdog:
@@ -305,12 +305,12 @@ def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list
         after_s: seconds without an answer.
         tries: least number of retransmissions.
     """
-    found = set()
+    result = set()
     for number, info in _connections():
         if is_dead(info, after_s, tries):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as line:
-                found.add(str(line.getpeername()[0]).removeprefix("::ffff:"))
-    return sorted(address for address in found if not address.startswith(_LOCAL))
+                result.add(str(line.getpeername()[0]).removeprefix("::ffff:"))
+    return sorted(address for address in result if not address.startswith(_LOCAL))
 
 
 def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
@@ -371,20 +371,20 @@ class SilentRanks:
         """
         now = self._awake.seconds
         late, soon = now - REPORTED_AFTER_S, now - CUT_OFF_AFTER_S
-        first = min((each.heard for each in statuses), default=now)
+        first = min((each.received_s for each in statuses), default=now)
         if not self._silent and first >= soon:
             return []
         cut_off = self._cut_off() if first < soon else ()
         silent = {
             each.number: each for each in statuses
-            if each.heard < late or (each.heard < soon and each.address in cut_off)
+            if each.received_s < late or (each.received_s < soon and each.address in cut_off)
         }  # fmt: skip
         again = [each for each in statuses if each.number in self._silent - silent.keys()]
         new = [each for number, each in silent.items() if number not in self._silent]
         self._silent = {*silent}
         return [
             *({"kind": "silent", "rank": each.number, "host": each.host,
-               "step": each.heartbeat.step, "seconds": round(now - each.heard, 1)}
+               "step": each.heartbeat.step, "seconds": round(now - each.received_s, 1)}
               for each in new),
             *({"kind": "heard_again", "rank": each.number, "host": each.host} for each in again),
         ]  # fmt: skip
@@ -440,7 +440,7 @@ class StragglerDetector:
 
     def _is_at_work(self, status: RankStatus) -> bool:
         """Return True if the rank's last heartbeat says so and is recent."""
-        heard = status.rank == 0 or self._awake.seconds - status.heard < _LATELY_S
+        heard = status.rank == 0 or self._awake.seconds - status.received_s < _LATELY_S
         return heard and status.heartbeat.phase in _OWN
 
 

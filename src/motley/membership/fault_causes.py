@@ -221,7 +221,7 @@ class FirstCause:
         self.fault, self._deadline = fault, deadline
         return fault
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the cause: it was the echo of another one."""
         self.fault = None
 
@@ -231,8 +231,8 @@ class FirstCause:
 
     def due_in(self, at_most: float) -> float:
         """Return the seconds until a cause is due, at most ``at_most``."""
-        left = at_most if self.fault is None else self._deadline - time.monotonic()
-        return min(at_most, max(0.0, left))
+        remaining = at_most if self.fault is None else self._deadline - time.monotonic()
+        return min(at_most, max(0.0, remaining))
 
 
 def _weight(fault: Fault) -> int:

@@ -41,7 +41,7 @@ _PRESENCE_S = 5.0  # between looks for another user
 
 def own_ranks() -> list[TrainingProcess]:
     """Find this user's ranks on this machine, of this copy of Motley."""
-    return [each for each in survey().found if each.kind == "rank"]
+    return [each for each in survey().processes if each.kind == "rank"]
 
 
 def ask_to_leave(ranks: Sequence[TrainingProcess]) -> None:
@@ -56,12 +56,12 @@ def leave(seconds: float | None) -> dict[str, Any]:
     ranks = own_ranks()  # later ones see the mark
     ask_to_leave(ranks)
     held = {pid: ticks for each in ranks for pid, ticks in ((each.pid, each.ticks), *each.workers)}
-    left = held
-    while left and time.monotonic() - start < WAIT_S:
+    remaining = held
+    while remaining and time.monotonic() - start < WAIT_S:
         time.sleep(_LOOK_S)
-        left = {pid: ticks for pid, ticks in left.items() if is_alive(pid, ticks)}
+        remaining = {pid: ticks for pid, ticks in remaining.items() if is_alive(pid, ticks)}
     return {
-        "ranks": len(ranks), "seconds": time.monotonic() - start, "left": list(left),
+        "ranks": len(ranks), "seconds": time.monotonic() - start, "left": list(remaining),
         "until": away.until_words(),
     }  # fmt: skip
 
@@ -69,7 +69,7 @@ def leave(seconds: float | None) -> dict[str, Any]:
 def pause(logs: str, run: str) -> dict[str, Any]:
     """Ask one of a run's ranks here, which informs the others; return False if there is none."""
     for each in own_ranks():
-        words = f" {each.what.replace('=', ' ')} "
+        words = f" {each.description.replace('=', ' ')} "
         place = re.search(r" --logs (\S+)", words)
         named = f" --run {run} " in words and (not place or Path(place[1]) == Path(logs))
         if named and send(each.pid, each.ticks, PAUSE_SIGNAL):
@@ -84,14 +84,14 @@ def speeds() -> list[dict[str, Any]]:
     options of its run.
     """
     files = [(path.stat().st_mtime, path) for path in cache_folder().glob(SPEED_FILES)]
-    found = []
+    result = []
     for _, path in sorted(files, reverse=True)[:_MOST_SPEEDS]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads(path.read_text())
             key, rate = content["key"], SpeedTable.from_json(content["speed"]).rate
             each = {"options": key["options"], "uuid": key["uuid"]}
-            found.append({**each, "rate": rate * (1 if key["uuid"] else key["ranks"])})
-    return found
+            result.append({**each, "rate": rate * (1 if key["uuid"] else key["ranks"])})
+    return result
 
 
 def be_polite(quiet_s: float) -> None:
@@ -120,15 +120,15 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
     if what == "pause":
         return pause(*rest)
     away = read_away()
-    said: dict[str, Any] = {
+    text: dict[str, Any] = {
         "node": os.uname().nodename,
         "away": away and {**asdict(away), "words": away.until_words()},
     }
     if what == "ask":
-        said |= {"sees": Path(rest[0], "run.json").exists(), "speeds": speeds()}
+        text |= {"sees": Path(rest[0], "run.json").exists(), "speeds": speeds()}
     if what == "ranks":
-        said["ranks"] = [asdict(each) for each in own_ranks()]
-    return said
+        text["ranks"] = [asdict(each) for each in own_ranks()]
+    return text
 
 
 def main(words: Sequence[str]) -> None:

@@ -94,11 +94,11 @@ class Member:
             except OSError:
                 with contextlib.suppress(OSError):
                     self._handle_messages()
-                said = self._messages.last_words  # of rank 0, where it has crashed
-                fault = make_death_fault(own.place.numbers[0], self._host, own.step, said)
+                text = self._messages.last_words  # of rank 0, where it has crashed
+                fault = make_death_fault(own.place.numbers[0], self._host, own.step, text)
                 if self._goes_on():
                     return fault
-                self.end(self._silent if self._silent and not said else fault)
+                self.end(self._silent if self._silent and not text else fault)
             if own.held.is_set():
                 continue
             quiet = own.awake.seconds - self._heard_at
@@ -226,8 +226,8 @@ class Member:
             self._own.print(fault.last_words())
             with contextlib.suppress(Exception):
                 self._on_fault(fault)
-            if said := self._own.save_what_is_known():
-                self._own.print(f"motley: {said}")
+            if text := self._own.save_what_is_known():
+                self._own.print(f"motley: {text}")
         self._own.leave(1)
 
 

@@ -62,13 +62,13 @@ class Messages:
             lines, self._dropping = lines[1:], False
         if len(self._rest) > MOST_BYTES:
             self._rest, self._dropping = b"", True
-        found = [(line, _decode(line)) for line in lines if len(line) <= MOST_BYTES]
-        for line, message in found:
+        result = [(line, _decode(line)) for line in lines if len(line) <= MOST_BYTES]
+        for line, message in result:
             if isinstance(message, dict) or line.startswith(_BEGIN):
                 self.last_words = ""
             if not isinstance(message, dict) and len(self.last_words) + len(line) < _MOST_WORDS:
                 self.last_words += line.decode(errors="replace") + "\n"
-        return [message for _, message in found if isinstance(message, dict)]
+        return [message for _, message in result if isinstance(message, dict)]
 
 
 def _decode(line: bytes) -> Any:
@@ -115,11 +115,11 @@ class Listening:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank that has said the token.
+    """A rank that has sent the token.
 
     Attributes:
         rank: ~K: what outlives rank K says that its host lives, and waits until the job ends.
-        pending: what else it has said already. messages: for what it will say.
+        pending: bytes behind the token. messages: for what it will say.
     """
 
     line: socket.socket
@@ -132,7 +132,7 @@ class Arrival:
 @dataclass
 class _Stranger:
     since: float
-    said: bytes = b""
+    received: bytes = b""
     messages: Messages = field(default_factory=Messages)
 
 
@@ -163,7 +163,7 @@ class Handshakes:
 
     @property
     def lines(self) -> list[socket.socket]:
-        """To those who have not said yet who they are."""
+        """Connections that have not sent the token yet."""
         return list(self._strangers)
 
     def register(self, selector: selectors.BaseSelector) -> None:
@@ -212,7 +212,7 @@ class Handshakes:
 
     def _read_from(self, line: socket.socket) -> Arrival | None:
         stranger = self._strangers[line]
-        missing = len(self._opening) - len(stranger.said)
+        missing = len(self._opening) - len(stranger.received)
         try:
             data = line.recv(missing or 65536)
         except BlockingIOError:
@@ -223,13 +223,13 @@ class Handshakes:
             self._hang_up(line)
             return None
         if missing:
-            stranger.said += data
-            if len(stranger.said) < len(self._opening):
+            stranger.received += data
+            if len(stranger.received) < len(self._opening):
                 return None
-            if not hmac.compare_digest(stranger.said, self._opening):
+            if not hmac.compare_digest(stranger.received, self._opening):
                 self._hang_up(line)
                 return None
-            stranger.messages.feed(stranger.said)
+            stranger.messages.feed(stranger.received)
             return self._read_from(line)
         messages = stranger.messages.feed(data)
         if not messages:  # the greeting is not complete

@@ -80,13 +80,13 @@ class Outbox:
 
     def read_signals(self) -> list[int]:
         """Return the stop signals that came since the last call; send the other ones' requests."""
-        found = b""
+        result = b""
         with contextlib.suppress(BlockingIOError):
-            found = os.read(self.wake_read, 4096)
-        for number in set(REQUESTS).intersection(found):
+            result = os.read(self.wake_read, 4096)
+        for number in set(REQUESTS).intersection(result):
             self.add_request(number)
         # Every signal with a Python handler arrives here; DataLoader has one for SIGCHLD.
-        return [number for number in found if number in _STOPS]
+        return [number for number in result if number in _STOPS]
 
     def add_request(self, number: int) -> None:
         """Add the message that a signal asks for, if it asks for one."""
@@ -253,7 +253,7 @@ class OwnRank:
         self.place = self.place.among(survivors.ranks)
         self.inform_reaper()
         self.held.clear()
-        self.pause.forget()
+        self.pause.clear()
         self.change.begin(survivors, self.hooks.free)
 
     def inform_reaper(self) -> None:
@@ -328,11 +328,11 @@ def save_before_end(
     reaper = None if own.stopped else own.reaper  # which else has a line to print already
     if reaper:
         reaper.send(line=_CUT_SHORT)
-    said = own.save_what_is_known() if own.hooks.rescue else _ask(able[0], others[able[0]])
+    text = own.save_what_is_known() if own.hooks.rescue else _ask(able[0], others[able[0]])
     if reaper:
         reaper.send(line="")
-    if said:
-        own.print(f"motley: {said}")
+    if text:
+        own.print(f"motley: {text}")
 
 
 def _ask(line: socket.socket, status: RankStatus) -> str:

@@ -61,7 +61,7 @@ class OwnPause:
             self._begun = step
             return True
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all requests to this rank: the group in which they were made is gone."""
         with self._changed:
             self._asked, self._at, self._begun = False, None, None
@@ -99,7 +99,7 @@ class PauseAgreement:
         self.wanted = False
         self.at: int | None = None
 
-    def forget(self, size: int) -> None:
+    def clear(self, size: int) -> None:
         """Ask again, of so many ranks."""
         self._size, self.at = size, None
         self._asked.clear()

@@ -48,8 +48,8 @@ def segments_of_this_job() -> str:
     A rank maps its own, so they are known without a rule for numbers of jobs.
     """
     with contextlib.suppress(OSError):
-        found = _SEGMENT.search(Path("/proc/self/maps").read_text(errors="replace"))
-        return found[1] if found else ""
+        result = _SEGMENT.search(Path("/proc/self/maps").read_text(errors="replace"))
+        return result[1] if result else ""
     return ""
 
 
@@ -83,15 +83,15 @@ def find_sessions(launcher: int) -> dict[int, str]:
 
     There are none, unless ``launcher`` is an mpirun that has started some.
     """
-    found = {}
+    result = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 words = child.cmdline()
                 daemon = next((n for n, word in enumerate(words) if "prted" in word), 0)
                 if daemon and any(word.endswith("ssh") for word in words[:2]):
-                    found[child.pid] = words[daemon - 1].rpartition("@")[2]
-    return found
+                    result[child.pid] = words[daemon - 1].rpartition("@")[2]
+    return result
 
 
 class SshSessions:
@@ -158,8 +158,8 @@ class LauncherReaper:
                 start_new_session=True,
             )  # fmt: skip
         with contextlib.suppress(psutil.NoSuchProcess):
-            found = find_sessions(launcher.pid)
-            self._sessions = {psutil.Process(pid): host for pid, host in found.items()}
+            result = find_sessions(launcher.pid)
+            self._sessions = {psutil.Process(pid): host for pid, host in result.items()}
         self.send(
             rank=rank, number=number, host=host,
             launcher=f"{launcher.name()}, process {launcher.pid}",
@@ -294,24 +294,24 @@ def _main() -> None:
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         launcher = psutil.Process(int(sys.argv[1]))
         sessions, terminal = SshSessions(launcher.pid), launcher.terminal()
-        told, launcher_first = _listen(launcher.pid, sessions)
-        if launcher_first and told.rank == 0 and not told.ended:
-            told.fault = asdict(_why_gone(told, sessions))
-        if told.supervisor and not (launcher_first or told.ended):
-            _report_host_alive(told.rank, told.host, *told.supervisor)
-        if told.line:  # before mpirun ends, and a shell says that it waits for the next command
-            _print_line(told.line, terminal)
+        received, launcher_first = _listen(launcher.pid, sessions)
+        if launcher_first and received.rank == 0 and not received.ended:
+            received.fault = asdict(_why_gone(received, sessions))
+        if received.supervisor and not (launcher_first or received.ended):
+            _report_host_alive(received.rank, received.host, *received.supervisor)
+        if received.line:  # before mpirun ends, and a shell says that it waits for the next command
+            _print_line(received.line, terminal)
         with contextlib.suppress(psutil.NoSuchProcess):
-            _end_unless_gone(launcher, told.timeout_s)
-        fault = Fault.read(told.fault) if told.fault else None
-        if told.folder:
-            known = fault or make_death_fault(told.number, told.host, told.step)
-            _record(RunFolder(told.folder), known, told.number)
-        if fault and not told.line:
+            _end_unless_gone(launcher, received.timeout_s)
+        fault = Fault.read(received.fault) if received.fault else None
+        if received.folder:
+            known = fault or make_death_fault(received.number, received.host, received.step)
+            _record(RunFolder(received.folder), known, received.number)
+        if fault and not received.line:
             _print_line(fault.last_words(), terminal)
         if _ends_within(launcher, 0):
-            session = told.session or session_folder(launcher.pid, os.environ)
-            remove(told.segments, session)
+            session = received.session or session_folder(launcher.pid, os.environ)
+            remove(received.segments, session)
 
 
 def _print_line(line: str, terminal: str | None) -> None:
@@ -340,14 +340,14 @@ def _report_host_alive(rank: int, host: str, address: str, port: int, token: str
 
 def _why_gone(told: _ReaperFacts, sessions: SshSessions) -> Fault:
     """Return why the launcher ended before its ranks; from rank 0's host."""
-    said = Fault.read(told.fault) if told.fault else None
-    if said and said.kind is not FaultKind.KILLED:
-        return said
+    text = Fault.read(told.fault) if told.fault else None
+    if text and text.kind is not FaultKind.KILLED:
+        return text
     gave_up = bool(told.session) and not Path(told.session).exists()  # it had time to tidy up
     host = sessions.first(_GAVE_UP_S) if gave_up else ""
     if host in told.hosts:
         return make_daemon_fault(told.hosts[host], host, told.step)
-    return said or make_launcher_fault(told.host, told.launcher, told.step)
+    return text or make_launcher_fault(told.host, told.launcher, told.step)
 
 
 def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
@@ -355,7 +355,7 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
 
     A rank that dies of its launcher does so within milliseconds, so both may be seen at once.
     """
-    told, rest, first = _ReaperFacts(), b"", False
+    received, rest, first = _ReaperFacts(), b"", False
     poll, ended = select.epoll(), -1
     poll.register(0, select.EPOLLIN)
     with contextlib.suppress(OSError):  # an older kernel
@@ -371,9 +371,9 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
             data = os.read(0, 65536)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                told = replace(told, **json.loads(line))
+                received = replace(received, **json.loads(line))
             if not data:
-                return told, first
+                return received, first
 
 
 def _record(folder: RunFolder, fault: Fault, first: int) -> None:

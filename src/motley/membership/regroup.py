@@ -40,7 +40,7 @@ class Regroup:
         self._last: tuple[Fault, float] | None = None  # the last loss, and when the others went on
 
     @property
-    def begun(self) -> bool:
+    def is_running(self) -> bool:
         """True while a rank is lost and the others do not know yet how to go on."""
         return self._regrouping.first is not None
 
@@ -57,15 +57,15 @@ class Regroup:
         return self._last[0]
 
     def note_host_alive(self, rank: int) -> None:
-        """See Regrouping."""
+        """See RegroupState."""
         self._regrouping.note_host_alive(rank)
 
     def lose(self, rank: int, fault: Fault, left: Collection[RankStatus]) -> bool:
         """Have the others keep their state after a loss; return False if the job must end."""
-        begun = self.begun
+        running = self.is_running
         if not self._regrouping.lose(rank, fault, left):
             return False
-        if not begun:
+        if not running:
             self._broadcast(KeepState())
             self._own.send(StateKept(self._own.keep_state()))
         return True
@@ -98,8 +98,8 @@ class Regroup:
             return None
         own, lost = self._own, survivors.lost
         faults = self._regrouping.faults
-        said = [format_fault(fault) for fault in faults]
-        own.print("\n".join(said) + f"; on with {len(survivors.ranks)} of {own.place.size} ranks")
+        text = [format_fault(fault) for fault in faults]
+        own.print("\n".join(text) + f"; on with {len(survivors.ranks)} of {own.place.size} ranks")
         for fault in faults:
             self._record({"kind": "lost", "rank": fault.rank, "host": fault.host,
                           "step": fault.step, "error": fault.error})  # fmt: skip

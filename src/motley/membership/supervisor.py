@@ -390,9 +390,9 @@ class Supervisor:
         own = self._own
         self.check_group()
         own.send_in_group(GatherValue(packed(value)))
-        while (found := own.change.gathered.get()) is None:
+        while (result := own.change.gathered.get()) is None:
             self.check_group()  # else it is of a loss before
-        return [unpacked(text) for text in found]
+        return [unpacked(text) for text in result]
 
     def record_event(self, event: dict[str, Any]) -> None:
         """Have rank 0 record an event."""

@@ -269,9 +269,9 @@ class RegroupState:
         if len(self._gathered) < len(self._machines):
             return None
         self._meeting = None
-        found = [self._gathered[rank] for rank in range(len(self._machines))]
+        result = [self._gathered[rank] for rank in range(len(self._machines))]
         self._gathered.clear()
-        return found
+        return result
 
 
 def choose_standby(machines: Sequence[int]) -> int:
@@ -287,5 +287,5 @@ def choose_standby(machines: Sequence[int]) -> int:
 
 def renumber_machines(machines: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return the machine of each of ``ranks``, by its lowest rank, all numbered anew."""
-    kept = [machines[rank] for rank in ranks]
-    return [kept.index(machine) for machine in kept]
+    saved = [machines[rank] for rank in ranks]
+    return [saved.index(machine) for machine in saved]

@@ -66,8 +66,8 @@ def better_modes(
     found_better = []
     best = planned_s = options[mode].chosen.step_s
     for inexact in (False, True):
-        found = [m for m in options if m != mode and m.is_inexact == inexact]
-        other = min(found, key=lambda m: options[m].chosen.step_s, default=mode)
+        result = [m for m in options if m != mode and m.is_inexact == inexact]
+        other = min(result, key=lambda m: options[m].chosen.step_s, default=mode)
         choice = options[other]
         if choice.chosen.step_s > (1 - _WORTH_A_WORD) * best:
             continue
@@ -199,7 +199,7 @@ def bound_by_input(
         packs: True if the samples are image files, which ``--dataset packed`` reads faster.
     """
     packed = typed_command("--dataset packed reads images sooner (see setup/stage_cn.sh -h)")
-    found = {}
+    result = {}
     for name, speed, n in zip(names, speeds, counts, strict=True):
         if not n or speed.waits_s(n) < _WAITS * speed.compute_seconds(n):
             continue
@@ -220,7 +220,7 @@ def bound_by_input(
         if not readers:
             fixes.append("--workers 1 reads beside the computing, where a core is idle")
         text = f"{name} waits for its samples: {how}" + "".join(f"; {fix}" for fix in fixes)
-        found[name] = Advice(
+        result[name] = Advice(
             text, "--dataset packed" if packs else "" if readers else "--workers 1"
         )
-    return tuple(found.values())
+    return tuple(result.values())

@@ -164,20 +164,20 @@ def split_and_forecast(
     """
     speeds = tuple(speeds)
     counts = split(global_batch, speeds)
-    found = forecast(counts, speeds, wire)
-    waits = wire.likes_long_batches and found.exposed_s > _WORTH * found.step_s
+    result = forecast(counts, speeds, wire)
+    waits = wire.likes_long_batches and result.exposed_s > _WORTH * result.step_s
     # A share may take the fastest micro-batch and a slow small rest.
     pairs = zip(speeds, counts, strict=True)
     if waits or any(speed.micro_batch < n <= speed.sizes[-1] for speed, n in pairs):
-        best = speeds, counts, found
+        best = speeds, counts, result
         for long in _longer(speeds, counts, wire):
             others = split(global_batch, long)
             other = forecast(others, long, wire)
             if other.step_s < best[2].step_s:
                 best = long, others, other
-        if best[2].step_s < (1 - _WORTH) * found.step_s:
+        if best[2].step_s < (1 - _WORTH) * result.step_s:
             return best
-    return speeds, counts, found
+    return speeds, counts, result
 
 
 def _longer(
@@ -209,12 +209,12 @@ class Choice:
     Attributes:
         ranks: ascending.
         idle: those that would get no sample.
-        whole, chosen: forecasts with all, and with ``ranks``.
+        with_all, chosen: forecasts with all, and with ``ranks``.
     """
 
     ranks: tuple[int, ...]
     idle: frozenset[int]
-    whole: Forecast
+    with_all: Forecast
     chosen: Forecast
 
 
@@ -248,12 +248,12 @@ def choose_machines(
         ranks = some
         while True:
             less = wire.among(machines, ranks, links)
-            _, counts, found = split_and_forecast(
+            _, counts, result = split_and_forecast(
                 global_batch, [speeds[rank] for rank in ranks], less
             )
             able = [r for r, n in zip(ranks, counts, strict=True) if n or machines[r] == needed]
             if len(able) == len(ranks):
-                return Choice(tuple(ranks), frozenset(some) - set(ranks), whole, found)
+                return Choice(tuple(ranks), frozenset(some) - set(ranks), whole, result)
             ranks = able
 
     rates = compute_rates(machines, speeds)
@@ -268,8 +268,8 @@ def choose_machines(
     for some in sorted(some_s, key=some_s.__getitem__):
         # With no wire it would take so long: of most subsets no more need be known.
         if some_s[some] < best.chosen.step_s and (needed is None or needed in some):
-            found = choice([rank for rank in everyone if machines[rank] in some])
-            best = min(best, found, key=lambda each: each.chosen.step_s)
+            result = choice([rank for rank in everyone if machines[rank] in some])
+            best = min(best, result, key=lambda each: each.chosen.step_s)
     return best if best.chosen.step_s < (1 - WORTH_IT) * most.chosen.step_s else most
 
 

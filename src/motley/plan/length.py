@@ -219,8 +219,8 @@ class Length:
             return float(step)
         position = TrainState()
         while position.step < step:
-            left = self.epoch_samples - position.consumed
-            position = self.after(position, min(self.full_batch(position), left))
+            remaining = self.epoch_samples - position.consumed
+            position = self.after(position, min(self.full_batch(position), remaining))
         return self.updates(position)
 
     def last_step(self, position: TrainState) -> int:

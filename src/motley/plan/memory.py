@@ -92,8 +92,8 @@ class MemoryNeed:
     @property
     def host(self) -> float:
         """MiB of the host's memory."""
-        found: list[float] = [getattr(self, name) for name in self.in_host]
-        return sum(found)
+        result: list[float] = [getattr(self, name) for name in self.in_host]
+        return sum(result)
 
     @property
     def beside_activations(self) -> float:
@@ -118,9 +118,9 @@ class MemoryNeed:
             "optimizer": self.optimizer, "gathered": self.gathered,
             "activations": self.activations,
         }  # fmt: skip
-        said = [f"{name} {amount(mib)}" for name, mib in parts.items() if mib]
+        text = [f"{name} {amount(mib)}" for name, mib in parts.items() if mib]
         away = f"; {', '.join(self.in_host)} in the host's memory" if self.in_host else ""
-        return ", ".join(said) + away
+        return ", ".join(text) + away
 
     def as_json(self) -> dict[str, Any]:
         """For run.json."""
@@ -197,5 +197,5 @@ def enough_ranks(need: MemoryNeed, ranks: int, room: float) -> int | None:
 
     Each rank has ``room`` MiB, and all of the state is sharded.
     """
-    left = room - need.gathered - (need.activations or 0.0)
-    return None if left <= 0 else max(ranks + 1, -int(-need.state * ranks // left))
+    remaining = room - need.gathered - (need.activations or 0.0)
+    return None if remaining <= 0 else max(ranks + 1, -int(-need.state * ranks // remaining))

@@ -87,41 +87,43 @@ class Speeds:
 
     def samples_in(self, seconds: float, slowdown: Floats | float = 1.0) -> Floats:
         """Return the most samples in so many seconds: the inverse of :meth:`compute_seconds`."""
-        left = np.maximum(0.0, seconds - self.step_s) / slowdown
-        full = np.floor(left / self._m_s)
-        more = (full + 1) * self._size_in(left / (full + 1))
-        computed = np.where(left > 0, np.maximum(more, full * self._m), 0.0)
+        remaining = np.maximum(0.0, seconds - self.step_s) / slowdown
+        full = np.floor(remaining / self._m_s)
+        more = (full + 1) * self._size_in(remaining / (full + 1))
+        computed = np.where(remaining > 0, np.maximum(more, full * self._m), 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             read = np.where(self._beside > 0, seconds / (slowdown * self._beside), np.inf)
-        found: Floats = np.minimum(computed, read)
-        return found
+        result: Floats = np.minimum(computed, read)
+        return result
 
-    def count_whole(self, seconds: float, slowdown: Floats | float = 1.0) -> NDArray[np.int64]:
+    def count_whole_samples(
+        self, seconds: float, slowdown: Floats | float = 1.0
+    ) -> NDArray[np.int64]:
         """Return the whole samples, or grains, in these numbers, less errors of rounding."""
         grains = self.samples_in(seconds, slowdown) / self._grain
         return (grains + 1e-8).astype(np.int64) * self._grain
 
     def _micro_s(self, samples: Floats) -> Floats:
         right = np.clip((self._sizes <= samples[:, None]).sum(axis=1), 1, np.maximum(1, self._last))
-        found = self._between(samples, self._sizes, self._seconds, np.minimum(right, self._last))
+        result = self._between(samples, self._sizes, self._seconds, np.minimum(right, self._last))
         first, shortest = self._sizes[:, 0], self._seconds[:, 0]
         alone = (samples <= first) | (self._last == 0)
-        found = np.where(alone, shortest * np.maximum(1.0, samples / first), found)
-        return np.where(samples > 0, found, 0.0)
+        result = np.where(alone, shortest * np.maximum(1.0, samples / first), result)
+        return np.where(samples > 0, result, 0.0)
 
     def _size_in(self, seconds: Floats) -> Floats:
         """The largest micro-batch up to m that takes so many seconds."""
         place = (self._seconds <= seconds[:, None]).sum(axis=1) - 1
         right = np.minimum(place + 1, self._last)
-        found = self._between(seconds, self._seconds, self._sizes, right)
-        found = np.where(self._sizes[self._ranks, place] >= self._m, self._m, found)
-        return np.where(place >= 0, found, 0.0)
+        result = self._between(seconds, self._seconds, self._sizes, right)
+        result = np.where(self._sizes[self._ranks, place] >= self._m, self._m, result)
+        return np.where(place >= 0, result, 0.0)
 
     def _between(self, at: Floats, x: Floats, y: Floats, right: NDArray[np.int64]) -> Floats:
         """``y`` at ``x`` = ``at``, on the line through the columns before ``right`` and it."""
-        left = np.maximum(right - 1, 0)
-        low, high = x[self._ranks, left], x[self._ranks, right]
-        start, end = y[self._ranks, left], y[self._ranks, right]
+        remaining = np.maximum(right - 1, 0)
+        low, high = x[self._ranks, remaining], x[self._ranks, right]
+        start, end = y[self._ranks, remaining], y[self._ranks, right]
         width = np.where(high > low, high - low, 1.0)
         return start + (end - start) * (at - low) / width
 
@@ -148,7 +150,7 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     taken from who would be last.
     """
     speeds = Speeds(_some(tables))
-    whole = speeds.count_whole(_time_for(global_batch, speeds, len(tables)))
+    whole = speeds.count_whole_samples(_time_for(global_batch, speeds, len(tables)))
     counts, surplus = whole.tolist(), int(whole.sum() - global_batch) // tables[0].grain
     took = np.where(whole > 0, speeds.compute_seconds(whole.astype(float)), 0.0)
     last = [  # of equal times the largest share first: what the clock took for equal need not be
@@ -169,8 +171,8 @@ def _slowest(count: int, seconds: Floats) -> Sequence[int]:
     if not 0 < count < len(seconds):
         return range(len(seconds) if count else 0)
     least = (1 - 1e-9) * np.partition(seconds, -count)[-count]
-    found: list[int] = np.flatnonzero(seconds >= least).tolist()
-    return found
+    result: list[int] = np.flatnonzero(seconds >= least).tolist()
+    return result
 
 
 def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
@@ -196,7 +198,7 @@ def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
     high = 1.000001 * float(speeds.compute_seconds(np.full(ranks, float(global_batch))).max())
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        done = speeds.count_whole(middle).sum()
+        done = speeds.count_whole_samples(middle).sum()
         if done == global_batch:
             return middle
         low, high = (low, middle) if done > global_batch else (middle, high)

@@ -35,7 +35,7 @@ class PerRank(Generic[Value]):
     values: tuple[Value, ...]
     for_all: bool
 
-    def of(self, ranks: int) -> tuple[Value, ...]:
+    def for_ranks(self, ranks: int) -> tuple[Value, ...]:
         """One for each of so many ranks."""
         values = self.values * ranks if self.for_all else self.values
         if len(values) != ranks:

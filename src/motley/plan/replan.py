@@ -166,7 +166,7 @@ class ReplanMonitor:
         self._move: _Move | None = None
         self._expect(speeds)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Start to watch another split: the one that was proposed last, if one was."""
         last, self._move, self._is_limited = self._move, None, False
         if self._offered:
@@ -350,7 +350,7 @@ class ReplanMonitor:
         soonest = speeds.step_s + speeds.ready_s(load.least, slowdown, load.least_s)
         if soonest[load.least > 0].max() > enough:
             return None
-        if speeds.count_whole(enough, slowdown).sum() < sum(load.counts):
+        if speeds.count_whole_samples(enough, slowdown).sum() < sum(load.counts):
             return None
         pairs = zip(self._tables, slowdown.tolist(), strict=True)
         tables = [table.slower(factor) for table, factor in pairs]
@@ -397,7 +397,7 @@ class _Load:
 
 def _keep_all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
     """Leave each working rank a sample, or a grain: without one, its recovery would not show."""
-    kept = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
-    for _ in range((sum(kept) - sum(counts)) // grain):
-        kept[kept.index(max(kept))] -= grain
-    return tuple(kept)
+    saved = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
+    for _ in range((sum(saved) - sum(counts)) // grain):
+        saved[saved.index(max(saved))] -= grain
+    return tuple(saved)

@@ -156,15 +156,15 @@ class SpeedTable:
         """
         most = max(seconds)
         part = seconds[most] / self.micro_s(most)
-        found = replace(self, compiled=True, seconds=tuple(part * each for each in self.seconds))
+        result = replace(self, compiled=True, seconds=tuple(part * each for each in self.seconds))
         for size, each in seconds.items():
-            if size in found.sizes:
-                place = found.sizes.index(size)
-                times = (*found.seconds[:place], each, *found.seconds[place + 1 :])
-                found = replace(found, seconds=times)
+            if size in result.sizes:
+                place = result.sizes.index(size)
+                times = (*result.seconds[:place], each, *result.seconds[place + 1 :])
+                result = replace(result, seconds=times)
             else:
-                found = found.with_size(size, each)
-        return found
+                result = result.with_size(size, each)
+        return result
 
     def in_one(self, samples: int) -> "SpeedTable":
         """Return the table with so many samples in one micro-batch, or in as few as were timed."""
@@ -176,14 +176,14 @@ class SpeedTable:
     def at_most(self, micro_batch: int) -> "SpeedTable":
         """Return the table without micro-batches above this size, of one grain at least."""
         micro_batch = max(1, micro_batch // self.grain) * self.grain
-        kept = [index for index, size in enumerate(self.sizes) if size < micro_batch]
+        saved = [index for index, size in enumerate(self.sizes) if size < micro_batch]
         memory = self.memory_mib or (None,) * len(self.sizes)
         return (
             replace(
                 self,
-                sizes=(*(self.sizes[index] for index in kept), micro_batch),
-                seconds=(*(self.seconds[index] for index in kept), self.micro_s(micro_batch)),
-                memory_mib=(*(memory[index] for index in kept), None),
+                sizes=(*(self.sizes[index] for index in saved), micro_batch),
+                seconds=(*(self.seconds[index] for index in saved), self.micro_s(micro_batch)),
+                memory_mib=(*(memory[index] for index in saved), None),
                 preferred=min(self.preferred, micro_batch),
             )
             if micro_batch < self.sizes[-1]
@@ -420,8 +420,8 @@ class Links:
             return ""
         ways = {"send": port.others_send, "receive": port.others_receive}
         least = max(_TRAFFIC, _BUSY * self.carries(machine))
-        said = [f"{way} {_rate(rate)}" for way, rate in ways.items() if rate > least]
-        return f"other programs on {self.hosts[machine]} {' and '.join(said)}" if said else ""
+        text = [f"{way} {_rate(rate)}" for way, rate in ways.items() if rate > least]
+        return f"other programs on {self.hosts[machine]} {' and '.join(text)}" if text else ""
 
     def in_use(self) -> bool:
         """Other programs used a link while it was measured: some other time it carries more."""
@@ -444,8 +444,8 @@ class Links:
 
     def remarks(self) -> list[str]:
         """Return a sentence for each slow or failing link."""
-        found = [*map(self.remark, self.hosts), *map(self._busy, self.hosts), self._switch()]
-        return [*filter(None, found), *self.broken()]
+        result = [*map(self.remark, self.hosts), *map(self._busy, self.hosts), self._switch()]
+        return [*filter(None, result), *self.broken()]
 
     def broken(self) -> list[str]:
         """Return a sentence for each link that passes no data.

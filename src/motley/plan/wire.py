@@ -285,9 +285,9 @@ class AllReduceCost:
         share = (1 - 1 / len(ranks)) / (1 - 1 / len(known.ranks))
         before = after = 0.0
         if links is not None:
-            met, left = ({machines[rank] for rank in some} for some in (known.ranks, ranks))
+            met, remaining = ({machines[rank] for rank in some} for some in (known.ranks, ranks))
             before = min(links.ring_s(self.size, len(known.ranks), met), known.transfer_s)
-            after = min(links.ring_s(self.size, len(ranks), left), before)
+            after = min(links.ring_s(self.size, len(ranks), remaining), before)
         transfer_s = after + (known.transfer_s - before) * share
         return dataclasses.replace(self, transfer_s=transfer_s, fewer=None)
 

@@ -51,7 +51,7 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
 
     A file that cannot be read, or has no whole epoch, is named and left out.
     """
-    found = []
+    result = []
     for log in sorted(file for path in paths for file in path.rglob("metrics.csv")):
         gpus = next((int(m[1]) for part in log.parts[::-1] if (m := _GPUS.fullmatch(part))), None)
         if gpus is None:
@@ -64,8 +64,8 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
         if not seconds:
             command.warn(f"{log} holds no two epochs, so nobody can tell how long one took")
             continue
-        found.append(OldRun(gpus, log.parent.name, seconds))
-    return found
+        result.append(OldRun(gpus, log.parent.name, seconds))
+    return result
 
 
 def epoch_seconds(samples: list[GpuSample]) -> float | None:
@@ -96,8 +96,8 @@ def lost(row: Row) -> dict[str, float]:
     step_s = row.batch / row.samples_per_s
     gap_s = step_s - row.batch / limit
     parts = {name: getattr(row, name) or 0.0 for name in ("wait_s", "comm_s", "data_s")}
-    left = "both" if row.comm_s is None else "rest"
-    parts[left] = max(0.0, gap_s - sum(parts.values()))
+    remaining = "both" if row.comm_s is None else "rest"
+    parts[remaining] = max(0.0, gap_s - sum(parts.values()))
     whole = sum(parts.values())
     return {name: missing * part / whole for name, part in parts.items()}
 
@@ -177,13 +177,13 @@ def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         if row.samples_per_s:
             groups[row.strategy, row.precision, row.checkpointing, row.options].append(row)
-    found = {}
+    result = {}
     for key, group in groups.items():
         each = {row.machines: row for row in sorted(group, key=lambda row: row.batch)}
         if len(each) > 1:
             name = ", ".join(str(word) for word in key if word)
-            found[name] = [each[count] for count in sorted(each)]
-    return found
+            result[name] = [each[count] for count in sorted(each)]
+    return result
 
 
 def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
@@ -223,13 +223,13 @@ def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
 
 def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
     """Return the losses of the first finished run of each cell, where its records have any."""
-    found = {}
+    result = {}
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
-        told = losses(read_training(done[0])).loss if done else None
-        if told and len(told.values):
-            found[cell.name] = told
-    return found
+        received = losses(read_training(done[0])).loss if done else None
+        if received and len(received.values):
+            result[cell.name] = received
+    return result
 
 
 def draw_folder(folder: BaselineFolder) -> "Figure":

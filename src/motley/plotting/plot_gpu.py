@@ -74,10 +74,10 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
         try:
             if (mib := log.stat().st_size / 2**20) > _LARGE_MIB:
                 command.show_progress(f"reading {log} ({mib:,.0f} MiB)")
-            found = read_gpu_log(log, command.warn)
-            if not found:
+            result = read_gpu_log(log, command.warn)
+            if not result:
                 command.warn(f"{log} holds no sample; left out")
-            samples += found
+            samples += result
         except (MotleyError, OSError, ValueError) as error:
             command.warn(f"{error}; left out")
     return sorted(samples, key=lambda sample: sample.time)

@@ -161,14 +161,14 @@ def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
 
 def read_losses(trainings: Iterable[Training]) -> dict[str, Losses]:
     """Return the losses of each run by its folder's name; warn of a run without and skip it."""
-    found: dict[str, Losses] = {}
+    result: dict[str, Losses] = {}
     for training in trainings:
-        path, told = training.path.resolve(), losses(training)
-        if len(told.loss.values):
-            found[path.name if path.name not in found else "/".join(path.parts[-2:])] = told
+        path, received = training.path.resolve(), losses(training)
+        if len(received.loss.values):
+            result[path.name if path.name not in result else "/".join(path.parts[-2:])] = received
         else:
             command.warn(f"{training.path} tells no loss; left out")
-    return found
+    return result
 
 
 def draw(paths: list[Path], out: Path | None) -> int:

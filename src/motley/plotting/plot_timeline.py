@@ -62,7 +62,7 @@ def spans(
     if not chosen:
         return []
     reference = chosen[min(chosen)]
-    found = []
+    result = []
     for rank, lines in chosen.items():
         late = [
             _sum_time(line) - _sum_time(reference[step])
@@ -75,12 +75,12 @@ def spans(
             at = ended - sum(line.get(part) or 0.0 for part in style.PARTS)
             for part in style.PARTS:
                 seconds = line.get(part) or 0.0
-                found.append(Span(rank, step, part, at, at + seconds))
+                result.append(Span(rank, step, part, at, at + seconds))
                 at += seconds
-    begin = min(span.start for span in found)
+    begin = min(span.start for span in result)
     return [
         Span(span.rank, span.step, span.part, span.start - begin, span.end - begin)
-        for span in found
+        for span in result
     ]
 
 
@@ -140,18 +140,18 @@ def draw_timeline(
         first, end = max(0, middle - _AROUND), middle + _AROUND + 1
     else:
         (first, end), words = asked, f"steps {asked[0] + 1} to {asked[1]}"
-    found = spans(training.steps, first, end, pauses(training.lead, training.starts))
-    if not found:
+    result = spans(training.steps, first, end, pauses(training.lead, training.starts))
+    if not result:
         last = training.lead[-1]["step"] + 1
         raise MotleyError(
             f"{training.path} has no step from {first + 1} to {end}: its last one is {last}"
         )
-    ranks = sorted({span.rank for span in found})
+    ranks = sorted({span.rank for span in result})
     figure = style.new_figure(width, 1.7 + 0.32 * min(len(ranks), _FEW_RANKS))
     if width >= _WIDE:
         figure.suptitle(f"{title(training)}; {words}")
     ax = figure.subplots()
-    draw_spans(ax, found, ranks)
+    draw_spans(ax, result, ranks)
     hosts = [training.groups.worker(rank, end - 1).get("host") for rank in ranks]
     labels = [f"rank {rank}" + (f" - {host}" if host else "")
               for rank, host in zip(ranks, hosts, strict=True)]  # fmt: skip
@@ -161,12 +161,12 @@ def draw_timeline(
 
 def read_steps(text: str) -> tuple[int, int]:
     """Parse ``FROM:TO``: the steps after the first FROM, up to TO."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if not found:
+    result = re.fullmatch(r"(\d+):(\d+)", text)
+    if not result:
         raise argparse.ArgumentTypeError(f"{text}: write it as in 100:104, for 101 to 104")
-    if int(found[1]) >= int(found[2]):
+    if int(result[1]) >= int(result[2]):
         raise argparse.ArgumentTypeError(f"{text} ends before it begins")
-    return int(found[1]), int(found[2])
+    return int(result[1]), int(result[2])
 
 
 def draw(paths: list[Path], out: Path | None, steps: tuple[int, int] | None) -> int:

@@ -126,8 +126,8 @@ def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None
         ax.plot(column(records, "step") + 1, gib, color=color, linewidth=1)
     style.label_axes(ax, "step", "most that a rank has held (GiB)", zero=True)
     growth = leak(training.steps)
-    said = f"grows by {growth:.3g} MiB a step, to the end" if growth else "does not keep growing"
-    ax.set_title(f"memory {said}; colours as below", fontsize=8, loc="left")
+    text = f"grows by {growth:.3g} MiB a step, to the end" if growth else "does not keep growing"
+    ax.set_title(f"memory {text}; colours as below", fontsize=8, loc="left")
 
 
 def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]) -> None:

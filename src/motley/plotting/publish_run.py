@@ -62,10 +62,10 @@ def main() -> int:
             Publisher(run, kind, args.project, collector.copies(run)) as publisher,
         ):
             end_on_signals(publisher)
-            told = Session(args, publisher, collector).publish()
+            received = Session(args, publisher, collector).publish()
             for trouble in publisher.left_out():
                 warn(trouble)
-        print_counts(args, told)
+        print_counts(args, received)
     except MotleyError as error:
         warn(error)
         return 2

@@ -54,31 +54,31 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     """Return sentences, the most important first; the fp32 references take no part."""
     measured = [row for row in rows if row.samples_per_s and not row.name.startswith(REFERENCE)]
     sane = [row for row in measured if not is_wrong(row)]
-    said = []
+    text = []
     if sane:
         ranked = sorted(sane, key=lambda row: -(row.samples_per_s or 0))
-        said.append(_winner(ranked))
+        text.append(_winner(ranked))
         if why := _where_it_went(ranked[0]):
-            said.append(why)
-        said += _frugal(ranked)
+            text.append(why)
+        text += _frugal(ranked)
     for row in measured:
         if is_wrong(row):
-            said.append(
+            text.append(
                 f"{row.name} ends with a loss {row.loss_difference:+.1%} from the fp32 run of the "
                 "same samples: its speed is worth nothing until that is understood."
             )
     if sane and not any(map(is_wrong, measured)):
         known = [abs(row.loss_difference) for row in sane if row.loss_difference is not None]
         if known:
-            said.append(f"All losses are those of the fp32 run to {max(known):.0e} of it.")
+            text.append(f"All losses are those of the fp32 run to {max(known):.0e} of it.")
     if leaky := [row for row in measured if row.leak_mib]:
         words = ", ".join(f"{row.name} ({row.leak_mib:.3g} MiB a step)" for row in leaky)
-        said.append(f"Memory grows to the end of the run: {words}.")
+        text.append(f"Memory grows to the end of the run: {words}.")
     failed = [row for row in rows if row.outcome != DONE]
     if failed:
         words = ", ".join(f"{row.name} ({row.outcome})" for row in failed)
-        said.append(f"{len(failed)} of {len(rows)} did not end well: {words}.")
-    return said or ["Nothing is done yet."]
+        text.append(f"{len(failed)} of {len(rows)} did not end well: {words}.")
+    return text or ["Nothing is done yet."]
 
 
 def is_wrong(row: Row) -> bool:
@@ -117,13 +117,13 @@ def _where_it_went(row: Row) -> str:
 
 def _frugal(ranked: Sequence[Row]) -> list[str]:
     """Name the rows with the least memory and the least energy, where these are not the fastest."""
-    said = []
+    text = []
     by_memory = [(memory, row) for row in ranked if (memory := most_memory(row)) is not None]
     if len(by_memory) > 1:
         memory, row = min(by_memory, key=lambda pair: pair[0])
         best = most_memory(ranked[0])
         if row is not ranked[0] and best is not None and memory < 0.95 * best:
-            said.append(
+            text.append(
                 f"{row.name} needs the least memory: {memory:,.0f} MiB on the fullest host, where "
                 f"{ranked[0].name} needs {best:,.0f}; it makes {row.rate}."
             )
@@ -131,8 +131,8 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
     if len(with_joules) > 1:
         row = min(with_joules, key=lambda each: each.joules or 0)
         if row is not ranked[0]:
-            said.append(f"{row.name} needs the least energy: {row.joules:.3g} J a sample.")
-    return said
+            text.append(f"{row.name} needs the least energy: {row.joules:.3g} J a sample.")
+    return text
 
 
 def most_memory(row: Row) -> float | None:
@@ -213,13 +213,13 @@ def panels(alt: str, figures: "Callable[[], Iterable[tuple[str, Figure]]]") -> l
         alt: name of the run; empty: the pictures are of all runs.
         figures: yields each figure, with a description.
     """
-    found = []
+    result = []
     try:
         for words, figure in figures():
-            found.append(_embedded(f"{alt}: {words}" if alt else words, figure))
+            result.append(_embedded(f"{alt}: {words}" if alt else words, figure))
     except _TROUBLES as error:
         command.warn(f"{alt or 'runs'}: {error}")
-    return found
+    return result
 
 
 def _embedded(alt: str, figure: "Figure", is_wide: bool = False) -> Picture:
@@ -247,12 +247,12 @@ def details(
         summary: line on the run; empty: make it from the records.
     """
     pictures: list[Picture] = []
-    said: list[str] = []
+    text: list[str] = []
     if training is None:
         summary = summary or f"{name}: no training step"
     else:
         summary = summary or title(training)
-        said = run_verdict(training, co2).sentences()
+        text = run_verdict(training, co2).sentences()
         for words, draw_panel in run_panels(training, colours):
             pictures += picture(f"{run.path.name}: {words}", draw_panel)
         pictures += picture(
@@ -270,7 +270,7 @@ def details(
             profiled += words_of(summarise(read_trace(path)))
         except MotleyError as error:
             command.warn(error)
-    return Details(name, summary, said, pictures, profiled)
+    return Details(name, summary, text, pictures, profiled)
 
 
 def make_matrix_section(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
@@ -366,15 +366,15 @@ def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float
             failed.append((name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
     each = [details(*pair, colours, co2) for pair in zip(runs, names, trainings, strict=True)]
-    said = [f"{finished} of {len(rows)} runs finished."]
+    text = [f"{finished} of {len(rows)} runs finished."]
     heading = "runs"
     pictures: list[Picture] = []
     if len(each) == 1:  # then the page is about it
-        heading, said = runs[0].path.resolve().name, each[0].verdict or said
+        heading, text = runs[0].path.resolve().name, each[0].verdict or text
         each = [replace(each[0], verdict=[])]
     else:
         pictures = panels("", lambda: runs_panels(read_losses(filter(None, trainings))))
-    return Section(heading, said, [], head, rows, 1, failed, pictures, each)
+    return Section(heading, text, [], head, rows, 1, failed, pictures, each)
 
 
 def draw(paths: list[Path], out: Path | None, co2: float) -> int:

@@ -46,21 +46,21 @@ def usual_steps(training: Training) -> tuple[Training, str]:
     of which only some meet, are all used.
     """
     now = training.last_launch() or training
-    told = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
+    received = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
             for rank, lines in now.steps.items()}  # fmt: skip
-    common = sorted(set.intersection(*(set(lines) for lines in told.values())))
+    common = sorted(set.intersection(*(set(lines) for lines in received.values())))
     if not common:
         return now, "each rank's own steps"
     words = f"{len(common)} steps"
     if not np.isnan(now.values("loss")).any() and len(common) > 3:
-        took = {step: max(_seconds(lines[step]) for lines in told.values()) for step in common}
+        took = {step: max(_seconds(lines[step]) for lines in received.values()) for step in common}
         by_length = sorted(common, key=lambda step: took[step])
         cut = len(common) // 4
         common = by_length[cut : len(common) - cut]
         words = f"the {len(common)} steps of usual length"
     chosen = set(common)
     steps = {rank: [line for step, line in lines.items() if step in chosen]
-             for rank, lines in told.items()}  # fmt: skip
+             for rank, lines in received.items()}  # fmt: skip
     return replace(now, steps=steps, lead=lead(steps)), words
 
 
@@ -98,21 +98,21 @@ class Other:
 
 def list_others(training: Training) -> list[Other]:
     """Return the first, middle and last rank to be ready; empty if each writes its own steps."""
-    told = [line for line in training.lead if line.get("others_ready")]
+    received = [line for line in training.lead if line.get("others_ready")]
     ranks = len(training.run.get("ranks") or ()) - 1
-    found = []
+    result = []
     for name, word in (("least", "first"), ("middle", "middle"), ("largest", "last")):
-        those = [line["others_ready"][name] for line in told]
+        those = [line["others_ready"][name] for line in received]
         last = [max(line["t_data"] + line["t_compute"], line["others_ready"]["largest"]["ready_s"])
-                for line in told]  # fmt: skip
+                for line in received]  # fmt: skip
         if not those:
             continue
         ((rank, times),) = Counter(each["rank"] for each in those).most_common(1)
         host = training.worker(rank).get("host")
         who = f"rank {rank}" + (f" - {host}" if host else "")
         waits = [end - each["ready_s"] for end, each in zip(last, those, strict=True)]
-        found.append(Other(
+        result.append(Other(
             f"{word} of {ranks} others\nmost often {who} ({times / len(those):.0%})",
             mean(column(those, "ready_s")), mean(np.array(waits)),
         ))  # fmt: skip
-    return found
+    return result

@@ -215,5 +215,5 @@ def metric_label(name: str) -> tuple[str, float]:
 def metric(name: str, value: float) -> str:
     """Return, for example, ``top-1 97.2 %``."""
     label, factor = metric_label(name)
-    said = f"{factor * value:.1f} %" if factor == 100 else f"{value:.4g}"
-    return f"{label.removesuffix(' (%)')} {said}"
+    text = f"{factor * value:.1f} %" if factor == 100 else f"{value:.4g}"
+    return f"{label.removesuffix(' (%)')} {text}"

@@ -144,8 +144,8 @@ def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
     """Replace the letters that an ASCII terminal lacks."""
     if signs is ASCII:
         for line in lines:
-            said = line.plain.translate(_LIKE)
-            line.plain = "".join(each if each.isascii() else "?" for each in said)
+            text = line.plain.translate(_LIKE)
+            line.plain = "".join(each if each.isascii() else "?" for each in text)
     return lines
 
 

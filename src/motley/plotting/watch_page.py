@@ -52,12 +52,12 @@ def serve(runs: Runs, where: str, collector: Collector) -> int:
 
 def parse_address(where: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``, ``[::1]:PORT`` or ``PORT``."""
-    found = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+)):)?([0-9]{1,5})", where.strip())
-    if found is None or int(found[3]) > 65535:
+    result = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+)):)?([0-9]{1,5})", where.strip())
+    if result is None or int(result[3]) > 65535:
         raise MotleyError(
             f"--serve {where} is no address; it is HOST:PORT, for example: --serve 127.0.0.1:8080"
         )
-    return found[1] or found[2] or "127.0.0.1", int(found[3])
+    return result[1] or result[2] or "127.0.0.1", int(result[3])
 
 
 def is_loopback(host: str) -> bool:
@@ -177,10 +177,10 @@ class Handler(BaseHTTPRequestHandler):
         if refusal := self._refusal():
             self._answer(403, refusal.encode())
             return
-        asked = urlsplit(self.path)
-        if asked.path == "/":
+        requested = urlsplit(self.path)
+        if requested.path == "/":
             self._answer(200, self.server.page, "text/html; charset=utf-8")
-        elif asked.path == "/live":
+        elif requested.path == "/live":
             self._stream(self._asked("run"), self._asked("rank"))
         else:
             self._answer(404, b"there is only /\n")
@@ -211,8 +211,8 @@ class Handler(BaseHTTPRequestHandler):
             looks = -1
             while True:
                 looks = self.server.live.await_look(looks)
-                told = self.server.live.render(run, number)
-                self.wfile.write(f"data: {told}\n\n".encode())
+                received = self.server.live.render(run, number)
+                self.wfile.write(f"data: {received}\n\n".encode())
         except OSError:  # it has left
             pass
         finally:

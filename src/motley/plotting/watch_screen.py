@@ -148,10 +148,10 @@ def facts(now: Snapshot) -> list[str]:
 def progress(now: Snapshot, width: int, signs: Signs) -> str:
     """Return the progress and the time left or taken."""
     done = min(1.0, now.step / now.last_step) if now.last_step else None
-    left = "" if now.left_s is None else f"{clock(now.left_s)} left"
+    remaining = "" if now.left_s is None else f"{clock(now.left_s)} left"
     took = "" if now.elapsed_s is None or now.status == "running" else f"in {clock(now.elapsed_s)}"
     step = f"step {now.step:,}" + (f"/{now.last_step:,}" if now.last_step else "")
-    words = "  ".join(filter(None, ("" if done is None else f"{done:.0%}", left, step, took)))
+    words = "  ".join(filter(None, ("" if done is None else f"{done:.0%}", remaining, step, took)))
     if now.epoch is not None and width > 60:
         words += f"  epoch {now.epoch}"
     room = min(40, width - len(words) - 1)
@@ -200,7 +200,7 @@ _ALL = (
 
 def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
     """Return the columns that have a value and fit, with their widths."""
-    told = {
+    received = {
         _DEVICE: any(row.device for row in rows), _PRECISION: any(row.precision for row in rows),
         _SHARE: any(row.share is not None for row in rows),
         _RATE: any(row.rate is not None for row in rows),
@@ -210,7 +210,7 @@ def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
         _POWER: any(row.power_w is not None for row in rows),
         _OTHERS: any(row.others for row in rows),
     }  # fmt: skip
-    chosen = [column for column in _ALL if told.get(column, True)]
+    chosen = [column for column in _ALL if received.get(column, True)]
     while len(chosen) > 3 and sum(each.width + 1 for each in chosen) - 1 > width:
         chosen.remove(max(chosen, key=lambda each: each.rank))
     widths = {column: column.width for column in chosen}
@@ -285,18 +285,18 @@ def _format_cell(row: Row, column: Column) -> str:
     if column in values:
         value, form = values[column]
         return "" if value is None else form.format(value)
-    said = {_RANK: str(row.rank), _HOST: row.host, _DEVICE: row.device,
+    text = {_RANK: str(row.rank), _HOST: row.host, _DEVICE: row.device,
             _PRECISION: row.precision, _OTHERS: row.others,
             _RATE: "" if row.rate is None else format_rate(row.rate)}  # fmt: skip
-    return said[column]
+    return text[column]
 
 
 def legend(signs: Signs, longest: float, hidden: int, width: int) -> Text:
     """Return the number of hidden ranks and the legend of the bars."""
-    said = f"and {hidden:,} more ranks  " if hidden else ""
-    said += "  ".join(f"{sign} {name}" for sign, name in zip(signs.parts, PARTS, strict=True))
-    said += f"  longest {longest:.3g} s" if longest else ""
-    return Text(fit(said, width, signs.cut).rstrip(), "dim")
+    text = f"and {hidden:,} more ranks  " if hidden else ""
+    text += "  ".join(f"{sign} {name}" for sign, name in zip(signs.parts, PARTS, strict=True))
+    text += f"  longest {longest:.3g} s" if longest else ""
+    return Text(fit(text, width, signs.cut).rstrip(), "dim")
 
 
 _FEWEST_EVENTS = 3
@@ -381,14 +381,14 @@ def _top(now: Snapshot, width: int, signs: Signs) -> list[Text]:
         *wrapped(", ".join(facts(now)), width, 1 if width >= 60 else 2),
     ]
     if now.loss is not None:
-        said = f"loss {now.loss:.4g} "
-        drawn = curve([loss for _, loss in now.losses], min(60, width - len(said)), signs)
-        lines.append(Text.assemble(said, (drawn, "blue")))
+        text = f"loss {now.loss:.4g} "
+        drawn = curve([loss for _, loss in now.losses], min(60, width - len(text)), signs)
+        lines.append(Text.assemble(text, (drawn, "blue")))
     lines += wrapped(now.headline, width, 3, MOODS[now.mood])
     if now.link and now.link not in now.headline and width >= 40:
         lines.append(Text(fit(now.link, width, signs.cut).rstrip(), "dim"))
-    for said in now.elsewhere[:2]:
-        lines += wrapped(said, width, 2, "dim")
+    for text in now.elsewhere[:2]:
+        lines += wrapped(text, width, 2, "dim")
     if len(now.elsewhere) > 2:
         lines.append(Text(f"and {len(now.elsewhere) - 2} more hosts", "dim"))
     return lines + wrapped(now.problem, width, 5, "bold red")
@@ -415,8 +415,8 @@ def _events(now: Snapshot, width: int, signs: Signs) -> list[Text]:
     lines = []
     for event in now.events:
         start = when(event.time) if width >= 40 else ""
-        said = f"{event.kind.replace('_', ' ')}: {event.text}" if event.text else event.kind
-        lines.append(Text.assemble((start, "dim"), fit(said, width - len(start), signs.cut)))
+        text = f"{event.kind.replace('_', ' ')}: {event.text}" if event.text else event.kind
+        lines.append(Text.assemble((start, "dim"), fit(text, width - len(start), signs.cut)))
     return lines
 
 
@@ -440,10 +440,10 @@ def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> l
         known = [value for value in values if value is not None]
         if not known:
             continue
-        said = f"{name:11} {form.format(known[-1]):>10} "
-        drawn = curve(known, max(0, min(60, width - len(said) - 24)), signs, zero=True)
+        text = f"{name:11} {form.format(known[-1]):>10} "
+        drawn = curve(known, max(0, min(60, width - len(text) - 24)), signs, zero=True)
         span = f" {form.format(min(known))} to {form.format(max(known))}"
-        lines.append(Text.assemble(said, (drawn, "blue"), (span, "dim")))
+        lines.append(Text.assemble(text, (drawn, "blue"), (span, "dim")))
     return lines
 
 
@@ -451,17 +451,17 @@ def runs_screen(
     runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
 ) -> list[Text]:
     """Return all runs, two lines each, the newest first."""
-    said = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
-    lines = [Text(said, "bold")]
+    text = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
+    lines = [Text(text, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")
     for now in runs:
         done = f" {min(1.0, now.step / now.last_step):.0%}" if now.last_step else ""
-        left = f" {clock(now.left_s)} left" if now.left_s is not None else ""
+        remaining = f" {clock(now.left_s)} left" if now.left_s is not None else ""
         rate = (
             f" {format_rate(now.rate)} {now.unit}/s" if now.rate and now.status == "running" else ""
         )
-        said = f"{now.name}  {now.status}{done}{left}{rate}"
+        text = f"{now.name}  {now.status}{done}{remaining}{rate}"
         look = "reverse" if now.name == view.run else ""
-        lines.append(Text(fit(said, width, signs.cut).rstrip(), look))
+        lines.append(Text(fit(text, width, signs.cut).rstrip(), look))
         lines.append(Text(fit(f"  {now.headline}", width, signs.cut).rstrip(), MOODS[now.mood]))
     return _cut(lines, foot, width, height)

@@ -63,7 +63,7 @@ class CellLauncher:
     slurm: bool
 
     @classmethod
-    def of(cls, command: str | None, slurm: bool) -> "CellLauncher":
+    def from_command(cls, command: str | None, slurm: bool) -> "CellLauncher":
         """Return the launcher that the user wrote. For None, return the usual one."""
         usual = srun_words() if slurm else ["mpirun"]
         words = usual if command is None else shlex.split(command)
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> int:
     if options.dry_run:
         show_plan(matrix, folder, todo)
         return 0
-    launcher = CellLauncher.of(options.mpirun, bool(options.nodes))
+    launcher = CellLauncher.from_command(options.mpirun, bool(options.nodes))
     if todo:
         launcher.check()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -157,8 +157,8 @@ def write_table(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
     for row in rows:
         if row.outcome != DONE:
             print(f"{row.name}: {row.outcome}{f' ({row.when})' if row.when else ''}: {row.error}")
-    if left := dict.fromkeys(cell.name for cell, _ in order(matrix, folder, retry=False)):
-        print(f"not measured yet: {', '.join(left)}")
+    if remaining := dict.fromkeys(cell.name for cell, _ in order(matrix, folder, retry=False)):
+        print(f"not measured yet: {', '.join(remaining)}")
     draw = typed_command("python plots/plot_baselines.py")
     print(f"\n{paths[0]}, {paths[1]}; pictures: {draw} {folder.path}")
     return rows
@@ -172,9 +172,11 @@ def plan_tasks(
     These are the number of each cell that is left, one task each, and the longest time of a task
     in seconds: ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
     """
-    left = Counter(cell for cell, _ in todo)
-    most = max((runs * (cell.limit_s or matrix.limit_s) for cell, runs in left.items()), default=0)
-    numbers = [number for number, cell in enumerate(matrix.all_cells) if cell in left]
+    remaining = Counter(cell for cell, _ in todo)
+    most = max(
+        (runs * (cell.limit_s or matrix.limit_s) for cell, runs in remaining.items()), default=0
+    )
+    numbers = [number for number, cell in enumerate(matrix.all_cells) if cell in remaining]
     return {"tasks": numbers, "seconds": most + _TASK_S, "folder": str(folder.path)}
 
 
@@ -213,13 +215,13 @@ def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cel
 
 def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]) -> None:
     """Print the cells, and how long they should take."""
-    left = {cell: sum(turn[0] == cell for turn in todo) for cell in matrix.all_cells}
+    remaining = {cell: sum(turn[0] == cell for turn in todo) for cell in matrix.all_cells}
     print(table(
         ("cell", "hosts", "batch", "runs left", "what runs"),
         ((cell.name, cell.hosts, cell.batch, runs, typed_command(shlex.join(cell.words)))
-         for cell, runs in left.items()),
+         for cell, runs in remaining.items()),
     ))  # fmt: skip
-    known = [outcome.seconds for cell in left for _, outcome in folder.repeats(cell)]
+    known = [outcome.seconds for cell in remaining for _, outcome in folder.repeats(cell)]
     each = sum(known) / len(known) if known else _START_S
     so_far = "as long as those that have ended" if known else "each, before its first step"
     print(
@@ -239,11 +241,11 @@ def run_all(
         with folder.take_cell(cell):
             status, seconds = run_one(matrix, cell, repeat, folder, launcher)
             outcome = folder.end(cell, repeat, status, seconds)
-        said = f"{outcome.seconds:.0f} s"
+        text = f"{outcome.seconds:.0f} s"
         if outcome.kind != DONE:
-            said = f"{outcome.kind}, {said}: {outcome.error}"
-        left = (time.monotonic() - started) / number * (len(todo) - number)
-        print(said + (f"; {clock(left)} left" if number < len(todo) else ""), flush=True)
+            text = f"{outcome.kind}, {text}: {outcome.error}"
+        remaining = (time.monotonic() - started) / number * (len(todo) - number)
+        print(text + (f"; {clock(remaining)} left" if number < len(todo) else ""), flush=True)
 
 
 def run_one(

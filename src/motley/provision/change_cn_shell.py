@@ -101,9 +101,9 @@ def decide(account: Account, wanted: str, host: str) -> str:
         ),
         "chsh": ("no chsh", f"{host} has no chsh", "ask who administers it"),
     }
-    for fact, (kind, found, fix) in needs.items():
+    for fact, (kind, result, fix) in needs.items():
         if fact not in account.facts and not (fact == "listed_now" and "root" in account.facts):
-            raise HostTrouble(kind, found, f"{fix}, or leave it: {UNNEEDED}")
+            raise HostTrouble(kind, result, f"{fix}, or leave it: {UNNEEDED}")
     return CHANGE
 
 
@@ -158,14 +158,14 @@ class Visit:
         done = self.remote.run('chsh -s "$1"', shell, payload=typed, limit=15)
         if done.code == 0:
             return
-        said = " ".join((done.errors or done.output).split()).removeprefix("Password: ")
-        if "uthentication" in said:
+        text = " ".join((done.errors or done.output).split()).removeprefix("Password: ")
+        if "uthentication" in text:
             raise HostTrouble(
-                "password refused", f"{self.host} does not take this password: {said}",
+                "password refused", f"{self.host} does not take this password: {text}",
                 "see that the account is not locked",
             )  # fmt: skip
         raise HostTrouble(
-            "chsh failed", f"{self.host} says: {said}",
+            "chsh failed", f"{self.host} says: {text}",
             f"ask who administers it, or leave it: {UNNEEDED}",
         )  # fmt: skip
 
@@ -212,10 +212,10 @@ def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
         for host, visit in visits.items()
     ]  # fmt: skip
     print(table(("host", "account", "login shell", "to do"), rows))
-    kept = [host for host, visit in split(visits)[0].items() if visit.state == DIRECTORY]
-    if kept:
+    saved = [host for host, visit in split(visits)[0].items() if visit.state == DIRECTORY]
+    if saved:
         print(
-            f"\n{', '.join(kept)}: a directory (LDAP, NIS) keeps the account, so the shell cannot "
+            f"\n{', '.join(saved)}: a directory (LDAP, NIS) keeps the account, so the shell cannot "
             f"be changed there. It need not be: {UNNEEDED}."
         )
     print_troubles(split(visits)[1])

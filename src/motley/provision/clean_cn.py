@@ -66,12 +66,12 @@ def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
 def list_rows(surveys: Mapping[str, Survey]) -> list[Row]:
     """Return all processes with their states, leftovers first."""
     mpiruns = [(each.node, each.mpiruns) for each in surveys.values()]
-    found = [
+    result = [
         Row(host, process, state(process, mpiruns))
         for host, each in surveys.items()
-        for process in each.found
+        for process in each.processes
     ]
-    return sorted(found, key=lambda row: row.state != "leftover")
+    return sorted(result, key=lambda row: row.state != "leftover")
 
 
 def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
@@ -103,7 +103,7 @@ def _describe(process: TrainingProcess) -> str:
     workers = (
         f" and {setup_command.many(len(process.workers), 'data worker')}" if process.workers else ""
     )
-    return textwrap.shorten(printable(process.what), 50, placeholder=" ...") + workers
+    return textwrap.shorten(printable(process.description), 50, placeholder=" ...") + workers
 
 
 def _started(process: TrainingProcess) -> str:

@@ -166,11 +166,11 @@ def judge_room(report: HostReport) -> Iterator[Finding]:
     """Yield findings on the room on disk, at home and in /dev/shm."""
     place, free = report.place, report.disk_free_mib
     if _full(report.place_write) or (free is not None and free < DISK_MIB):
-        left = "" if free is None else f", {free:,.0f} MiB are free"
+        remaining = "" if free is None else f", {free:,.0f} MiB are free"
         why = f" ({report.place_write})" if _full(report.place_write) else ""
         yield Finding(
             "disk full",
-            f"the disk of {place} is full or nearly{left}{why}",
+            f"the disk of {place} is full or nearly{remaining}{why}",
             "a checkpoint takes 1 GB: free some, or your quota's administrator can",
         )
     elif report.disk_free_inodes is not None and report.disk_free_inodes < INODES:
@@ -267,9 +267,9 @@ def judge_networks(
     reports: Iterable[HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None]:
     """Return the place of each of several hosts on their shared subnet, or a finding."""
-    found = list(reports)
-    names = {number: report.host for number, report in enumerate(found)}
-    machines = {number: report.interfaces for number, report in enumerate(found)}
+    result = list(reports)
+    names = {number: report.host for number, report in enumerate(result)}
+    machines = {number: report.interfaces for number, report in enumerate(result)}
     if len(machines) < 2:
         return {}, None
     try:
@@ -304,26 +304,26 @@ def show(
     columns: dict[str, dict[str, list[str]]] = {}
     for host, result in results.items():
         if isinstance(result, HostTrouble):
-            told = {"reached": "no", "verdict": result.kind}
+            received = {"reached": "no", "verdict": result.kind}
         else:
             kinds = [finding.kind for finding in findings.get(host, ()) if finding.wrong]
-            told = describe(result, networks.get(host), here)
-            told["verdict"] = ", ".join(kinds) or "well"
-        columns[host] = {label: _wrap(cell) for label, cell in told.items()}
+            received = describe(result, networks.get(host), here)
+            received["verdict"] = ", ".join(kinds) or "well"
+        columns[host] = {label: _wrap(cell) for label, cell in received.items()}
     labels = list(dict.fromkeys(label for cells in columns.values() for label in cells))
     # A property that no host has needs no row, such as the capability where no host has a GPU.
     labels = [label for label in labels if any(cells.get(label) for cells in columns.values())]
     labels.sort(key=lambda label: label == "verdict")  # the last, whichever host was first
     room = width - max(map(len, labels))
     blocks: list[list[str]] = [[]]
-    left = room
+    remaining = room
     for host, cells in columns.items():
         need = _GAP + max(map(len, [host, *itertools.chain.from_iterable(cells.values())]))
-        if need > left and blocks[-1]:
+        if need > remaining and blocks[-1]:
             blocks.append([])
-            left = room
+            remaining = room
         blocks[-1].append(host)
-        left -= need
+        remaining -= need
     return "\n\n".join(_block(hosts, labels, columns) for hosts in blocks)
 
 
@@ -354,18 +354,18 @@ def describe(report: HostReport, network: Network | None, here: Here) -> dict[st
         "login shell": Path(report.shell or "").name,
         "clock": _clock(report),
         "CPU": _cpu(report),
-        "memory free": _of(report.memory_free_mib, report.memory_total_mib),
-        "/dev/shm free": _of(report.shm_free_mib, report.shm_total_mib),
-        "disk free": _of(report.disk_free_mib, report.disk_total_mib),
+        "memory free": _format_share(report.memory_free_mib, report.memory_total_mib),
+        "/dev/shm free": _format_share(report.shm_free_mib, report.shm_total_mib),
+        "disk free": _format_share(report.disk_free_mib, report.disk_total_mib),
         "Python": ".".join(map(str, python.version)) + unfit if python else "none",
         "repository" if ROOT else "this folder": _repository(report),
         "environment": _environment(report, here),
-        "GPU": _each(report, lambda gpu: gpu.name) or "none",
-        "capability": _each(report, _capability),
-        "memory node": _each(report, _memory_node) if _are_apart(report) else "",
+        "GPU": _join_values(report, lambda gpu: gpu.name) or "none",
+        "capability": _join_values(report, _capability),
+        "memory node": _join_values(report, _memory_node) if _are_apart(report) else "",
         "driver": report.driver or ("fails" if report.gpu_error else "none"),
-        "GPU memory free": _each(report, _memory),
-        "precision": _each(report, _precision) or " ".join(_reasoned(None)),
+        "GPU memory free": _join_values(report, _memory),
+        "precision": _join_values(report, _precision) or " ".join(_reasoned(None)),
         "interface": network.interface if network else "",
         "address": network.address if network else "",
         "link": "" if speed is None else f"{speed:,} Mbit/s",
@@ -387,7 +387,7 @@ def _cpu(report: HostReport) -> str:
     return f"{report.cores or '?'} x {' '.join(name.split()) or '?'}"
 
 
-def _of(free: float | None, total: float | None) -> str:
+def _format_share(free: float | None, total: float | None) -> str:
     if free is None or total is None:
         return ""
     if total >= 10240:
@@ -413,7 +413,7 @@ def _environment(report: HostReport, here: Here) -> str:
     return f"differs: {', '.join(names[:3])}{more}"
 
 
-def _each(report: HostReport, say: Callable[[DeviceFacts], str]) -> str:
+def _join_values(report: HostReport, say: Callable[[DeviceFacts], str]) -> str:
     """Return one value for all GPUs if they are alike, else one for each."""
     values = [say(gpu) for gpu in report.devices]
     if len(set(values)) == 1:

@@ -123,7 +123,7 @@ class HostQuery:
 
     Attributes:
         host, here: as in :class:`HostReport`.
-        sent, told: when the question left and its first line came, by this machine's clock.
+        sent, answered: when the question left and its first line came, by this machine's clock.
         token: name of the file that only this folder has; "" if it could not be made.
         tree: this machine's answer to ``tree``, for when there is no token.
     """
@@ -131,7 +131,7 @@ class HostQuery:
     host: str
     here: bool
     sent: float
-    told: float
+    answered: float
     token: str
     tree: str
 
@@ -141,16 +141,16 @@ def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
 
     Raises ValueError, KeyError or TypeError for text that cn_probe.sh cannot have printed.
     """
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for line in text.split("\n"):
         key, equals, value = line.partition("=")
         if equals:
-            found.setdefault(key, []).append(printable(value))
-    only = {key: values[-1] for key, values in found.items()}
+            result.setdefault(key, []).append(printable(value))
+    only = {key: values[-1] for key, values in result.items()}
     node = node_from_json(only["facts"]) if "facts" in only else None
-    pythons = [_python(each) for each in found.get("python", [])]
+    pythons = [_python(each) for each in result.get("python", [])]
     clock = _number(only.get("clock"))
-    driver, devices = (node.driver, node.devices) if node else _smi(found, only.get("uid"))
+    driver, devices = (node.driver, node.devices) if node else _smi(result, only.get("uid"))
     return HostReport(
         host=asked.host,
         here=asked.here,
@@ -159,8 +159,8 @@ def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
         shell=only.get("shell"),
         chatter="\n".join(map(printable, chatter.splitlines())),
         local_account={"local": True, "directory": False}.get(only.get("account", "")),
-        clock_offset_s=None if clock is None else clock - (asked.sent + asked.told) / 2,
-        clock_doubt_s=None if clock is None else (asked.told - asked.sent) / 2,
+        clock_offset_s=None if clock is None else clock - (asked.sent + asked.answered) / 2,
+        clock_doubt_s=None if clock is None else (asked.answered - asked.sent) / 2,
         machine=only.get("machine"),
         libc=only.get("libc"),
         cpu=only.get("cpu"),
@@ -188,8 +188,8 @@ def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
         driver=driver,
         devices=devices,
         gpu_error=only.get("gpu_error"),
-        interfaces=_interfaces(found) or (node.interfaces if node else ()),
-        speeds={name: int(speed) for name, speed in map(str.split, found.get("speed", []))},
+        interfaces=_interfaces(result) or (node.interfaces if node else ()),
+        speeds={name: int(speed) for name, speed in map(str.split, result.get("speed", []))},
         infiniband="infiniband" in only,
         next_ssh={"yes": True, "no": False}.get(only.get("next", "")),
     )
@@ -301,18 +301,26 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
     """
     first: list[float] = []
 
-    def tell(line: str) -> None:
+    def on_line(line: str) -> None:
         if not first:  # the clock's line
             first.append(time.time())
 
     sent = time.time()
     name = f".motley-probe-{secrets.token_hex(8)}"
     done = remote.run(
-        _SCRIPT.read_text(), PLACE, VENV, token, name, next_host, SOURCES, limit=limit, tell=tell
+        _SCRIPT.read_text(),
+        PLACE,
+        VENV,
+        token,
+        name,
+        next_host,
+        SOURCES,
+        limit=limit,
+        on_line=on_line,
     )
     try:
-        asked = HostQuery(remote.host, remote.here, sent, first[0], token, _own_tree())
-        return parse(done.output, done.chatter, asked)
+        requested = HostQuery(remote.host, remote.here, sent, first[0], token, _own_tree())
+        return parse(done.output, done.chatter, requested)
     except (LookupError, ValueError, TypeError):
         raise HostTrouble(
             "no shell",
@@ -358,7 +366,7 @@ def probe_all(
 
     def one(host: str) -> HostReport:
         with connect(host) as remote:
-            left = end - time.monotonic() - 0.3
-            return probe(remote, token=token, next_host=after.get(host, ""), limit=left)
+            remaining = end - time.monotonic() - 0.3
+            return probe(remote, token=token, next_host=after.get(host, ""), limit=remaining)
 
     return ask_all(names, one, limit)

@@ -121,8 +121,8 @@ def fits(build: Build, gpu: HostGpu) -> bool:
 
 def get_capability(name: str) -> tuple[int, int] | None:
     """Compute capability of a GPU by its name; None if it is not in the list."""
-    found = [capability for part, capability in _FAMILIES.items() if part in name]
-    return found[0] if found else None
+    result = [capability for part, capability in _FAMILIES.items() if part in name]
+    return result[0] if result else None
 
 
 def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
@@ -177,8 +177,8 @@ def main(words: Sequence[str]) -> int:
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     with token_file() as token:
-        found = probe_all(hosts, token=token, limit=20)
-    reports, troubles = split(found)
+        result = probe_all(hosts, token=token, limit=20)
+    reports, troubles = split(result)
     if not reports:
         print_troubles(troubles)
         return 1
@@ -329,29 +329,29 @@ def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
 def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> None:
     """Send the files, then let make_env.sh do the rest there."""
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         with _printing:
             print(f"{remote.host}: {line}")
 
     sent = send(remote, PLACE, tracked_files(), PLACE)
-    tell(f"{many(len(sent), 'file')} sent" if sent else "files are already the same")
+    print_line(f"{many(len(sent), 'file')} sent" if sent else "files are already the same")
     send(remote, VENV, [LOCK.name], STAGE)
     plain = make_env(report, argparse.Namespace(python_archive=None, offline=None))
     if "is current" in remote.run('"$@"', *plain, "--dry-run").output:
-        tell("environment is current")
+        print_line("environment is current")
         return
     if options.python_archive and not _find_python(report):
         send(remote, options.python_archive.parent, [options.python_archive.name], STAGE)
     if options.offline:
         wheels = sorted(each.name for each in options.offline.iterdir() if each.is_file())
         sent = send(remote, options.offline, wheels, STAGE / "wheels")
-        tell(f"{many(len(sent), 'wheel')} sent")
-    done = remote.run('"$@"', *make_env(report, options), limit=INSTALL_S, tell=tell)
+        print_line(f"{many(len(sent), 'wheel')} sent")
+    done = remote.run('"$@"', *make_env(report, options), limit=INSTALL_S, on_line=print_line)
     if done.code != 0:
-        said = [line for line in done.errors.splitlines() if line.startswith("motley: ")]
+        text = [line for line in done.errors.splitlines() if line.startswith("motley: ")]
         raise HostTrouble(
             "not installed",
-            "; ".join(line.removeprefix("motley: ") for line in said) or done.errors.strip(),
+            "; ".join(line.removeprefix("motley: ") for line in text) or done.errors.strip(),
             "put that right, then run the same command again",
         )
     remote.run('rm -rf -- "$1"', STAGE, limit=INSTALL_S)
@@ -369,8 +369,8 @@ def verify(host: str) -> tuple[str, str]:
             f"{host}: {last.removeprefix('motley: ')}",
             f"see all of it with: ssh -- {host} {VENV}/bin/python -m {_VERIFY}",
         )
-    found = json.loads(lines[-1])
-    return found["torch"], ", ".join(found["kernels"])
+    result = json.loads(lines[-1])
+    return result["torch"], ", ".join(result["kernels"])
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     options = parser.parse_args(words)
     order = "ranks" if options.dry_run else "join"
-    found, troubles = split(
+    result, troubles = split(
         setup_command.ask_all(chosen(options), lambda host: ask_agent(host, order), ASK_S)
     )
-    for host, answer in found.items():
+    for host, answer in result.items():
         if not answer["away"]:
             print(f"{host} takes part already")
         elif options.dry_run:

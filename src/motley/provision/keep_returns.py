@@ -119,17 +119,17 @@ def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozense
         unwanted: names of hosts that take no part in any case.
     """
     place = folder.absolute()
-    found, troubles = split(run_on_all([h.name for h in hosts], lambda h: _ask(h, place), ASK_S))
+    result, troubles = split(run_on_all([h.name for h in hosts], lambda h: _ask(h, place), ASK_S))
     lost = {name: trouble.found for name, trouble in troubles.items()}
     lost |= dict.fromkeys(unwanted, "no step was taken with it")
-    marks = {name: said["away"] for name, said in found.items() if said.get("away")}
+    marks = {name: text["away"] for name, text in result.items() if text.get("away")}
     away = {name: _why(mark) for name, mark in marks.items() if name not in lost}
     return HostAnswers(
         tuple(host for host in hosts if host.name not in {*lost, *away}), lost, away,
         tuple(mark["until"] for mark in marks.values() if mark["until"]),
-        {name: str(said.get("node", name)) for name, said in found.items()},
-        {name: bool(said.get("sees")) for name, said in found.items()},
-        {str(said.get("node", name)): said.get("speeds", []) for name, said in found.items()},
+        {name: str(text.get("node", name)) for name, text in result.items()},
+        {name: bool(text.get("sees")) for name, text in result.items()},
+        {str(text.get("node", name)): text.get("speeds", []) for name, text in result.items()},
     )  # fmt: skip
 
 
@@ -264,8 +264,8 @@ class Figures:
         hosts = [rank.get("host") for rank in content.get("ranks") or []]
         if not counts or len(hosts) != len(counts):
             return None
-        left = sum(n for host, n in zip(hosts, counts, strict=True) if host not in nodes)
-        return left / sum(counts)
+        remaining = sum(n for host, n in zip(hosts, counts, strict=True) if host not in nodes)
+        return remaining / sum(counts)
 
     def take_back(
         self, back: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -293,10 +293,10 @@ class Figures:
         rates = [self._rates[node] * (1 - now[node] / whole[node]) for node in back]
         known = self._steps.get(frozenset(whole.items()))
         with_s = known or step_with(batch, step_s, [rate for rate in rates if rate > 0])
-        left = max(0, last - int(steps[-1]["step"]) - 1)
+        remaining = max(0, last - int(steps[-1]["step"]) - 1)
         # The first start may have loaded data; and with more hosts it takes longer.
         start_s = max(self._starts[1:] or self._starts)
-        return ReadmissionEstimate(left, step_s, with_s, start_s + self._end_s)
+        return ReadmissionEstimate(remaining, step_s, with_s, start_s + self._end_s)
 
     def _step_s(self) -> float | None:
         """Return the usual seconds of a step of this start; None if it has taken too few."""
@@ -395,9 +395,9 @@ class Returns:
         The signal goes to ranks themselves: mpirun would send it to all that these have started,
         such as compilers, which it ends.
         """
-        asked = time.time()
+        requested = time.time()
         words = ("pause", str(self._folder.parent), self._folder.name)
-        told, _ = split(run_on_all(hosts, lambda host: ask_agent(host, *words), ASK_S))
-        if any(answer.get("asked") for answer in told.values()):
-            self._paused = asked
+        received, _ = split(run_on_all(hosts, lambda host: ask_agent(host, *words), ASK_S))
+        if any(answer.get("asked") for answer in received.values()):
+            self._paused = requested
         return bool(self._paused)

@@ -147,19 +147,19 @@ class Keeper:
         """Run the line until it has ended well, or going on makes no sense; its exit status."""
         answers = None
         for number in count():
-            asked = self._wait_for_hosts(answers)
-            if asked is None:
+            requested = self._wait_for_hosts(answers)
+            if requested is None:
                 return self._stopped()
             before, started = progress(self._line.folder), self._content().get("started")
             with tempfile.TemporaryDirectory(prefix="motley-keep-") as folder:
-                now = self._line.with_hosts(asked.alive, Path(folder) / "hosts.txt")
+                now = self._line.with_hosts(requested.alive, Path(folder) / "hosts.txt")
                 if not self._environ:
                     now = self._prepare(now)
                 if self._stop.number:
                     return self._stopped()
                 if number or before >= 0 or self._content():
                     now = now.resumed(before >= 0)
-                code, early = self._start(now, asked, started)
+                code, early = self._start(now, requested, started)
             if self._stop.number:
                 return self._stopped()
             content = self._content()
@@ -198,8 +198,8 @@ class Keeper:
 
     def _variables(self, environ: Mapping[str, str], line: LaunchLine) -> dict[str, str]:
         """Return the environment for a line, which may be of fewer nodes than were granted."""
-        left = NODE_COUNTS if line != self._line else ()
-        return {name: value for name, value in environ.items() if name not in left}
+        remaining = NODE_COUNTS if line != self._line else ()
+        return {name: value for name, value in environ.items() if name not in remaining}
 
     # -- between two starts
 
@@ -261,20 +261,20 @@ class Keeper:
         Args:
             answers: the newest answers of the hosts; a dead host takes its time not to answer.
         """
-        line, said = self._line, ""
+        line, text = self._line, ""
         if answers and self._unwanted.intersection(host.name for host in answers.alive):
             answers = None
         while True:
-            asked, answers = answers or self._ask(), None
+            requested, answers = answers or self._ask(), None
             if not line.hosts:
-                return asked
-            self._say_who(asked)
-            why = self._cannot_start(asked)
+                return requested
+            self._say_who(requested)
+            why = self._cannot_start(requested)
             if not why:
-                return asked
-            if why != said:
+                return requested
+            if why != text:
                 print_now(f"{why}; it waits, and asks once a minute")
-            said, until = why, time.monotonic() + until_asked_s(asked)
+            text, until = why, time.monotonic() + until_asked_s(requested)
             while time.monotonic() < until:
                 if self._stop.number:
                     return None
@@ -374,12 +374,12 @@ def main(words: Sequence[str]) -> int:
         )
     line = line.named(time.strftime("%Y-%m-%d_%H-%M-%S"))
     if options.dry_run:
-        asked = ask(line.hosts, line.folder)
-        for host, why in asked.lost.items():
+        requested = ask(line.hosts, line.folder)
+        for host, why in requested.lost.items():
             print(f"{host} does not answer: {why}")
-        for host, why in asked.away.items():
+        for host, why in requested.away.items():
             print(f"{host} is away{why}")
-        print(" ".join(line.with_hosts(asked.alive, Path("HOSTS")).words))
+        print(" ".join(line.with_hosts(requested.alive, Path("HOSTS")).words))
         return 0
     if RunFolder(line.folder).read_run().get("status") == "finished":
         print(f"{line.folder} is finished already; choose another --run NAME")

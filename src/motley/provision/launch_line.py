@@ -41,15 +41,15 @@ def hosts_of_step(
 
 def on_hosts(words: Sequence[str], hosts: Sequence[Host]) -> list[str]:
     """Return srun's words for these nodes alone, even if Slurm has still to end jobs there."""
-    left = list(words)
+    remaining = list(words)
     for flags in (_TASKS, _NODES, _LIST, _PER_NODE):
-        left = _without(left, flags)
+        remaining = _without(remaining, flags)
     tasks = sum(host.slots for host in hosts)
     names = ",".join(host.name for host in hosts)
     most = max(host.slots for host in hosts)
     return [
-        left[0], "--overlap", f"--nodes={len(hosts)}", f"--ntasks={tasks}",
-        f"--ntasks-per-node={most}", f"--nodelist={names}", *left[1:],
+        remaining[0], "--overlap", f"--nodes={len(hosts)}", f"--ntasks={tasks}",
+        f"--ntasks-per-node={most}", f"--nodelist={names}", *remaining[1:],
     ]  # fmt: skip
 
 
@@ -62,24 +62,24 @@ def _value(words: Sequence[str], flags: Sequence[str]) -> str | None:
 
     Values have the forms ``-n 3``, ``-n3``, ``--ntasks 3`` and ``--ntasks=3``.
     """
-    found = None
+    result = None
     for at, word in enumerate(words):
         for flag in flags:
             if word == flag and at + 1 < len(words):
-                found = words[at + 1]
+                result = words[at + 1]
             elif _is_joined(word, flag):
-                found = word.removeprefix(flag).removeprefix("=")
-    return found
+                result = word.removeprefix(flag).removeprefix("=")
+    return result
 
 
 def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    left, skip = list[str](), False
+    remaining, skip = list[str](), False
     for word in words:
         own = skip or word in flags or any(_is_joined(word, flag) for flag in flags)
         skip = not skip and word in flags
         if not own:
-            left.append(word)
-    return left
+            remaining.append(word)
+    return remaining
 
 
 def _is_joined(word: str, flag: str) -> bool:
@@ -124,14 +124,14 @@ class LaunchLine:
             raise MotleyError(
                 f"the line has no ./{_ENTRY}, which starts each rank; as in: {_EXAMPLE}"
             )
-        found = cls(tuple(line), ())
-        if found.under_slurm:
-            return replace(found, hosts=hosts_of_step(line[: found._entry]))
-        found = found._with_split_options()
-        hostfile, named = found._launcher_value(_HOSTFILES), found._launcher_value(_LISTS)
+        result = cls(tuple(line), ())
+        if result.under_slurm:
+            return replace(result, hosts=hosts_of_step(line[: result._entry]))
+        result = result._with_split_options()
+        hostfile, named = result._launcher_value(_HOSTFILES), result._launcher_value(_LISTS)
         if named:
-            return replace(found, hosts=_hosts_of_list(named))
-        return replace(found, hosts=read_hosts(hostfile)) if hostfile else found
+            return replace(result, hosts=_hosts_of_list(named))
+        return replace(result, hosts=read_hosts(hostfile)) if hostfile else result
 
     def _with_split_options(self) -> "LaunchLine":
         """Return the line with ``--hostfile=F`` as two words, and so with each option read here."""
@@ -195,8 +195,8 @@ class LaunchLine:
     def _places(self) -> list[str]:
         """The host of each rank."""
         seats = [host.name for host in self.hosts for _ in range(host.slots)]
-        asked = self._launcher_value(_RANKS)
-        return seats[: int(asked)] if asked and asked.isdigit() else seats
+        requested = self._launcher_value(_RANKS)
+        return seats[: int(requested)] if requested and requested.isdigit() else seats
 
     def with_hosts(self, alive: Sequence[Host], hostfile: Path) -> "LaunchLine":
         """Return the line for some of its hosts alone.
@@ -209,13 +209,13 @@ class LaunchLine:
             return self
         names = {host.name for host in alive}
         stay = [name in names for name in self._places]
-        found = self._on(alive, sum(stay), hostfile)
+        result = self._on(alive, sum(stay), hostfile)
         for flag in _BY_RANK:
-            each = (found._value(flag) or "").split(",")
+            each = (result._value(flag) or "").split(",")
             if len(each) == len(stay) > 1:
-                left = [value for value, stays in zip(each, stay, strict=True) if stays]
-                found = found._with_option(flag, ",".join(left))
-        return found
+                remaining = [value for value, stays in zip(each, stay, strict=True) if stays]
+                result = result._with_option(flag, ",".join(remaining))
+        return result
 
     def _on(self, hosts: Sequence[Host], ranks: int, hostfile: Path) -> "LaunchLine":
         own = list(self.words[: self._entry])

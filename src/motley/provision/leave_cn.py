@@ -83,8 +83,8 @@ def read(output: str) -> dict[str, Any]:
             "cannot ask", "its answer cannot be read", "see: bash setup/test_cn_connection.sh"
         ) from None
     if "error" in answer:
-        found, _, fix = str(answer["error"]).partition("; ")
-        raise HostTrouble("refused", found, fix)
+        result, _, fix = str(answer["error"]).partition("; ")
+        raise HostTrouble("refused", result, fix)
     return answer
 
 
@@ -102,25 +102,25 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     seconds = None if options.time is None else parse_time(options.time)
     hosts = chosen(options)
-    found, troubles = split(
+    result, troubles = split(
         setup_command.ask_all(hosts, lambda host: ask_agent(host, "ranks"), ASK_S)
     )
-    refuse(found)
-    for host, each in found.items():
+    refuse(result)
+    for host, each in result.items():
         for rank in each["ranks"]:
             print(f"{host}: {printable(rank['what'])} (process {rank['pid']})")
     if options.dry_run:
         print(f"would have {join_names(hosts)} leave")
         return int(bool(troubles))
-    if found:
+    if result:
         print("they end after the step that they are in ...", flush=True)
     order = ["leave", *([] if seconds is None else [seconds])]
     work = partial(_leave, order)
-    left, failed = split(run_on_all(found, work, WAIT_S + ASK_S))
-    for host, each in left.items():
+    remaining, failed = split(run_on_all(result, work, WAIT_S + ASK_S))
+    for host, each in remaining.items():
         print(describe_outcome(host, each))
     setup_command.print_troubles({**troubles, **failed})
-    late = any(each["left"] for each in left.values())
+    late = any(each["left"] for each in remaining.values())
     return int(bool(troubles or failed or late))
 
 

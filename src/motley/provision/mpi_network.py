@@ -46,8 +46,8 @@ Peer = tuple[str, str, int, str]  # name, address, port and token
 
 def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
     """Return the output of motley.cluster.network on a host that connects to these."""
-    told = json.dumps(peers).encode()
-    return run_python(remote, _TALK, work, payload=told, limit=TRIAL_S).output
+    received = json.dumps(peers).encode()
+    return run_python(remote, _TALK, work, payload=received, limit=TRIAL_S).output
 
 
 @contextlib.contextmanager
@@ -64,13 +64,13 @@ def listen_on(
     ready = threading.Semaphore(0)
 
     def listen(host: str, remote: Remote) -> None:
-        def tell(line: str) -> None:
+        def on_line(line: str) -> None:
             *ports, token = line.split()
             listening[host] = Listening(tuple(map(int, ports)), token)
             ready.release()
 
         with contextlib.suppress(HostTrouble, ValueError):  # it is ended from here
-            run_python(remote, _TALK, "listen", *addresses[host], limit=TRIAL_S, tell=tell)
+            run_python(remote, _TALK, "listen", *addresses[host], limit=TRIAL_S, on_line=on_line)
         ready.release()
 
     connected = run_on_all(addresses, connect, LISTEN_S)
@@ -116,11 +116,11 @@ def try_networks(
             answers: list[Answer] = json.loads(talk(remotes[host], "measure", targets))
             return answers
 
-        told = run_on_all(hosts, measure, TRIAL_S)
-    for answer in told.values():
+        received = run_on_all(hosts, measure, TRIAL_S)
+    for answer in received.values():
         if isinstance(answer, HostTrouble):
             raise answer
-    answers = {n: told[host] for n, host in names.items()}
+    answers = {n: received[host] for n, host in names.items()}
     chosen, words = pick_network(candidates, answers, names)  # type: ignore[arg-type]
     return {host: candidates[chosen][number] for number, host in names.items()}, words
 
@@ -238,11 +238,11 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
     lines = [(line, *split_setting(line)) for line in text.splitlines()]
     written = [value.split(",") for _, name, value in lines if name == _OURS]
     old = {_OURS, *(name.strip() for names in written for name in names)}
-    kept = [line for line, name, _ in lines if name not in old]
+    saved = [line for line, name, _ in lines if name not in old]
     users = {name for _, name, _ in lines} - old
     new = [line for line in ours if split_setting(line)[0] not in users]
     names = ",".join(split_setting(line)[0] for line in new)
-    return [*kept, *new, *([f"{_OURS}={names}"] if names else [])]
+    return [*saved, *new, *([f"{_OURS}={names}"] if names else [])]
 
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:

@@ -84,17 +84,17 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
     done = remote.run(_SCRIPT + '"$@"\n', function, *words)
     if done.code == 0:
         return done.output.splitlines()
-    said = (done.errors.strip().splitlines() or [f"status {done.code}, no message"])[-1]
-    said = re.sub(r"^motley: \d+: (eval: )?", "", said)  # how dash names a script from stdin
-    if any(word in said for word in ("No space", "quota")):
-        raise HostTrouble("disk full", f"on {remote.host}: {said}", "make room in the home there")
-    if any(word in said for word in ("ermission", "not permitted", "Read-only", "can't cd")):
+    text = (done.errors.strip().splitlines() or [f"status {done.code}, no message"])[-1]
+    text = re.sub(r"^motley: \d+: (eval: )?", "", text)  # how dash names a script from stdin
+    if any(word in text for word in ("No space", "quota")):
+        raise HostTrouble("disk full", f"on {remote.host}: {text}", "make room in the home there")
+    if any(word in text for word in ("ermission", "not permitted", "Read-only", "can't cd")):
         raise HostTrouble(
             "home not writable",
-            f"on {remote.host}: {said}",
+            f"on {remote.host}: {text}",
             "see whose the home is and how it is mounted, or ask who administers it",
         )
-    raise HostTrouble("failed there", f"on {remote.host}: {said}", "put that right, then again")
+    raise HostTrouble("failed there", f"on {remote.host}: {text}", "put that right, then again")
 
 
 def authorized(public: str) -> str:
@@ -114,8 +114,8 @@ def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
     """
     names = list(hosts)
     lines = do(remote, "try_ssh", *names) if names else []
-    said = dict(line.partition(" ")[::2] for line in lines)
-    return {host: said.get(host, "no answer") for host in names}
+    text = dict(line.partition(" ")[::2] for line in lines)
+    return {host: text.get(host, "no answer") for host in names}
 
 
 def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
@@ -214,10 +214,10 @@ def _visit(host: str) -> tuple[Remote, HostKey]:
 
 def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
     """Reach each host from each other one."""
-    said, troubles = split(
+    text, troubles = split(
         run_on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S)
     )
-    for host, answer in said.items():
+    for host, answer in text.items():
         if failed := {other: why for other, why in answer.items() if why != "works"}:
             pairs = "; ".join(f"to {other}: {why}" for other, why in failed.items())
             first = next(iter(failed))
@@ -325,9 +325,9 @@ def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
         if options.dry_run:
             states |= dict.fromkeys(shown, "host key to be confirmed")
         return confirm(shown, options.dry_run)
-    found, troubles = split(match_all(shown, options.known_hosts))
+    result, troubles = split(match_all(shown, options.known_hosts))
     states |= troubles
-    return found
+    return result
 
 
 def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
@@ -408,10 +408,10 @@ def check(states: States) -> dict[str, str]:
     """Reach every host by OpenSSH, as mpirun will. A failure becomes its state."""
     met = split(states)[0]
     reached = try_ssh(this_machine(), [h for h, s in met.items() if s not in (HERE, CLOSED)])
-    for host, said in reached.items():
-        if said != "works":
+    for host, text in reached.items():
+        if text != "works":
             states[host] = HostTrouble(
-                "ssh fails", f"ssh to {host} says: {said}", f"try: ssh -v -- {host}"
+                "ssh fails", f"ssh to {host} says: {text}", f"try: ssh -v -- {host}"
             )
     return reached
 

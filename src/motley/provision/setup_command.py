@@ -85,11 +85,11 @@ def run_python(
     *words: object,
     limit: float,
     payload: bytes | None = None,
-    tell: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> Finished:
     """Run ``python -m MODULE WORDS...`` in the environment of a host; see :meth:`Remote.run`."""
     return remote.run(
-        _PYTHON, VENV, SOURCES, module, *words, payload=payload, limit=limit, tell=tell
+        _PYTHON, VENV, SOURCES, module, *words, payload=payload, limit=limit, on_line=on_line
     )
 
 
@@ -98,7 +98,7 @@ def run_module(
     module: str,
     *words: object,
     limit: float,
-    tell: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> str:
     """Return the output of ``python -m MODULE WORDS...`` on a host.
 
@@ -107,13 +107,13 @@ def run_module(
         module: name of the module.
         *words: command-line arguments of the module.
         limit: largest duration, in seconds.
-        tell: called with each line of output, at once.
+        on_line: called with each line of output, at once.
 
     Raises:
         HostTrouble: the host does not answer, or has no environment, or the module fails.
     """
     with connect(host) as remote:
-        done = run_python(remote, module, *words, limit=limit, tell=tell)
+        done = run_python(remote, module, *words, limit=limit, on_line=on_line)
     if done.code == _NO_PYTHON:
         raise HostTrouble(
             "no environment",
@@ -174,18 +174,18 @@ def print_troubles(troubles: Mapping[str, Trouble]) -> None:
     """
     alike: dict[tuple[str, str], list[str]] = {}
     for host, trouble in troubles.items():
-        found = re.sub(_named(host), "\0", trouble.found)
-        alike.setdefault((found, trouble.fix), []).append(host)
-    for (found, _), hosts in alike.items():
+        result = re.sub(_named(host), "\0", trouble.found)
+        alike.setdefault((result, trouble.fix), []).append(host)
+    for (result, _), hosts in alike.items():
         trouble, names = troubles[hosts[0]], ", ".join(hosts)
         named = trouble.found.partition(" ")[0].rstrip(":") == hosts[0] or (
-            len(hosts) > 1 and "\0" in found
+            len(hosts) > 1 and "\0" in result
         )
-        said = found.replace("\0", names)
-        said = said if named else f"{names}: {said}"
+        text = result.replace("\0", names)
+        text = text if named else f"{names}: {text}"
         if sys.stdout.isatty():
-            said = textwrap.fill(said, width(), break_long_words=False, break_on_hyphens=False)
-        print(typed_command(f"\n{said}\n  {trouble.fix}"))
+            text = textwrap.fill(text, width(), break_long_words=False, break_on_hyphens=False)
+        print(typed_command(f"\n{text}\n  {trouble.fix}"))
 
 
 def _named(host: str) -> str:
@@ -248,17 +248,17 @@ def try_password(
         limit: seconds for all hosts together.
     """
     done: dict[str, T | HostTrouble] = {}
-    left = list(users)
+    remaining = list(users)
     for _ in range(TRIES):
-        names = ", ".join(sorted({users[host] for host in left}))
-        password = ask_password(f"Password of {names} on {', '.join(left)}: ")
-        answers = run_on_all(left, partial(work, password), limit)
+        names = ", ".join(sorted({users[host] for host in remaining}))
+        password = ask_password(f"Password of {names} on {', '.join(remaining)}: ")
+        answers = run_on_all(remaining, partial(work, password), limit)
         done |= answers
         troubles = split(answers)[1]
-        left = [host for host, each in troubles.items() if each.kind == "password refused"]
-        if not left:
+        remaining = [host for host, each in troubles.items() if each.kind == "password refused"]
+        if not remaining:
             break
-        print(f"refused by {', '.join(left)}")
+        print(f"refused by {', '.join(remaining)}")
     return done
 
 

@@ -81,7 +81,9 @@ class Array:
     folder: Path
 
     @classmethod
-    def of(cls, line: Sequence[str], nodes: int, ranks: int, mpi: str, dry_run: bool) -> "Array":
+    def prepare(
+        cls, line: Sequence[str], nodes: int, ranks: int, mpi: str, dry_run: bool
+    ) -> "Array":
         """Prepare the folder of the results for tasks on so many nodes, of so many ranks each.
 
         Args:
@@ -110,13 +112,15 @@ class Array:
         print(done.stderr, end="", file=sys.stderr)
         if done.returncode:  # it has said why
             raise MotleyError(f"{_MATRIX_SCRIPT} cannot measure this matrix; nothing is submitted")
-        told = json.loads(done.stdout)
-        if not told["tasks"]:
+        received = json.loads(done.stdout)
+        if not received["tasks"]:
             raise MotleyError(
-                f"every cell of {told['folder']} is measured; --retry, after {_MATRIX_SCRIPT}, "
+                f"every cell of {received['folder']} is measured; --retry, after {_MATRIX_SCRIPT}, "
                 "measures again what failed"
             )
-        return cls(words, rest, tuple(told["tasks"]), told["seconds"], Path(told["folder"]))
+        return cls(
+            words, rest, tuple(received["tasks"]), received["seconds"], Path(received["folder"])
+        )
 
     def numbers(self, at_once: int | None) -> str:
         """Return the task numbers for sbatch: ``0-2,5``, or ``0-2,5%4`` for four at once."""
@@ -126,8 +130,8 @@ class Array:
                 parts[-1].append(task)
             else:
                 parts.append([task])
-        said = ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
-        return f"{said}%{at_once}" if at_once else said
+        text = ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+        return f"{text}%{at_once}" if at_once else text
 
     def command(self) -> str:
         """Return a task's command, for the shell of its job."""
@@ -276,13 +280,13 @@ def check_word(flag: str, word: str | None) -> None:
 def plan_on_cluster(options: argparse.Namespace) -> Job:
     """Return the job, checked against the cluster; in a dry run also without one."""
     try:
-        found = partitions()
+        result = partitions()
     except MotleyError as error:
         if not options.dry_run:
             raise
         print(f"motley: {error}; the script is not checked against a cluster", file=sys.stderr)
     else:
-        return plan(options, found)
+        return plan(options, result)
     ranks = options.gpus or options.ranks
     assumed = Partition(
         options.partition or "", True, True, options.nodes, ranks, options.gpus or 0, None, None
@@ -315,20 +319,20 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
     """Return the job that the options ask for. Raise MotleyError if the cluster lacks it."""
     place = chosen(options.partition, found)
     most = place.most_s
-    asked = seconds_of_slurm(options.time) if options.time else place.usual_s or most
+    requested = seconds_of_slurm(options.time) if options.time else place.usual_s or most
     if options.nodes > place.nodes:
         raise MotleyError(f"--nodes {options.nodes}: {place.name} has {many(place.nodes, 'node')}")
     if (options.gpus or 0) > place.gpus:
         raise MotleyError(
             f"--gpus {options.gpus}: the nodes of {place.name} have {place.gpus or 'none'}"
         )
-    if most is not None and (asked is None or asked > most):
+    if most is not None and (requested is None or requested > most):
         raise MotleyError(
             f"--time {options.time}: {place.name} lets a job take {clock(most)} at most"
         )
-    if asked is not None and options.before >= asked:
+    if requested is not None and options.before >= requested:
         raise MotleyError(
-            f"--before {options.before}: the whole job takes {asked:.0f} s; the ranks would be "
+            f"--before {options.before}: the whole job takes {requested:.0f} s; the ranks would be "
             "told to end before they begin"
         )
     gpus = place.gpus if options.gpus is None else options.gpus
@@ -355,7 +359,7 @@ def with_line(job: Job, options: argparse.Namespace) -> Job:
 def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
     """Return the job of a matrix, whose tasks take as long as their cells may."""
     line = options.line[1:] if options.line[0] == "--" else options.line
-    array = Array.of(line, job.nodes, job.ranks, job.mpi, options.dry_run)
+    array = Array.prepare(line, job.nodes, job.ranks, job.mpi, options.dry_run)
     check_word("the folder of the results, which names the job,", array.folder.name)
     most = array.seconds if place.most_s is None else min(array.seconds, place.most_s)
     return replace(

@@ -204,7 +204,7 @@ def plan_rows(
             )
         elif host in lack:
             rows.append((host, format_size(target.free), lack[host].kind))
-        elif is_packed and target.whole == size:
+        elif is_packed and target.complete == size:
             rows.append((host, format_size(target.free), "is there; would be checked"))
         else:
             rest = f", {format_size(target.part)} are there" if target.part else ""

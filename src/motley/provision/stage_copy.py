@@ -63,8 +63,8 @@ def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Itera
 
 def parse_size(text: str) -> int:
     """Return bytes for 20G or 500M, by 1,000 each. Raise MotleyError for anything else."""
-    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT])B?", text.strip().upper())
-    size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    result = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT])B?", text.strip().upper())
+    size = round(float(result[1]) * _UNITS[result[2]]) if result else 0
     if not size:
         raise MotleyError(f"--budget {text!r} is no size; write it as 20G or 500M")
     return size
@@ -117,11 +117,11 @@ class Bar:
     def _line(self, now: float) -> str:
         done = min(sum(self._done.values()), self._total)
         share, rate = done / self._total, done / max(1e-3, now - self._start)
-        left = f", {(self._total - done) / rate:,.0f} s left" if rate else ""
+        remaining = f", {(self._total - done) / rate:,.0f} s left" if rate else ""
         bar = "#" * round(_WIDTH * share)
         return (
             f"{self._title} [{bar:{_WIDTH}}] {share:4.0%} of {format_size(self._total)}, "
-            f"{format_size(rate)}/s{left}"
+            f"{format_size(rate)}/s{remaining}"
         )
 
 
@@ -156,12 +156,12 @@ class Target:
     """
 
     free: int
-    whole: int | None = None
+    complete: int | None = None
     part: int | None = None
 
     def lacks(self, size: int) -> int:
         """Return the bytes of room that are missing, for a file of this size."""
-        if self.whole == size:  # most likely the same one
+        if self.complete == size:  # most likely the same one
             return 0
         return max(0, size - (self.part or 0) - self.free)
 
@@ -192,14 +192,14 @@ def look(host: str, path: Path) -> Target:
     """Return the state there. Raise HostTrouble where nothing may be written."""
     with connect(host) as remote:
         done = _run(remote, "look", path, 0, limit=_LOOK_S)
-    found = dict(line.partition("=")[::2] for line in done.output.splitlines())
-    if "not" in found:
+    result = dict(line.partition("=")[::2] for line in done.output.splitlines())
+    if "not" in result:
         raise HostTrouble(
-            "not ours", f"{host}: {printable(found['not'])}",
+            "not ours", f"{host}: {printable(result['not'])}",
             "move it away, or choose another folder with --to",
         )  # fmt: skip
     try:
-        return Target(**{name: int(number) for name, number in found.items()})
+        return Target(**{name: int(number) for name, number in result.items()})
     except (TypeError, ValueError):
         raise HostTrouble(
             "no shell", f"{host} lets us in but does not run our script ({_last(done)})",
@@ -218,13 +218,15 @@ def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
     )
 
 
-def read_source(path: Path, images: tuple[int, int, str], tell: Callable[[int], None]) -> Source:
+def read_source(
+    path: Path, images: tuple[int, int, str], on_progress: Callable[[int], None]
+) -> Source:
     """Hash a file on this machine.
 
     Args:
         path: path of the file.
         images: begin and end of the images in the file, in bytes, and their SHA-256.
-        tell: called with the bytes read so far.
+        on_progress: called with the bytes read so far.
 
     Raises:
         MotleyError: the images are no longer those that were packed.
@@ -237,7 +239,7 @@ def read_source(path: Path, images: tuple[int, int, str], tell: Callable[[int], 
             at, block = number * BLOCK, file.read(BLOCK)
             hashes.append(hashlib.sha256(block).hexdigest())
             whole.update(memoryview(block)[max(0, begin - at) : max(0, end - at)])
-            tell(at + len(block))
+            on_progress(at + len(block))
     if whole.hexdigest() != wanted:
         raise MotleyError(
             f"{path} is damaged: its images have another hash than when they were packed; remove "
@@ -246,32 +248,32 @@ def read_source(path: Path, images: tuple[int, int, str], tell: Callable[[int], 
     return Source(path, size, hashes)
 
 
-def copy(host: str, source: Source, sample: int, tell: Callable[[str, int], None]) -> Copied:
+def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int], None]) -> Copied:
     """Copy a file to a host, to the same path, and measure how fast its disk reads.
 
     Args:
         host: name of the host.
         source: the file.
         sample: bytes of a sample.
-        tell: called with the host and its bytes that are right there up to then.
+        on_progress: called with the host and its bytes that are right there up to then.
 
     Raises:
         HostTrouble: it could not be copied. The bytes that arrived stay for the next time.
     """
     with connect(host) as remote:
-        done = _Copying(remote, source, lambda size: tell(host, size))
+        done = _Copying(remote, source, lambda size: on_progress(host, size))
         start = time.monotonic()
         sent = 0 if remote.here else done.bring()
         seconds = time.monotonic() - start
-        tell(host, source.size)
+        on_progress(host, source.size)
         return Copied(sent, seconds, _rate(remote, source.path, sample))
 
 
 class _Copying:
     """A copy to one host, and the blocks that are right there."""
 
-    def __init__(self, remote: Remote, source: Source, tell: Callable[[int], None]) -> None:
-        self._remote, self._source, self._tell = remote, source, tell
+    def __init__(self, remote: Remote, source: Source, on_progress: Callable[[int], None]) -> None:
+        self._remote, self._source, self._on_progress = remote, source, on_progress
         self._right: dict[int, str] = {}
         self._bytes = 0
         self._is_part = False  # they are of a copy that was cut
@@ -306,7 +308,7 @@ class _Copying:
     def _do(self, what: str, *words: object, limit: float, payload: "_Piece | None" = None) -> None:
         done = _run(
             self._remote, what, self._source.path, self._source.size, *words, payload=payload,
-            limit=limit, tell=self._read_line,
+            limit=limit, on_line=self._read_line,
         )  # fmt: skip
         if done.code:
             raise self._trouble(_last(done))
@@ -320,7 +322,7 @@ class _Copying:
             number = int(word)
             self._right[number] = digest
             self._bytes += bytes_in(Run(number, number), self._source.size)
-            self._tell(self._bytes)
+            self._on_progress(self._bytes)
 
     def _trouble(self, why: str) -> HostTrouble:
         return HostTrouble(
@@ -345,11 +347,11 @@ class _Piece:
 
 def _run(
     remote: Remote, what: str, path: Path, size: int, *words: object, limit: float,
-    payload: _Piece | None = None, tell: Callable[[str], None] | None = None,
+    payload: _Piece | None = None, on_line: Callable[[str], None] | None = None,
 ) -> Finished:  # fmt: skip
     return remote.run(
         _SCRIPT.read_text(), what, path.parent, path.name, remote.host, BLOCK, size, *words,
-        payload=payload, limit=limit, tell=tell,
+        payload=payload, limit=limit, on_line=on_line,
     )  # fmt: skip
 
 

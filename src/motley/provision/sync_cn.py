@@ -72,12 +72,12 @@ def tracked_files() -> list[str]:
     if listed is not None and listed.returncode == 0:
         listing = dict.fromkeys([*listed.stdout.split("\0"), "hosts.txt"])
         return [name for name in listing if name and (PLACE / name).is_file()]
-    found = []
+    result = []
     for folder, below, names in os.walk(PLACE):
         made = _MADE | (_MADE_AT_ROOT if Path(folder) == PLACE else set())
         below[:] = [name for name in below if name not in made]
-        found += [str((Path(folder) / name).relative_to(PLACE)) for name in names]
-    return sorted(found)
+        result += [str((Path(folder) / name).relative_to(PLACE)) for name in names]
+    return sorted(result)
 
 
 def differing(remote: Remote, source: Path, names: Iterable[str], target: Path) -> list[str]:
@@ -146,9 +146,9 @@ def main(words: Sequence[str]) -> int:
             return f"sent {_count(sent)}" if sent else "already the same"
 
     with token_file() as token:
-        found = ask_all([host.name for host in read_hostfile(options)], one, LIMIT_S)
-    troubles = split(found)[1]
-    rows = [(h, each.kind if isinstance(each, HostTrouble) else each) for h, each in found.items()]
+        result = ask_all([host.name for host in read_hostfile(options)], one, LIMIT_S)
+    troubles = split(result)[1]
+    rows = [(h, each.kind if isinstance(each, HostTrouble) else each) for h, each in result.items()]
     print(table(("host", f"files of {PLACE}"), rows))
     print_troubles(troubles)
     return 1 if troubles else 0

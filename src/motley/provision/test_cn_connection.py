@@ -84,21 +84,21 @@ def this_machine() -> Here:
 
 def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
     """Return the normal names of the packages that Motley needs, and of their own needs."""
-    asked = (ROOT / "requirements.txt").read_text().splitlines() if ROOT else None
-    left = _names(asked or requires("motley-train") or ())
+    requested = (ROOT / "requirements.txt").read_text().splitlines() if ROOT else None
+    remaining = _names(requested or requires("motley-train") or ())
     seen: set[str] = set()
-    while left:
-        name = normal(left.pop())
+    while remaining:
+        name = normal(remaining.pop())
         if name in installed and name not in seen:  # others: for another system or Python
             seen.add(name)
-            left += _names(installed[name].requires or ())
+            remaining += _names(installed[name].requires or ())
     return frozenset(seen)
 
 
 def _names(requirements: Iterable[str]) -> list[str]:
     """Return the packages that requirements name, but for those of an extra."""
-    found = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
-    return [match[0] for match in found if match]
+    result = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
+    return [match[0] for match in result if match]
 
 
 def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
@@ -116,14 +116,14 @@ def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
         *((key, "rwx", by_ssh) for key in sorted(keys)),
     ]:  # fmt: skip
         try:
-            found = path.stat()
+            result = path.stat()
         except OSError:
             continue
-        if found.st_uid == os.getuid() and found.st_mode & (0o022 if others == "w" else 0o077):
+        if result.st_uid == os.getuid() and result.st_mode & (0o022 if others == "w" else 0o077):
             yield Finding(
                 "key open" if path in keys else "permissions",
                 f"others may {'write to' if others == 'w' else 'read'} {path} "
-                f"(mode {stat.S_IMODE(found.st_mode):o}), so {refused}",
+                f"(mode {stat.S_IMODE(result.st_mode):o}), so {refused}",
                 f"close it with: chmod go-{others} {shlex.quote(str(path))}",
             )
 

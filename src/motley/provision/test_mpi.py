@@ -73,8 +73,8 @@ def main(words: Sequence[str]) -> int:
     home_folder()  # without one, mpirun fails with a code of its own
     hosts = read_hostfile(options)
     with token_file() as token:
-        found = probe_all([host.name for host in hosts], token=token)
-    reports, troubles = split(found)
+        result = probe_all([host.name for host in hosts], token=token)
+    reports, troubles = split(result)
     troubles |= {
         name: HostTrouble(
             "no environment",
@@ -138,15 +138,15 @@ def write_hosts(
         with connect(host) as remote:
             return settle(remote, lines, write=not dry_run)
 
-    found, troubles = split(run_on_all(reports, one, LIMIT_S))
+    result, troubles = split(run_on_all(reports, one, LIMIT_S))
     own = {
         host: HostTrouble(
             "own parameters",
-            f"lines of your own there go before what is found here: {said}",
+            f"lines of your own there go before what is found here: {text}",
             "remove them",
         )
-        for host, said in found.items()
-        if said
+        for host, text in result.items()
+        if text
     }
     return own, troubles
 
@@ -183,7 +183,7 @@ def try_pairs(
                 line.split(" ", 1) for line in talk(remotes[host], "connect", peers).splitlines()
             ]
 
-        told = run_on_all(remotes, call, LIMIT_S)
+        received = run_on_all(remotes, call, LIMIT_S)
     deaf = {
         (host, "all"): HostTrouble(
             "cannot talk",
@@ -196,13 +196,13 @@ def try_pairs(
     return deaf | {
         (host, peer): HostTrouble(
             "cannot talk",
-            said,
+            text,
             "open the ports between them (MPI takes any above 1023), or see whether "
             f"{shared.at[peer].address} is on {peer}'s way to {host}",
         )
-        for host, lines in told.items()
-        for peer, said in ([("it", str(lines))] if isinstance(lines, HostTrouble) else lines)
-        if said != "ok"
+        for host, lines in received.items()
+        for peer, text in ([("it", str(lines))] if isinstance(lines, HostTrouble) else lines)
+        if text != "ok"
     }
 
 
@@ -250,10 +250,10 @@ class Answer:
 
 def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
     """Start a rank for every slot, and count the answers. The status of mpirun says nothing."""
-    asked = sum(host.slots for host in hosts)
+    requested = sum(host.slots for host in hosts)
     where = [] if not ROOT or VENV == ROOT / ".venv" else ["-x", "MOTLEY_VENV"]
-    command = ["mpirun", "-np", str(asked), "--hostfile", str(options.hostfile.resolve())]
-    print(f"mpirun -np {asked} --hostfile {options.hostfile} {' '.join(program)}")
+    command = ["mpirun", "-np", str(requested), "--hostfile", str(options.hostfile.resolve())]
+    print(f"mpirun -np {requested} --hostfile {options.hostfile} {' '.join(program)}")
     job = subprocess.Popen(
         [*command, *where, *program], cwd=PLACE, start_new_session=True, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -268,9 +268,9 @@ def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
     except KeyboardInterrupt:
         end_mpirun(job)
         raise
-    found = re.findall(r"hello from rank \d+ of \d+ on (\S+)", output)
+    result = re.findall(r"hello from rank \d+ of \d+ on (\S+)", output)
     links = re.findall(r"^(?:\S+ sends .*|note: .*)$", output, re.M)
-    return Answer(Counter(found), asked, end, "\n".join(output.splitlines()[-12:]), links)
+    return Answer(Counter(result), requested, end, "\n".join(output.splitlines()[-12:]), links)
 
 
 def end_mpirun(job: subprocess.Popen[str]) -> str:

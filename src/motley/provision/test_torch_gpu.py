@@ -102,9 +102,9 @@ def mismatches(reports: list[Report]) -> list[str]:
     """Return versions in which hosts differ; all must have the same torch, CUDA build and NCCL."""
     problems = []
     for what in ("torch", "cuda", "nccl"):
-        found = {getattr(report, what): report.host for report in reports if getattr(report, what)}
-        if len(found) > 1:
-            each = ", ".join(f"{host} has {value}" for value, host in found.items())
+        result = {getattr(report, what): report.host for report in reports if getattr(report, what)}
+        if len(result) > 1:
+            each = ", ".join(f"{host} has {value}" for value, host in result.items())
             problems.append(f"hosts differ in {what}: {each}; install the same on all")
     return problems
 

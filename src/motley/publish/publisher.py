@@ -166,30 +166,30 @@ class Publisher:
     def _publish_new(self, new: NewRecords, known: int) -> None:
         steps = step_rows(self.follower.about, new, known)
         evaluations, samples = evaluation_rows(new), sample_rows(new)
-        said = notes(new, time.time())
+        text = notes(new, time.time())
         assert self._tracker is not None
-        self._call(self._tracker.publish, [*steps, *evaluations], samples, said)
-        counts = len(steps), len(evaluations), len(samples), len(said)
+        self._call(self._tracker.publish, [*steps, *evaluations], samples, text)
+        counts = len(steps), len(evaluations), len(samples), len(text)
         self._counts = [sum(pair) for pair in zip(self._counts, counts, strict=True)]
 
     # -- what is kept
 
     def _open(self) -> None:
-        kept = self._read()
+        saved = self._read()
         about = self.follower.about
         began = about.get("started")
         usual = float(began) if isinstance(began, int | float) else time.time()
         run = Published(
-            self._run, self._project, float(kept["started"] or usual), parameters(about)
+            self._run, self._project, float(saved["started"] or usual), parameters(about)
         )
-        before = kept["tracker"].get("project", self._project)
+        before = saved["tracker"].get("project", self._project)
         if before != self._project:
             raise MotleyError(
                 f"{self._run.path} is in {self._kind.name}'s project {before}: name that one by "
                 f"--project, or remove {self._run.published_file(self._kind.name)} to publish anew"
             )
-        tracker = self._call(self._kind, run, kept["tracker"])
-        self._position = Position() if tracker.anew else kept["position"]
+        tracker = self._call(self._kind, run, saved["tracker"])
+        self._position = Position() if tracker.anew else saved["position"]
         self._reader = RunReader(self.follower.run, self._copies, self._position)
         self._started, self._tracker = run.started, tracker
         self._write(self._state())
@@ -197,10 +197,10 @@ class Publisher:
     def _read(self) -> JsonDict:
         path = self._run.published_file(self._kind.name)
         try:
-            told = read_json(path)
+            received = read_json(path)
             return {
-                "started": float(told["started"]), "tracker": {**told["tracker"]},
-                "position": Position.from_json(told["position"]),
+                "started": float(received["started"]), "tracker": {**received["tracker"]},
+                "position": Position.from_json(received["position"]),
             }  # fmt: skip
         except FileNotFoundError:
             return {"started": None, "tracker": {}, "position": Position()}
@@ -251,7 +251,7 @@ class Publisher:
         except MotleyError:
             raise
         except Exception as error:
-            said = plain(error) or type(error).__name__
+            text = plain(error) or type(error).__name__
             raise MotleyError(
-                f"{self._kind.name}: {said}; what was not published is when you type it again"
+                f"{self._kind.name}: {text}; what was not published is when you type it again"
             ) from error

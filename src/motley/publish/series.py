@@ -126,8 +126,8 @@ class RunReader:
             for host, path in files_in(self._folders, RunFolder.gpu_files).items()
         }
         return NewRecords(
-            {rank: found for rank, found in steps.items() if found}, evaluations, events,
-            {host: found for host, found in samples.items() if found}, self._more,
+            {rank: result for rank, result in steps.items() if result}, evaluations, events,
+            {host: result for host, result in samples.items() if result}, self._more,
             copy.deepcopy(at),
         )  # fmt: skip
 
@@ -136,27 +136,27 @@ class RunReader:
         return [*filter(None, (rows.left_out(none_read=False) for rows in self._rows.values()))]
 
     def _steps(self, rank: int, path: Path, clock: float, wall: float) -> list[JsonDict]:
-        last, found = self._position.steps.get(rank, -1), []
+        last, result = self._position.steps.get(rank, -1), []
         for line in filter(None, map(read_object, self._new(path, clock, wall))):
             step = read_step(line)
             if step is not None and step.step > last:
                 last = step.step
-                found.append(upgrade_record(line))
-        if found:
+                result.append(upgrade_record(line))
+        if result:
             self._position.steps[rank] = last
-        return found
+        return result
 
     def _events(self, clock: float, wall: float) -> list[JsonDict]:
-        known, found = self._position.events, []
+        known, result = self._position.events, []
         for number, line in self._numbered(self._run.events_file, clock, wall):
             self._position.events = max(known, number)
             event = read_object(line)
             if number > known and event is not None and isinstance(event.get("event"), str):
-                found.append(event)
-        return found
+                result.append(event)
+        return result
 
     def _samples(self, host: str, path: Path, clock: float, wall: float) -> list[GpuSample]:
-        known, found = self._position.samples.get(host, 0), []
+        known, result = self._position.samples.get(host, 0), []
         numbered = self._numbered(path, clock, wall)
         rows = self._rows.setdefault(path, GpuRows(path))
         for number, line in numbered:
@@ -166,8 +166,8 @@ class RunReader:
             except MotleyError:  # it is none of ours: nothing can be read of it
                 return []
             if sample is not None and number > known:
-                found.append(sample)
-        return found
+                result.append(sample)
+        return result
 
     def _numbered(self, path: Path, clock: float, wall: float) -> list[tuple[int, bytes]]:
         """Return new lines with their numbers, from 1."""
@@ -262,10 +262,10 @@ def _of_all(about: Mapping[str, Any], line: JsonDict) -> dict[str, float]:
         )
         if mapping(mapping(about, "plan"), "forecast").get("global_batch") == count:
             values["fraction_of_limit"] = fraction_of_limit(about, rate)
-    told = line.get("others_ready")
+    received = line.get("others_ready")
     others = {
-        f"{word}_ready_s": mapping(told, name).get("ready_s")
-        for name, word in _OTHERS.items() if isinstance(told, dict)
+        f"{word}_ready_s": mapping(received, name).get("ready_s")
+        for name, word in _OTHERS.items() if isinstance(received, dict)
     }  # fmt: skip
     return _named("all", values) | _named("others", others)
 
@@ -301,20 +301,20 @@ def notes(new: NewRecords, now: float) -> list[Note]:
         new: records since the last look.
         now: time of events without one, seconds since the epoch.
     """
-    found = []
+    result = []
     for line in new.events:
-        said, step = event(line), line.get("step")
+        text, step = event(line), line.get("step")
         step = step if type(step) is int and step >= 0 else None
-        when = now if said.time is None else said.time
-        found.append(Note(step, when, clean(said.kind), said.text or said.kind))
-    return found
+        when = now if text.time is None else text.time
+        result.append(Note(step, when, clean(text.kind), text.text or text.kind))
+    return result
 
 
 def parameters(about: Mapping[str, Any]) -> dict[str, Parameter]:
     """Return options, versions, hosts and plan of a run, by name; unset ones are left out."""
     plan, ranks = mapping(about, "plan"), workers(about)
     counts = plan.get("counts")
-    told: JsonDict = {
+    received: JsonDict = {
         "command": _command(about.get("command")),
         "commit": about.get("commit"),
         "task": mapping(about, "task").get("title"),
@@ -330,7 +330,7 @@ def parameters(about: Mapping[str, Any]) -> dict[str, Parameter]:
         },
         "rank": {f"{worker['rank']:0{len(str(len(ranks)))}}": _device(worker) for worker in ranks},
     }
-    return dict(_flat(told))
+    return dict(_flat(received))
 
 
 def _command(words: Any) -> str:

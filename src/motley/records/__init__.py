@@ -89,8 +89,8 @@ class Run:
         counts = {"step": self.steps, "evaluation": self.epochs, "event": self.events,
                   "GPU sample": self.gpus}  # fmt: skip
         rows = {word: len(columns["time"]) for word, columns in counts.items()}
-        said = (f"{count} {word}{'s' if count != 1 else ''}" for word, count in rows.items())
-        return f"<{self.path}, {self.about.get('status', 'no run.json')}: {', '.join(said)}>"
+        text = (f"{count} {word}{'s' if count != 1 else ''}" for word, count in rows.items())
+        return f"<{self.path}, {self.about.get('status', 'no run.json')}: {', '.join(text)}>"
 
 
 def load(path: str | Path) -> Run:
@@ -120,13 +120,13 @@ def load(path: str | Path) -> Run:
 
 
 def _samples(run: RunFolder) -> list[GpuSample]:
-    found = []
+    result = []
     for path in run.gpu_files().values():
         try:
-            found += read_gpu_log(path, _show_progress)
+            result += read_gpu_log(path, _show_progress)
         except MotleyError as error:
             _show_progress(f"{error}; left out")
-    return found
+    return result
 
 
 def _show_progress(text: str) -> None:

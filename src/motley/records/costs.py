@@ -57,12 +57,12 @@ def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[flo
         steps: steps of one rank, in order.
         starts: times at which a job continued, in seconds since the epoch.
     """
-    found = []
+    result = []
     for before, step in pairwise(steps):
         if began := [at for at in starts if before["time"] < at < step["time"]]:
             own = step["n_global"] / step["samples_per_s"] if step["samples_per_s"] else 0.0
-            found.append((max(began), max(0.0, step["time"] - before["time"] - own)))
-    return found
+            result.append((max(began), max(0.0, step["time"] - before["time"] - own)))
+    return result
 
 
 def without_pauses(moment: float, paused: Sequence[tuple[float, float]]) -> float:
@@ -139,7 +139,7 @@ def joules(folder: RunFolder, steps: Steps) -> float | None:
                 watts[gpu].append(sample.power_w)
     if not all(watts.values()):
         return None
-    mean_watts = {gpu: statistics.fmean(told) for gpu, told in watts.items()}
+    mean_watts = {gpu: statistics.fmean(received) for gpu, received in watts.items()}
     energy = sum(_took(taken) * sum(mean_watts[gpu] for gpu in gpus) for gpus, taken in spans)
     return float(energy / sum(line["n_global"] for line in lines))
 
@@ -201,8 +201,8 @@ class Training:
         its rate says nothing of the machines.
         """
         samples = self.values("n_global")
-        found = self.values("samples_per_s") * self.counted() / samples
-        return np.where(np.diff(samples, prepend=0) < 0, np.nan, found)
+        result = self.values("samples_per_s") * self.counted() / samples
+        return np.where(np.diff(samples, prepend=0) < 0, np.nan, result)
 
     def mean_rate(self) -> float:
         """Rate by the clock, in :attr:`unit` per second; NaN if it is unknown.
@@ -228,9 +228,9 @@ class Training:
         first = self._first_step()
         if first is None:
             return None
-        found = {rank: [line for line in lines if line["step"] >= first]
+        result = {rank: [line for line in lines if line["step"] >= first]
                  for rank, lines in self.steps.items()}  # fmt: skip
-        steps = {rank: lines for rank, lines in found.items() if lines}
+        steps = {rank: lines for rank, lines in result.items() if lines}
         if not steps:
             return None
         return replace(self, steps=steps, lead=lead(steps))
@@ -286,8 +286,8 @@ def read_training(folder: RunFolder, last: bool = False) -> Training:
         last: read only the last some hundred steps.
     """
     run = folder.read_run()
-    found = folder.read_last_steps() if last else folder.read_steps()
-    steps = {rank: records for rank, records in found.items() if records}
+    result = folder.read_last_steps() if last else folder.read_steps()
+    steps = {rank: records for rank, records in result.items() if records}
     if not steps:
         raise MotleyError(f"{folder.path} holds no training step; left out")
     events = folder.read_events()

@@ -111,11 +111,11 @@ def read_number(text: str | None) -> float | None:
     try:
         value = float(text or "")
     except ValueError:
-        found = _NUMBER.fullmatch((text or "").strip())
-        if not found:
+        result = _NUMBER.fullmatch((text or "").strip())
+        if not result:
             return None
-        value = float(found[1].replace(",", "."))
-        return value / 100 if found[2] == "%" else value
+        value = float(result[1].replace(",", "."))
+        return value / 100 if result[2] == "%" else value
     return value if math.isfinite(value) else None
 
 
@@ -204,12 +204,12 @@ def _columns(path: Path) -> list[str]:
 
 def find_gpu_logs(paths: list[Path]) -> list[Path]:
     """Every GPU log at or under ``paths``: ours (gpu.<host>.csv) and the lab's (metrics.csv)."""
-    found: set[Path] = set()
+    result: set[Path] = set()
     for path in paths:
         if path.is_file():
-            found.add(path)
-        found |= {file for file in path.rglob("*.csv") if _is_gpu_log(file)}
-    return sorted(found)
+            result.add(path)
+        result |= {file for file in path.rglob("*.csv") if _is_gpu_log(file)}
+    return sorted(result)
 
 
 def _is_gpu_log(path: Path) -> bool:
@@ -290,8 +290,8 @@ class GpuRows:
         self._rows += 1
         if len(fields) != len(self.columns):
             more = len(fields) > len(self.columns)
-            found = f"{len(fields)} fields where the first line names {len(self.columns)}"
-            self._leave_out("more" if more else _CUT_SHORT, found)
+            result = f"{len(fields)} fields where the first line names {len(self.columns)}"
+            self._leave_out("more" if more else _CUT_SHORT, result)
             return None
         row = self._header.row(fields)
         when = read_time(row[TIME])
@@ -316,13 +316,13 @@ class GpuRows:
             none_read: True if no row was a sample. Rows that were cut short are reported too in
                 that case.
         """
-        told = {cause: each for cause, each in self._causes.items()
+        received = {cause: each for cause, each in self._causes.items()
                 if none_read or cause != _CUT_SHORT}  # fmt: skip
-        if not told:
+        if not received:
             return ""
-        count = "none" if none_read else str(sum(number for number, _ in told.values()))
+        count = "none" if none_read else str(sum(number for number, _ in received.values()))
         word = "can be read" if none_read else "are left out"
-        why = "; ".join(first for _, first in told.values())
+        why = "; ".join(first for _, first in received.values())
         return f"{self._path}: {count} of its {self._rows} rows {word}: {why}"
 
 
@@ -341,10 +341,10 @@ def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) 
         samples = [sample for line in file if (sample := rows.read(line)) is not None]
     if not rows.columns:
         raise MotleyError(f"{path} is empty: it is no GPU log, or its logger has just begun")
-    if said := rows.left_out(none_read=not samples):
+    if message := rows.left_out(none_read=not samples):
         if not samples:
-            raise MotleyError(said)
-        warn(said)
+            raise MotleyError(message)
+        warn(message)
     return samples
 
 
@@ -358,11 +358,11 @@ def read_hosts(path: Path) -> set[str]:
         header = Header(file.readline(), path)
         names = [name for name in header.columns if name in ("Host", "Rank")]
         places = [header.columns.index(name) for name in names]
-        found = {tuple(fields[place] for place in places) for line in file
+        result = {tuple(fields[place] for place in places) for line in file
                  if len(fields := header.fields(line)) == len(header.columns)
                  and fields[0] != header.names[0]}  # fmt: skip
-        told = (dict(zip(names, each, strict=True)) for each in found)
-        return {_get_host(row, "") for row in told}
+        received = (dict(zip(names, each, strict=True)) for each in result)
+        return {_get_host(row, "") for row in received}
 
 
 def _get_host(row: Mapping[str, str], usual: str) -> str:

@@ -144,25 +144,25 @@ def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         cut = file.seek(0, 2) > most
         file.seek(-most if cut else 0, 2 if cut else 0)
-        found = list[JsonDict]()
+        result = list[JsonDict]()
         for line in file.read().split(b"\n")[cut:]:
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
-                found += [record] if isinstance(record, dict) else []
-        return found
+                result += [record] if isinstance(record, dict) else []
+        return result
     return []
 
 
 def keep_lines(path: Path, steps: int) -> None:
     """Keep the records of the first ``steps`` steps; a record without a step is of none."""
-    kept = [
+    saved = [
         to_json(record)
         for record in read_json_lines(path)
         if isinstance(record.get("step"), int) and record["step"] < steps
     ]
     if path.exists():
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.write_text("".join(line + "\n" for line in saved))
         temporary.replace(path)
 
 

@@ -61,14 +61,14 @@ def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO
         name: name of the lock file, if a part of the folder is locked and not all of it.
     """
     file = (folder / name).open("a+")
-    for left in reversed(range(_TRIES)):
+    for remaining in reversed(range(_TRIES)):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
             if error.errno not in _HELD:
                 break
-            if not left:
+            if not remaining:
                 who = _owner(file)
                 file.close()
                 raise MotleyError(f"{busy}{who}; {then}") from None
@@ -97,9 +97,9 @@ def _owner(file: TextIO) -> str:
     """
     try:
         file.seek(0)
-        said = json.loads(file.read(1000))
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["since"]))
-        return f", by process {int(said['pid'])} on {said['host']} since {since}"
+        text = json.loads(file.read(1000))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(text["since"]))
+        return f", by process {int(text['pid'])} on {text['host']} since {since}"
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return ""
 
@@ -136,13 +136,13 @@ def _misshapen(content: Mapping[str, Any]) -> str:
     plan = content.get("plan")
     forecast = plan.get("forecast") if isinstance(plan, dict) else None
     named = {**{name: content.get(name) for name in _OBJECTS}, "forecast": forecast}
-    for name, found in named.items():
-        if not isinstance(found, dict | None):
+    for name, result in named.items():
+        if not isinstance(result, dict | None):
             return f"its {name} is no object"
     for name in _LISTS:
-        found = content.get(name)
-        objects = isinstance(found, list) and all(isinstance(each, dict) for each in found)
-        if found is not None and not objects:
+        result = content.get(name)
+        objects = isinstance(result, list) and all(isinstance(each, dict) for each in result)
+        if result is not None and not objects:
             return f"its {name} is no list of objects"
     ranks = content.get("ranks") or []
     if any(not isinstance(each.get("host", ""), str | None) for each in ranks):
@@ -245,8 +245,8 @@ class RunFolder:
             return {}
         except MotleyError as error:
             raise MotleyError(f"{error}{_MEND}") from None
-        if found := _misshapen(content):
-            raise MotleyError(f"{self.run_file} is damaged: {found}{_MEND}")
+        if result := _misshapen(content):
+            raise MotleyError(f"{self.run_file} is damaged: {result}{_MEND}")
         if content.get("status") == "running" and is_free(self.path):
             content["status"] = "stopped"
         model = (content.get("config") or {}).get("model")
@@ -382,8 +382,8 @@ class RunFolder:
 
     def traces(self) -> list[Path]:
         """Return the traces of all ranks that have one, in order."""
-        found = {rank: self.trace(rank) for rank in _numbers(self.path, "trace.rank", ".json.gz")}
-        return [found[rank] for rank in sorted(found)]
+        result = {rank: self.trace(rank) for rank in _numbers(self.path, "trace.rank", ".json.gz")}
+        return [result[rank] for rank in sorted(result)]
 
     def trace_of_all(self) -> Path:
         """They are put together here."""
@@ -404,8 +404,8 @@ class RunFolder:
 
     def gpu_files(self) -> dict[str, Path]:
         """GPU logs by host."""
-        found = sorted(self.path.glob("gpu.*.csv"))
-        return {path.name.removeprefix("gpu.").removesuffix(".csv"): path for path in found}
+        result = sorted(self.path.glob("gpu.*.csv"))
+        return {path.name.removeprefix("gpu.").removesuffix(".csv"): path for path in result}
 
 
 def _numbers(folder: Path, before: str, after: str) -> list[int]:
@@ -417,13 +417,13 @@ def _numbers(folder: Path, before: str, after: str) -> list[int]:
 
 def find_runs(paths: list[Path]) -> list[RunFolder]:
     """Every run folder at or under ``paths``, oldest name first; a run holds no other."""
-    found = set()
+    result = set()
     for path in paths:
         for folder, names, files in os.walk(path):
             if "run.json" in files:
-                found.add(Path(folder))
+                result.add(Path(folder))
                 names.clear()  # its checkpoints may be many files
-    return [RunFolder(path) for path in sorted(found)]
+    return [RunFolder(path) for path in sorted(result)]
 
 
 def upgrade_record(line: JsonDict) -> JsonDict:
@@ -450,10 +450,10 @@ def open_run(path: str | Path) -> RunFolder:
     run = RunFolder(folder)
     if run.run_file.exists() or run.record_files():
         return run
-    found = find_runs([folder])
-    if not found:
+    result = find_runs([folder])
+    if not result:
         raise MotleyError(f"{folder} is no run and holds none: it has no run.json")
-    names = [str(each.path) for each in sorted(found, key=_changed, reverse=True)]
+    names = [str(each.path) for each in sorted(result, key=_changed, reverse=True)]
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise MotleyError(
         f"{folder} holds {len(names)} run{'s' if len(names) > 1 else ''}; name one, the newest "

@@ -167,8 +167,8 @@ def read_trace(path: Path) -> dict[str, Any]:
             raise ValueError("no time")
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise MotleyError(f"{path} is damaged, or no trace of Motley's: {error}") from None
-    found: dict[str, Any] = content
-    return found
+    result: dict[str, Any] = content
+    return result
 
 
 def _write(path: Path, about: list[Event], base_ns: int, events: list[Event]) -> None:

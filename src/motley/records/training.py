@@ -32,10 +32,10 @@ def read_groups(about: Mapping[str, Any]) -> list[JsonDict]:
 
     Each has ``step``, the steps that were taken before it began, and ``ranks``.
     """
-    found = about.get("groups")
+    result = about.get("groups")
     groups = [
         {"step": each["step"], "ranks": read_workers(each.get("ranks"))}
-        for each in (found if isinstance(found, list) else [])
+        for each in (result if isinstance(result, list) else [])
         if isinstance(each, dict) and isinstance(each.get("step"), int)
     ]  # fmt: skip
     workers = read_workers(about.get("ranks"))
@@ -49,10 +49,10 @@ def add_group(
 
     Records of later steps are dropped when a run is continued, and so are their groups.
     """
-    told = [{name: worker.get(name) for name in _TOLD} for worker in workers]
+    received = [{name: worker.get(name) for name in _TOLD} for worker in workers]
     return [
         *(group for group in groups if group["step"] < step),
-        {"step": step, "ranks": told},
+        {"step": step, "ranks": received},
     ]
 
 
@@ -84,8 +84,8 @@ class RankGroups:
 
     def list_ranks(self, host: str) -> list[int]:
         """Return all ranks that ever trained on a host, ascending."""
-        told = ((rank, each) for rank, (_, workers) in self._known.items() for each in workers)
-        return sorted({rank for rank, worker in told if str(worker.get("host")) == host})
+        received = ((rank, each) for rank, (_, workers) in self._known.items() for each in workers)
+        return sorted({rank for rank, worker in received if str(worker.get("host")) == host})
 
     @property
     def hosts(self) -> list[str]:

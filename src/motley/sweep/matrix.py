@@ -129,8 +129,8 @@ def shorter(matrix: Matrix, only: str) -> Matrix:
         names = [cell.name for cell in matrix.cells]
         raise MotleyError(f"--only {only}: no cell is called so{did_you_mean(only, names)}")
     kinds = {cell.samples for cell in cells}
-    kept = tuple(each for each in matrix.references if each.samples in kinds)
-    return replace(matrix, cells=cells, references=kept)
+    saved = tuple(each for each in matrix.references if each.samples in kinds)
+    return replace(matrix, cells=cells, references=saved)
 
 
 DDP = "torch_dist/train_vit.py"  # whose fp32 runs others are compared with
@@ -245,11 +245,13 @@ def _product(
     cells = []
     for choice in itertools.product(*values.values()):
         named = dict(zip(values, choice, strict=True))
-        told = {axis: value for axis, value in named.items() if len(values[axis]) > 1}
+        received = {axis: value for axis, value in named.items() if len(values[axis]) > 1}
         if weak:
             named["batch"] *= named["hosts"]
             named["fraction"] *= named["hosts"] / len(hosts)
-        cells.append(_cell(path, _name(told) or str(named["strategy"]), {**named, **script}, known))
+        cells.append(
+            _cell(path, _name(received) or str(named["strategy"]), {**named, **script}, known)
+        )
     return cells
 
 

@@ -116,8 +116,8 @@ def _kind(failure: Mapping[str, Any], status: int, output: str, error: str) -> F
         by_status = {kind.code: kind for kind in (FaultKind.REFUSED, FaultKind.OUT_OF_MEMORY)}
         return by_status.get(status) or kind_of_text(error)
     kind = FaultKind(failure["kind"])
-    if kind is FaultKind.KILLED and (found := _SIGNAL.search(output)):
-        return _SIGNALS.get(int(found[1]), kind)
+    if kind is FaultKind.KILLED and (result := _SIGNAL.search(output)):
+        return _SIGNALS.get(int(result[1]), kind)
     return kind
 
 
@@ -144,8 +144,8 @@ class BaselineFolder:
         """
         file, ours = self.path / "matrix.json", matrix.as_json()
         if file.exists():
-            kept = self._check(ours)
-            ours["cells"] = [*{**kept, **{cell["name"]: cell for cell in ours["cells"]}}.values()]
+            saved = self._check(ours)
+            ours["cells"] = [*{**saved, **{cell["name"]: cell for cell in ours["cells"]}}.values()]
         elif self.path.exists() and any(self.path.iterdir()):
             raise MotleyError(
                 f"{self.path} holds something else than a matrix's results; choose another folder "
@@ -168,23 +168,23 @@ class BaselineFolder:
                 f"{self.path} is not made ready for tasks of a matrix; submit them with "
                 "setup/slurm_job.sh --array, from the same folder"
             )
-        kept = self._check(ours)
-        if lacking := [cell["name"] for cell in ours["cells"] if cell["name"] not in kept]:
+        saved = self._check(ours)
+        if lacking := [cell["name"] for cell in ours["cells"] if cell["name"] not in saved]:
             raise MotleyError(f"{self.path} holds a matrix without {', '.join(lacking[:4])}")
 
     def _check(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         """Return the kept cells, by name. Raise MotleyError if they are of another matrix."""
         theirs = read_json(self.path / "matrix.json")
-        kept = {cell["name"]: cell for cell in theirs.get("cells", [])}
+        saved = {cell["name"]: cell for cell in theirs.get("cells", [])}
         clashes = [key for key in ("steps", "options", "hosts") if theirs.get(key) != ours[key]] + [
-            cell["name"] for cell in ours["cells"] if kept.get(cell["name"], cell) != cell
+            cell["name"] for cell in ours["cells"] if saved.get(cell["name"], cell) != cell
         ]
         if clashes:
             raise MotleyError(
                 f"{self.path} holds the results of another matrix, which differs in "
                 f"{', '.join(clashes[:4])}; choose another folder with --out"
             )
-        return kept
+        return saved
 
     def take_cell(self, cell: Cell) -> TextIO:
         """Take a cell, to measure it, as :meth:`claim` takes the folder."""
@@ -235,10 +235,10 @@ class BaselineFolder:
 
     def repeats(self, cell: Cell) -> list[tuple[RunFolder, Outcome]]:
         """Return the repeats that have ended, in order."""
-        found: list[tuple[RunFolder, Outcome]] = []
-        while outcome := self.outcome(cell, len(found)):
-            found.append((self.attempt(cell, len(found)), outcome))
-        return found
+        result: list[tuple[RunFolder, Outcome]] = []
+        while outcome := self.outcome(cell, len(result)):
+            result.append((self.attempt(cell, len(result)), outcome))
+        return result
 
     def configuration(self) -> str:
         """Describe the runs, their hosts and versions, from the records of finished runs."""

@@ -108,14 +108,14 @@ class Row:
 def read_rows(folder: BaselineFolder) -> list[Row]:
     """Return the rows of all cells of which something has run, references first."""
     cells = folder.matrix_cells()
-    found = {cell: folder.repeats(cell) for cell in cells}
+    result = {cell: folder.repeats(cell) for cell in cells}
     references = {
         cell.samples: (runs[0][0].read_run(), _loss(runs[0][0].read_steps()))
-        for cell, runs in found.items()
+        for cell, runs in result.items()
         if cell.name.startswith(REFERENCE) and runs and runs[0][1].kind == DONE
     }  # fmt: skip
     rows = [
-        _row(cell, runs, references.get(cell.samples)) for cell, runs in found.items() if runs
+        _row(cell, runs, references.get(cell.samples)) for cell, runs in result.items() if runs
     ]  # fmt: skip
     limits: dict[tuple[int, int, str], float] = {}
     for row in rows:
@@ -208,12 +208,12 @@ def _difference(about: JsonDict, loss: float | None, reference: _Reference | Non
 
 def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
     """Return the steps without warm-up and without the ragged last of an epoch."""
-    found = {}
+    result = {}
     for rank, lines in steps.items():
         later = warm(lines)
         most = max((line["n_global"] for line in later), default=0)
-        found[rank] = [line for line in later if line["n_global"] == most]
-    return found
+        result[rank] = [line for line in later if line["n_global"] == most]
+    return result
 
 
 def _rate(steps: Steps) -> float | None:
@@ -222,8 +222,8 @@ def _rate(steps: Steps) -> float | None:
     if not lines:
         return None
     seconds = [line["n_global"] / line["samples_per_s"] for line in lines]
-    told = all(line["loss"] is not None for line in lines)
-    middle = statistics.median(seconds) if told else statistics.fmean(seconds)
+    received = all(line["loss"] is not None for line in lines)
+    middle = statistics.median(seconds) if received else statistics.fmean(seconds)
     return float(lines[0]["n_global"] / middle)
 
 

@@ -229,11 +229,11 @@ class ForecastErrors:
             surface[:, :INPUTS], air[:, :INPUTS], batch["hour"].tolist(), self.places,
             self.static, self.levels,
         )  # fmt: skip
-        told = net(known)
+        received = net(known)
         rows = len(self.area)
         return (
-            _stacked(told.surf_vars, SURFACE) - surface[:, INPUTS, ..., :rows, :],
-            _stacked(told.atmos_vars, AIR) - air[:, INPUTS, ..., :rows, :],
+            _stacked(received.surf_vars, SURFACE) - surface[:, INPUTS, ..., :rows, :],
+            _stacked(received.atmos_vars, AIR) - air[:, INPUTS, ..., :rows, :],
         )
 
     def _loss(self, surface: Tensor, air: Tensor) -> Tensor:

@@ -179,13 +179,13 @@ def _ready(value: Tensor, held: _Held, device: torch.device) -> Tensor:
 
 def _list_tensors(block: nn.Module) -> Iterator[int]:
     """By id, each once."""
-    found = (
+    result = (
         id(tensor)
         for module in block.modules()
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     )
-    return iter(dict.fromkeys(found))
+    return iter(dict.fromkeys(result))
 
 
 LARGE = 1_000_000_000  # parameters; alike on all machines, whatever memory they have
@@ -215,10 +215,10 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
         try:
             return _by_blocks(task, config)
         except (NotImplementedError, RuntimeError) as error:
-            said = " ".join(str(error).split())[:200]
+            text = " ".join(str(error).split())[:200]
             raise MotleyError(
                 f"--build blocks: the model of {type(task).__name__} cannot be built without "
-                f"numbers ({said}); take --build whole"
+                f"numbers ({text}); take --build whole"
             ) from error
     if config.build == "whole" or _begins_with_weights(task, config):
         return build_net(task, config), None

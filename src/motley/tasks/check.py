@@ -55,12 +55,12 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     """Its bytes, int64 [words]; a view where they are whole words."""
-    found = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if missing := -found.numel() % _WORD:
-        found = torch.nn.functional.pad(found, (0, missing))
-    if found.storage_offset() % _WORD:  # of a part of a larger one
-        found = found.clone()
-    return found.view(torch.int64)
+    result = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if missing := -result.numel() % _WORD:
+        result = torch.nn.functional.pad(result, (0, missing))
+    if result.storage_offset() % _WORD:  # of a part of a larger one
+        result = result.clone()
+    return result.view(torch.int64)
 
 
 def _wrapped(value: int) -> int:
@@ -115,9 +115,9 @@ def check_renormalised(name: str, net: nn.Module) -> None:
         name: name of the task.
         net: the task's network.
     """
-    found = [path for path, part in net.named_modules() if getattr(part, "max_norm", None)]
-    if found:
-        raise changed_in_forward(name, net, [f"{path}.weight" for path in found])
+    result = [path for path, part in net.named_modules() if getattr(part, "max_norm", None)]
+    if result:
+        raise changed_in_forward(name, net, [f"{path}.weight" for path in result])
 
 
 def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyError:
@@ -183,12 +183,12 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
             and none of its like has, as the experts of one layer are.
     """
     learning = [key for key, each in model.net.named_parameters() if each.requires_grad]
-    found = list(passes)
-    never = set.intersection(*found)
+    result = list(passes)
+    never = set.intersection(*result)
     if never:
         batch, _ = first_batch(model.task, _MORE)
-        found.append(unused(model, batch.to(model.device).data))
-        never &= found[-1]
+        result.append(unused(model, batch.to(model.device).data))
+        never &= result[-1]
     used = {_like(key) for key in learning if key not in never}
     without = [key for key in learning if key in never and _like(key) not in used]
     if without:
@@ -197,7 +197,7 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
             f"{name_some(without)}. Use them in losses(), take them out of the "
             "model, or freeze them with requires_grad_(False)"
         )
-    some = set.union(*found)
+    some = set.union(*result)
     return tuple(key for key in learning if key in some)
 
 
@@ -363,14 +363,14 @@ def _check_losses(name: str, model: TaskModel) -> None:
 
 def _check_dense(name: str, net: nn.Module) -> None:
     """Raise MotleyError if a gradient holds a few rows alone: ranks have other rows."""
-    found = [
+    result = [
         key for key, each in net.named_parameters()
         if each.grad is not None and each.grad.layout != torch.strided
     ]  # fmt: skip
-    if found:
+    if result:
         raise MotleyError(
-            f"{name} has a sparse gradient of {name_some(found)}, which ranks cannot add up; leave "
-            "out sparse=True of that nn.Embedding"
+            f"{name} has a sparse gradient of {name_some(result)}, which ranks cannot add up; "
+            "leave out sparse=True of that nn.Embedding"
         )
 
 
@@ -383,29 +383,29 @@ def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> list
     devices = [model.device.index or 0] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         first, *others = (model.example[row : row + 1].data for row in range(len(model.example)))
-        found = [unused(model, first)]
+        result = [unused(model, first)]
         cached = ForwardChanges(model.net)
         model(first)
         names = cached.names(caches=True)
-        found += [unused(model, each) for each in others]
+        result += [unused(model, each) for each in others]
     if names := list(dict.fromkeys([*changes.names(caches=False), *names])):
         raise changed_in_forward(name, model.net, names)
-    return found
+    return result
 
 
 def _losses(name: str, model: TaskModel, data: Tensors, n: int) -> Tensor:
-    found: Any = model.task.losses(model.compute, data)
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        raise MotleyError(f"losses() of {name} gives {_kind(found)}; it should give floats, [n]")
-    if found.shape != (n,):
-        mean = found.dim() == 0
+    result: Any = model.task.losses(model.compute, data)
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        raise MotleyError(f"losses() of {name} gives {_kind(result)}; it should give floats, [n]")
+    if result.shape != (n,):
+        mean = result.dim() == 0
         raise MotleyError(
-            f"losses() of {name} gives a tensor of shape {tuple(found.shape)} for {n} samples; it "
+            f"losses() of {name} gives a tensor of shape {tuple(result.shape)} for {n} samples; it "
             f"should give one number a sample, ({n},)"
             + (': a sum or mean over the batch? Take reduction="none"' if mean else "")
             + (", then .sum() over what is left of each sample" if not mean else "")
         )
-    return found
+    return result
 
 
 def _kind(value: Any) -> str:

@@ -137,8 +137,8 @@ def list_blocks(net: nn.Module) -> dict[str, nn.Module]:
 
 def find_head(net: nn.Module) -> tuple[str, ...]:
     """Return the path of a model's classifier; of both, where it has two."""
-    found: Any = net.get_classifier() if hasattr(net, "get_classifier") else ()  # type: ignore[operator]
-    heads = found if isinstance(found, tuple | list) else (found,)
+    result: Any = net.get_classifier() if hasattr(net, "get_classifier") else ()  # type: ignore[operator]
+    heads = result if isinstance(result, tuple | list) else (result,)
     return tuple(name for name, part in net.named_modules() if any(part is head for head in heads))
 
 

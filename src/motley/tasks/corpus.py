@@ -173,8 +173,8 @@ class Paragraphs:
     @property
     def sizes(self) -> "NDArray[np.int64]":
         """Return the number of predicted tokens of each, [pieces]."""
-        told: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
-        return told
+        received: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
+        return received
 
 
 @dataclass(frozen=True)
@@ -196,21 +196,21 @@ class TokenizedCorpus(Corpus):
         """
         transformers = import_offline("transformers", f"--tokens {TOKENIZER}")
         try:
-            found = transformers.AutoTokenizer.from_pretrained(
+            result = transformers.AutoTokenizer.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise MotleyError(
-                f"--tokens {TOKENIZER}: {self.folder} has no tokenizer that can be read ({said}); "
+                f"--tokens {TOKENIZER}: {self.folder} has no tokenizer that can be read ({text}); "
                 "copy the model's tokenizer.json there, or train on --tokens bytes"
             ) from None
-        if not found.is_fast or not len(found):
+        if not result.is_fast or not len(result):
             raise MotleyError(
                 f"--tokens {TOKENIZER}: the tokenizer in {self.folder} does not say where in the "
                 "text its tokens are; copy the model's tokenizer.json there"
             )
-        backend = found.backend_tokenizer
+        backend = result.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         return backend
@@ -225,20 +225,22 @@ class TokenizedCorpus(Corpus):
         """See Corpus; MotleyError for a token that the model does not know."""
         import numpy as np
 
-        found = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-        if len(found) and (most := int(found.max())) >= self.known:
+        result = np.array(
+            self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64
+        )
+        if len(result) and (most := int(result.max())) >= self.known:
             raise MotleyError(
                 f"--tokens {TOKENIZER}: the text has token {most} "
                 f"({self._tokenizer.id_to_token(most)!r}) of {self.folder}, and the model knows "
                 f"{self.known}, from 0; is the tokenizer another model's?"
             )
-        return found.astype(np.min_scalar_type(self.known - 1))
+        return result.astype(np.min_scalar_type(self.known - 1))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See Corpus."""
-        found: str = self._tokenizer.decode([int(token) for token in tokens],
+        result: str = self._tokenizer.decode([int(token) for token in tokens],
                                             skip_special_tokens=False)  # fmt: skip
-        return found
+        return result
 
     def count_bytes(self, tokens: "Tokens") -> int:
         """See Corpus; of all that is held out the sum is exact, to rounding of each piece."""
@@ -254,14 +256,14 @@ class TokenizedCorpus(Corpus):
         import numpy as np
 
         text = self.split(held_out=True)
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        result = self._tokenizer.encode(text, add_special_tokens=False)
         width = np.array([len(character.encode()) for character in text], dtype=np.int64)
         place = np.concatenate(([0], np.cumsum(width)))
-        starts = np.array([start for start, _ in found.offsets], dtype=np.int64)
+        starts = np.array([start for start, _ in result.offsets], dtype=np.int64)
         if len(starts):
             starts[0] = 0
         each = np.diff(place[np.append(starts, len(text))])
-        ids = np.array(found.ids, dtype=np.int64)
+        ids = np.array(result.ids, dtype=np.int64)
         count = np.bincount(ids, minlength=self.known)
         total = np.bincount(ids, weights=each, minlength=self.known)
         usual = float(place[-1]) / max(1, len(ids))  # of those that it does not have

@@ -115,9 +115,9 @@ class Recording:
         self._alive += [each.untyped_storage() for each in list_tensors(found)]
         for storage in {*made.values(), *changed}:
             self._touched[storage].append(len(self._done))
-        kept = tree_map(_freeze_argument, (args, kwargs))
+        saved = tree_map(_freeze_argument, (args, kwargs))
         whole = _overwritten(func, changes)
-        self._done.append(_Operation(func, kept, made, frozenset(known), whole))
+        self._done.append(_Operation(func, saved, made, frozenset(known), whole))
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return a tensor with its numbers, on the CPU, in memory of its own.
@@ -134,9 +134,9 @@ class Recording:
                 lambda each: each.over(storages) if isinstance(each, _Geometry) else each,
                 operation.given,
             )
-            found = list_tensors(_drawn(operation.func, args, kwargs, make_seed(self.seed, place)))
+            result = list_tensors(_drawn(operation.func, args, kwargs, make_seed(self.seed, place)))
             for which, storage in operation.made.items():
-                storages[storage] = found[which].untyped_storage()
+                storages[storage] = result[which].untyped_storage()
         value = geometry.over(storages)
         return value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
 
@@ -260,15 +260,15 @@ class _AsOnCpu(TorchFunctionMode):
         """A function of torch's, or a look at an attribute."""
         if func == _IS_META:
             return False
-        found = None
+        result = None
         if func in _READERS and args[0].is_meta:
             with _disable_current_modes():  # nothing of this is written down
                 value = self._recording.value(args[0])
-            found = func(value, *args[1:], **(kwargs or {}))
+            result = func(value, *args[1:], **(kwargs or {}))
         else:
-            found = func(*args, **(kwargs or {}))
-        is_place = func == _DEVICE and found == _META
-        return torch.device("cpu") if is_place else found
+            result = func(*args, **(kwargs or {}))
+        is_place = func == _DEVICE and result == _META
+        return torch.device("cpu") if is_place else result
 
 
 _IS_META, _DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("is_meta", "device"))
@@ -305,12 +305,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._now(func, args, kwargs)
         place = {"device": _META} if kwargs.get("device") is not None else {}
         try:
-            found = func(*tree_map(_without_numbers, args),
+            result = func(*tree_map(_without_numbers, args),
                          **{**tree_map(_without_numbers, kwargs), **place})  # fmt: skip
         except (NotImplementedError, RuntimeError):  # it depends on numbers
             return self._now(func, args, kwargs)
-        self._recording.add(func, args, kwargs, found, changes)
-        return found
+        self._recording.add(func, args, kwargs, result, changes)
+        return result
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = torch.device(kwargs.get("device") or "cpu").type
@@ -320,13 +320,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if device == "meta":  # torch itself puts a number beside a tensor
             kwargs = {**kwargs, "device": torch.device("cpu")}
         try:
-            found = func(*args, **{**kwargs, "device": _META})
+            result = func(*args, **{**kwargs, "device": _META})
         except (NotImplementedError, RuntimeError):
             return func(*args, **kwargs)
-        if sum(each.numel() for each in list_tensors(found)) < _SMALL:
+        if sum(each.numel() for each in list_tensors(result)) < _SMALL:
             return func(*args, **kwargs)
-        self._recording.add(func, args, kwargs, found, ())
-        return found
+        self._recording.add(func, args, kwargs, result, ())
+        return result
 
     def _now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(each.is_meta for each in _changed(func, args, kwargs)):
@@ -345,9 +345,9 @@ def _without_numbers(value: Any) -> Any:
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += list_tensors(given)
-    return found
+            result += list_tensors(given)
+    return result

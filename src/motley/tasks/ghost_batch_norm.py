@@ -43,7 +43,7 @@ def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
     Raises:
         MotleyError: a layer's class has no groups.
     """
-    found = {}
+    result = {}
     for path, part in net.named_modules():
         if not isinstance(part, _BatchNorm) or is_frozen(part):
             continue
@@ -52,8 +52,8 @@ def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
                 f"{path} is a {type(part).__name__}, whose statistics are of all that a rank has, "
                 "which unequal shares make differ; use nn.BatchNorm1d, 2d or 3d, or layer norm"
             )
-        found[path] = part
-    return found
+        result[path] = part
+    return result
 
 
 def is_frozen(part: nn.Module) -> bool:
@@ -302,7 +302,7 @@ class GroupStatistics:
                 running.copy_(value)
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked += steps[place].long()
-        self.forget()
+        self.reset()
         self._whole = whole
 
     def _add(self, parts: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ class GroupStatistics:
         if not self._layers:
             return {}
         whole = self._add(self._moved[:2] * self._stand_in(self._moved[1]))
-        found = dict[str, Tensor]()
+        result = dict[str, Tensor]()
         for layer, values, steps in zip(
             self._layers, torch.split(whole, self._sizes), self._steps, strict=True
         ):
@@ -358,8 +358,8 @@ class GroupStatistics:
                 "running_mean": mean, "running_var": variance,
                 "num_batches_tracked": layer.num_batches_tracked + steps.long(),
             }  # fmt: skip
-            found |= {f"{layer.path}.{name}": keep(value) for name, value in buffers.items()}
-        return found
+            result |= {f"{layer.path}.{name}": keep(value) for name, value in buffers.items()}
+        return result
 
     def go_on(self, state: Mapping[str, Tensor]) -> None:
         """Unite the parts of the surviving ranks, whose samples stand in for the lost ones.
@@ -379,7 +379,7 @@ class GroupStatistics:
         self._moved[:2] *= self._stand_in(shares)
         self.unite()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin anew, from the layers' buffers."""
         self._whole = None
         self._moved = torch.zeros_like(self._moved)
@@ -496,8 +496,8 @@ def _wide(x: Tensor) -> tuple[int, ...]:
 def _decomposed(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`_native` returns, by operations that torch.compile fuses."""
     groups, each = _count_groups(layer, x)
-    y, *found = _Normalized.apply(x, layer.weight, layer.bias, layer)
-    mean, variance = (value.detach().reshape(groups, x.shape[1]) for value in found)
+    y, *result = _Normalized.apply(x, layer.weight, layer.bias, layer)
+    mean, variance = (value.detach().reshape(groups, x.shape[1]) for value in result)
     return y, mean, _unbiased(variance, each * layer.rows * x.shape[2:].numel())
 
 

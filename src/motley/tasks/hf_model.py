@@ -49,19 +49,19 @@ def add_lora(
         fan_in_fan_out=any(type(part).__name__ == "Conv1D" for part in net.modules()),
     )  # fmt: skip
     try:
-        found: nn.Module = peft.inject_adapter_in_model(config, net)
+        result: nn.Module = peft.inject_adapter_in_model(config, net)
     except ValueError as error:
-        said = str(error).splitlines()[0].partition(". ")[0]
+        text = str(error).splitlines()[0].partition(". ")[0]
         raise MotleyError(
-            f"--lora {rank} finds no layer to stand beside ({said}); name some by --lora-targets: "
+            f"--lora {rank} finds no layer to stand beside ({text}); name some by --lora-targets: "
             f"the model has {', '.join(_layers(net))}"
         ) from None
-    if not any(parameter.requires_grad for parameter in found.parameters()):
+    if not any(parameter.requires_grad for parameter in result.parameters()):
         raise MotleyError(
             f"--lora {rank}: nothing is left to train; name layers by --lora-targets: the model "
             f"has {', '.join(_layers(net))}"
         )
-    return found
+    return result
 
 
 def merge_lora(net: nn.Module) -> None:
@@ -142,7 +142,7 @@ class HfModel:
         """
         path = self.path / _CONFIG if self.path.is_dir() else self.path
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            result = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise MotleyError(
                 f"{self.flag}: {path.name} cannot be read ({error.strerror}); give a folder that "
@@ -150,12 +150,12 @@ class HfModel:
             ) from None
         except ValueError as error:
             raise MotleyError(f"{self.flag}: {path.name} is no JSON ({error})") from None
-        if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        if not isinstance(result, dict) or not isinstance(result.get("model_type"), str):
             raise MotleyError(
                 f"{self.flag}: {path.name} names no model_type, such as gpt2; is it the "
                 f"{_CONFIG} of a model?"
             )
-        return found
+        return result
 
     @cached_property
     def config(self) -> Any:
@@ -185,8 +185,8 @@ class HfModel:
     @property
     def longest(self) -> int | None:
         """Tokens that it sees at most; None: any number."""
-        found = getattr(self.config, "max_position_embeddings", None)
-        return found if isinstance(found, int) else None
+        result = getattr(self.config, "max_position_embeddings", None)
+        return result if isinstance(result, int) else None
 
     def build(self, dropout: float) -> nn.Module:
         """Return the model in fp32, on the CPU, with random weights, from torch's random numbers.
@@ -214,8 +214,8 @@ class HfModel:
             raise MotleyError(
                 self._no_language_model("what it says of a token depends on later ones")
             )
-        found: nn.Module = net.train()
-        return found
+        result: nn.Module = net.train()
+        return result
 
     def _no_language_model(self, why: str) -> str:
         kind = self.fields["model_type"]
@@ -236,7 +236,7 @@ class HfModel:
         transformers = import_offline("transformers", self.option)
         with _quiet(transformers):
             try:
-                net, told = transformers.AutoModelForCausalLM.from_pretrained(
+                net, received = transformers.AutoModelForCausalLM.from_pretrained(
                     self.path, config=self.config, dtype=torch.float32, local_files_only=True,
                     trust_remote_code=False, use_safetensors=True, output_loading_info=True,
                     ignore_mismatched_sizes=True,
@@ -250,14 +250,14 @@ class HfModel:
             "missing_keys": "lacks", "mismatched_keys": "has in another shape",
         }.items():  # fmt: skip
             # transformers draws these anew, with no more than a warning.
-            names = sorted(each[0] if isinstance(each, tuple) else each for each in told[key])
+            names = sorted(each[0] if isinstance(each, tuple) else each for each in received[key])
             if names:
                 raise MotleyError(
                     f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}; "
                     f"is its {_CONFIG} of another model?"
                 )
-        found: dict[str, Tensor] = net.state_dict()
-        return found
+        result: dict[str, Tensor] = net.state_dict()
+        return result
 
     def _check_files(self) -> None:
         if any(next(self.path.glob(each), None) for each in _WEIGHTS):
@@ -299,8 +299,8 @@ class HfModel:
 
 def get_logits(made: Any) -> Tensor:
     """[n, length, vocabulary], of what a model gives: logits, or transformers' output."""
-    found: Tensor = made if isinstance(made, Tensor) else made["logits"]
-    return found
+    result: Tensor = made if isinstance(made, Tensor) else made["logits"]
+    return result
 
 
 def _set_dropout(config: Any, dropout: float) -> None:

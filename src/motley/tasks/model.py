@@ -270,9 +270,9 @@ class TaskModel(nn.Module):
     def _score_names(self) -> tuple[str, ...]:
         self.eval()
         with torch.no_grad():
-            found = self.task.scores(self.compute, self.blank())
+            result = self.task.scores(self.compute, self.blank())
         self.train()
-        return tuple(sorted(found))
+        return tuple(sorted(result))
 
     def _find_rows(self, statistics: GroupStatistics) -> None:
         self.eval()
@@ -358,12 +358,12 @@ class TaskModel(nn.Module):
         """MotleyError if a kernel that the user has chosen cannot compute this model here."""
         if kind not in ("fused", "efficient"):
             return
-        with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        with warnings.catch_warnings(record=True) as text, torch.no_grad():
             warnings.simplefilter("always")
             try:
                 self(self.blank())
             except RuntimeError as error:
-                words = [str(warning.message).splitlines()[0] for warning in said]
+                words = [str(warning.message).splitlines()[0] for warning in text]
                 raise MotleyError(
                     f"--attention {kind} cannot compute this model on {self.device}: "
                     f"{'; '.join(words) or str(error).splitlines()[0]}. Take another one, or auto"

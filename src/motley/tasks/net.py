@@ -30,17 +30,17 @@ def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Mod
             in a transformer. The outermost such list counts, but a list of lists is searched
             further, because its members are stages.
     """
-    found: dict[str, nn.Module] = {}
+    result: dict[str, nn.Module] = {}
     for name, part in net.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in found):
+        if any(name.startswith(f"{outer}.") for outer in result):
             continue
         if classes:
             if type(part).__name__ in classes:
-                found[name] = part
+                result[name] = part
         elif isinstance(part, _LISTS) and _are_blocks(list(part)):
             prefix = f"{name}." if name else ""
-            found |= {f"{prefix}{key}": each for key, each in part.named_children()}
-    return found
+            result |= {f"{prefix}{key}": each for key, each in part.named_children()}
+    return result
 
 
 def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
@@ -48,15 +48,15 @@ def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Modul
 
     In a vision transformer these are the patch embedding, the last norm and the head.
     """
-    found: list[nn.Module] = []
+    result: list[nn.Module] = []
     for part in net.children():
         if part in blocks or not any(True for _ in part.parameters()):
             continue
         if isinstance(part, nn.ModuleList) or any(each in blocks for each in part.modules()):
-            found += parts_around(part, blocks)
+            result += parts_around(part, blocks)
         else:
-            found.append(part)
-    return list(dict.fromkeys(found))  # one may be used in two places
+            result.append(part)
+    return list(dict.fromkeys(result))  # one may be used in two places
 
 
 def get_kind(block: nn.Module) -> Hashable:
@@ -146,16 +146,16 @@ def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Modu
     for name in names:
         words = {path: (path.rsplit(".", 1)[-1], path, type(part).__name__)
                  for path, part in parts.items()}  # fmt: skip
-        found = blocks if name == "blocks" else {
+        result = blocks if name == "blocks" else {
             path: part for path, part in parts.items() if name in words[path]
         }  # fmt: skip
-        if not found:
+        if not result:
             known = dict.fromkeys(word for each in words.values() for word in each)
             raise MotleyError(
                 f"--grad-checkpointing {name}: the model has no such module"
                 f"{did_you_mean(name, known)}; without a name it takes all blocks"
             )
-        for part in found.values():
+        for part in result.values():
             # Not twice: then it would be computed three times.
             if not isinstance(part.forward, partial):
                 part.forward = partial(checkpoint, part.forward, use_reentrant=False)

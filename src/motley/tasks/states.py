@@ -161,11 +161,11 @@ class Forecasts:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        hours = self.of(index)
+        hours = self.hours_at(index)
         surface, air = self._states.read(hours)
         return {"surface": surface, "air": air, "hour": hours[INPUTS - 1]}
 
-    def of(self, index: int) -> list[int]:
+    def hours_at(self, index: int) -> list[int]:
         """Hours of its states."""
         return [self.starts[index] + number * self._step for number in range(INPUTS + 1)]
 
@@ -188,9 +188,9 @@ def split(states: States, step: int) -> tuple[Forecasts, Forecasts]:
     training = [hour for hour in starts if hour + length < held_out[0]] if held_out else []
     if not training:
         apart = np.diff(states.hours)
-        said = f", {apart.min()} hours apart at least" if len(apart) else ""
+        text = f", {apart.min()} hours apart at least" if len(apart) else ""
         raise MotleyError(
-            f"{len(states.hours)} states{said}, are {len(starts)} samples of {INPUTS + 1} states "
+            f"{len(states.hours)} states{text}, are {len(starts)} samples of {INPUTS + 1} states "
             f"{step} hours apart; {2 * INPUTS + 2} such states in a row are the fewest with which "
             "something is held out. Give more, or another --hours"
         )
@@ -257,27 +257,27 @@ class Files:
         for name in (*SURFACE, *STATIC):
             self._need(name, self._flat, "without levels")
         moving = [self._air[name] for name in AIR] + [self._flat[name] for name in SURFACE]
-        found = sorted(set.intersection(*({*each.places} for each in moving)))
-        self.hours: Sequence[int] = found
-        if not found:
+        result = sorted(set.intersection(*({*each.places} for each in moving)))
+        self.hours: Sequence[int] = result
+        if not result:
             times = "; ".join(f"{each.name} {_span(each.places)}" for each in moving)
             raise MotleyError(f"--fields: there is no time that all variables have: {times}")
         self.grid = Grid(*self._points(), self._levels(levels))
 
     def static(self) -> dict[str, Array]:
         """See States."""
-        found = {}
+        result = {}
         for name in STATIC:
             variable = self._flat[name]
             path, position = next(iter(variable.places.values()))
             with _opened(path) as file:
-                found[name] = self._values(file, path, variable, position, None)
-            if not np.isfinite(found[name]).all():
+                result[name] = self._values(file, path, variable, position, None)
+            if not np.isfinite(result[name]).all():
                 raise MotleyError(
                     f"--fields: {variable.name} of {path}, which does not change, has values that "
                     "are no numbers (NaN); fill them, as with 0 over the sea"
                 )
-        return found
+        return result
 
     def read(self, hours: Sequence[int]) -> tuple[Array, Array]:
         """See States.
@@ -438,9 +438,9 @@ def _opened(path: str) -> Iterator[Any]:
     try:
         file = xarray.open_dataset(path, cache=False)
     except (OSError, ValueError, RuntimeError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MotleyError(
-            f"--fields {path} is no NetCDF file that can be read here: {said}. Is it whole? "
+            f"--fields {path} is no NetCDF file that can be read here: {text}. Is it whole? "
             f"NetCDF 4 needs: .venv/bin/pip install {_PACKAGES}"
         ) from None
     with file:
@@ -459,8 +459,8 @@ def _hours(path: str, times: Any) -> list[int]:
             f"--fields {path}: {times.name} is no time that xarray can read ({times.dtype}); give "
             'it units, as in "hours since 1900-01-01"'
         )
-    found: list[int] = times.values.astype("datetime64[h]").astype(int).tolist()
-    return found
+    result: list[int] = times.values.astype("datetime64[h]").astype(int).tolist()
+    return result
 
 
 def _hectopascals(level: Any) -> tuple[int, ...]:

@@ -113,8 +113,8 @@ class Task:
             training: augment the item. Torch's random numbers are seeded for this sample and
                 epoch, on whichever rank computes it.
         """
-        found: Mapping[str, Any] = item
-        return found
+        result: Mapping[str, Any] = item
+        return result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
         """Return a batch: tensors by name, stacked or padded, one row for each sample."""

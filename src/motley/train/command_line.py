@@ -83,14 +83,14 @@ def make_words(
         )
     if isinstance(task, Task):
         for field, declared in get_options(loaded).items():
-            value = declared.text_of(getattr(task, field))
+            value = declared.to_text(getattr(task, field))
             if parser.changes(declared.name, value):
-                words += parser.words_of(declared.name, value)
+                words += parser.make_words(declared.name, value)
     for key, value in options.items():
         if key == "config":
             words += ["--config", str(value)]
         elif value is not None or parser.get_default(key) is not None:
-            words += parser.words_of(key, list(value) if isinstance(value, tuple) else value)
+            words += parser.make_words(key, list(value) if isinstance(value, tuple) else value)
     return words
 
 
@@ -188,10 +188,10 @@ def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
 
 def list_different_options(config: Config, other: Config) -> list[str]:
     """Return the options of ``config`` that ``other`` has not, as in ``--lr 0.0003``."""
-    before = {name: declared.text_of(value) for name, declared, value in other.options()}
+    before = {name: declared.to_text(value) for name, declared, value in other.options()}
     return [
         f"{get_flag(declared)} {format_value(text)}" for name, declared, value in config.options()
-        if (text := declared.text_of(value)) != before.get(name)
+        if (text := declared.to_text(value)) != before.get(name)
     ]  # fmt: skip
 
 
@@ -209,12 +209,12 @@ def options_to_save(config: Config) -> dict[str, Any]:
 
 def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a group's fields, as far as they are saved."""
-    registered, found = _registered({}), dict[str, Any]()
+    registered, result = _registered({}), dict[str, Any]()
     for field, declared in get_options(group).items():
         if declared.name in saved:
             declared = replace(declared, **registered.get(declared.name, {}))
-            found[field] = declared.value_of(saved[declared.name])
-    return found
+            result[field] = declared.from_text(saved[declared.name])
+    return result
 
 
 def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]:
@@ -264,7 +264,7 @@ def read_config(
             parser.parse_args(words)  # says what is wrong
         typed = parser.find_typed_options(own)
         of_recipe = parser.find_typed_options(recipe) - typed
-        return replace(parser.config_of(known), typed_names=typed, recipe_names=of_recipe)
+        return replace(parser.make_config(known), typed_names=typed, recipe_names=of_recipe)
     except MotleyError as error:
         parser.error(str(error))
 
@@ -279,21 +279,22 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     first.error = parser.error  # type: ignore[method-assign]
     first.add_argument("--task", default=USUAL)
     first.add_argument("--recipe")
-    asked = first.parse_known_args(arguments)[0]
-    task = task_class(asked.task)
-    parser.add_own(task, f"--task {asked.task}")
+    requested = first.parse_known_args(arguments)[0]
+    task = task_class(requested.task)
+    parser.add_own(task, f"--task {requested.task}")
     parser.elsewhere = {
         get_flag(declared): f"--task {name}"
         for name, other in known_tasks().items() for declared in get_options(other).values()
     }  # fmt: skip
-    if asked.recipe is None or not task.recipes:  # then it is an unknown option
+    if requested.recipe is None or not task.recipes:  # then it is an unknown option
         return []
-    if asked.recipe not in task.recipes:
+    if requested.recipe not in task.recipes:
         raise MotleyError(
-            f"--recipe {asked.recipe} is unknown{did_you_mean(asked.recipe, task.recipes)}; choose "
+            f"--recipe {requested.recipe} is unknown"
+            f"{did_you_mean(requested.recipe, task.recipes)}; choose "
             f"{', '.join(task.recipes)}"
         )
-    return task.recipes[asked.recipe].split()
+    return task.recipes[requested.recipe].split()
 
 
 _ENTRY, _COMMAND, _KEEPER = "entry_cn.sh", "motley", "motley.provision.keep_training"

@@ -211,18 +211,18 @@ class CompileArchive:
             One of ERRORS; the archive is the one that it was.
         """
         started = time.monotonic()
-        found = _list_complete_files(self._folder, self._below)
-        if not any(info.st_mtime >= since for info in found.values()):
+        result = _list_complete_files(self._folder, self._below)
+        if not any(info.st_mtime >= since for info in result.values()):
             return None
         with contextlib.suppress(FileExistsError):
             self._place.mkdir(mode=0o700)
         with own_folder(self._place) as place:
             known = self._list_saved(place)
-            if all(known.files.get(name) == info.st_size for name, info in found.items()):
+            if all(known.files.get(name) == info.st_size for name, info in result.items()):
                 return None
-            self._replace(place, found)
-        size = sum(info.st_size for info in found.values())
-        return Carried(len(found), size, time.monotonic() - started)
+            self._replace(place, result)
+        size = sum(info.st_size for info in result.values())
+        return Carried(len(result), size, time.monotonic() - started)
 
     def _list_saved(self, place: int) -> Index:
         """Return the names that need not be saved again."""
@@ -311,15 +311,15 @@ def _list_complete_files(folder: Path, below: Sequence[str]) -> dict[str, os.sta
     if any(map(_is_fresh, folders.values())):  # by this run, which may compile no more
         time.sleep(_WHOLE_S)
         folders = _folders(folder, below)
-    found: dict[str, os.stat_result] = {}
+    result: dict[str, os.stat_result] = {}
     room = MOST_BYTES
     for here in sorted(folders, key=lambda here: _newest(folders[here]), reverse=True):
         size = sum(info.st_size for info in folders[here].values())
         unfinished = Path(here, "lock").exists()  # an extension that is being built
         if size <= room and not unfinished and not _is_fresh(folders[here]):
-            found |= folders[here]
+            result |= folders[here]
             room -= size
-    return found
+    return result
 
 
 def _newest(files: Mapping[str, os.stat_result]) -> float:
@@ -382,14 +382,14 @@ class CompileKeeper:
 
         All ranks call this method, before anything is compiled. A failure does not end the run.
         """
-        told = [each for each in world.once_per_node(self._take) if each is not None]
-        took = {host: carried for host, carried, _ in told if carried is not None}
+        received = [each for each in world.once_per_node(self._take) if each is not None]
+        took = {host: carried for host, carried, _ in received if carried is not None}
         if took:
             most = max(took.values(), key=lambda carried: carried.size)
             self._notes.append(
                 f"compiled code for {', '.join(took)} is taken from {self._place}: {most}"
             )
-        troubles = [trouble for _, _, trouble in told if trouble]
+        troubles = [trouble for _, _, trouble in received if trouble]
         self._notes += troubles
         self._failed = bool(troubles)  # of the place mostly, and it is said
 
@@ -462,9 +462,9 @@ class CompileKeeper:
             code, errors = 1, str(error)
         if code:
             if not self._failed:
-                said = errors.strip().splitlines() or [f"exit status {code}"]
+                message = errors.strip().splitlines() or [f"exit status {code}"]
                 text = (
-                    f"compiled code is not kept in {self._place}: {said[-1]}; training goes "
+                    f"compiled code is not kept in {self._place}: {message[-1]}; training goes "
                     "on, and another node compiles it again"
                 )
                 print(f"motley: {self._host}: {text}", flush=True)

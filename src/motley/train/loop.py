@@ -74,9 +74,9 @@ class SaveTimer:
         assert self._every_s is not None
         ((passed_s,), *_) = all_gather_floats([time.monotonic() - self._time])
         steps = max(1, step - self._step)
-        left = (self._every_s - passed_s) / (passed_s / steps) if passed_s else 1.0
-        self._ask_at = step + max(1, int(left / 2))
-        return left < 1
+        remaining = (self._every_s - passed_s) / (passed_s / steps) if passed_s else 1.0
+        self._ask_at = step + max(1, int(remaining / 2))
+        return remaining < 1
 
 
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
@@ -327,7 +327,7 @@ class Loop:
             return False
         self._plan = rebalance(self._plan, self._proposal, self._recorder, self._state)
         self._job.engine.reconfigure(self._plan)
-        self._job.watch.forget()
+        self._job.watch.reset()
         return True
 
     def _add_loaders(self) -> None:

@@ -34,20 +34,20 @@ class Overflow:
 
     Attributes:
         layer: of the network, as torch names its modules or parameters.
-        what: ``activations``, ``gradient`` of these, or ``weight gradient``.
+        values: ``activations``, ``gradient`` of these, or ``weight gradient``.
         samples: indices in the data set; none where a sum over samples overflows.
     """
 
     layer: str
-    what: str
+    values: str
     samples: tuple[int, ...]
 
     def __str__(self) -> str:
         if not self.samples:
-            return f"the {self.what} of {self.layer}, summed over its samples"
+            return f"the {self.values} of {self.layer}, summed over its samples"
         shown = ", ".join(map(str, self.samples[:_SHOWN]))
         more = ", ..." if len(self.samples) > _SHOWN else ""
-        return f"the {self.what} of {self.layer} (sample indices {shown}{more})"
+        return f"the {self.values} of {self.layer} (sample indices {shown}{more})"
 
 
 def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> Overflow | None:
@@ -66,8 +66,8 @@ def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> 
     for batch in batches:
         if not len(batch):
             continue
-        if found := _first(model, weights, batch, factor):
-            return found
+        if result := _first(model, weights, batch, factor):
+            return result
     for name, weight in weights.items():
         if weight.grad is not None and not bool(weight.grad.isfinite().all()):
             return Overflow(name.removeprefix("net."), "weight gradient", ())
@@ -78,17 +78,17 @@ def _first(
     model: TaskModel, weights: dict[str, Tensor], batch: Batch, factor: float
 ) -> Overflow | None:
     """The first layer in one micro-batch, in the order of computation."""
-    found: list[Overflow] = []
+    result: list[Overflow] = []
 
     def look(layer: str, what: str, values: Any) -> None:
         tensors = values if isinstance(values, tuple) else (values,)
         for value in tensors:
-            if found or not isinstance(value, Tensor) or len(value) != len(batch):
+            if result or not isinstance(value, Tensor) or len(value) != len(batch):
                 continue
             bad = ~value.detach().flatten(1).isfinite().all(dim=1)
             if bad.any():
                 rows = bad.nonzero().flatten().tolist()
-                found.append(Overflow(layer, what, tuple(batch.indices[row] for row in rows)))
+                result.append(Overflow(layer, what, tuple(batch.indices[row] for row in rows)))
 
     hooks = [
         hook
@@ -108,7 +108,7 @@ def _first(
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
+    return result[0] if result else None
 
 
 _Look = Callable[[str, str, Any], None]
@@ -171,7 +171,7 @@ def find_scale(
                 low = middle
         power = low
         load_random_state(random, next(model.parameters()).device)
-    lowest = min(found for (found,) in all_gather_floats([float(power)]))
+    lowest = min(result for (result,) in all_gather_floats([float(power)]))
     return float(2.0 ** max(0.0, lowest - MARGIN))
 
 

@@ -69,6 +69,6 @@ def plan_shares(
     config = read_config(training_parser("", None), [*words, *typed])
     from motley.measure.planner import plan_only
 
-    found: list[Planned] = []
-    run(lambda world: found.append(plan_only(world, config)[1]))
-    return found[0]
+    result: list[Planned] = []
+    run(lambda world: result.append(plan_only(world, config)[1]))
+    return result[0]

@@ -221,8 +221,8 @@ def compare_clocks() -> tuple[TraceClock, int]:
         begin = time.time_ns()
         all_gather_floats([0.0])
         own.append(((begin - base_ns) / 1e9, (time.time_ns() - base_ns) / 1e9))
-    told = all_gather_floats([each for pair in own for each in pair])[0]
-    return estimate_offset(list(zip(told[::2], told[1::2], strict=True)), own), base_ns
+    received = all_gather_floats([each for pair in own for each in pair])[0]
+    return estimate_offset(list(zip(received[::2], received[1::2], strict=True)), own), base_ns
 
 
 def estimate_offset(

@@ -162,8 +162,8 @@ class Reporter:
         if self._silent or (now < self._next_line and done < self._total):
             return
         self._next_line = now + self._interval
-        left = (now - self._started) / (done - self._first) * (self._total - done)
-        print(f"  step {done}/{self._total}  {text}  {clock(left)} left", flush=True)
+        remaining = (now - self._started) / (done - self._first) * (self._total - done)
+        print(f"  step {done}/{self._total}  {text}  {clock(remaining)} left", flush=True)
 
     def epoch(self, record: EpochRecord) -> None:
         """Report an evaluation."""
@@ -442,8 +442,8 @@ class Recorder:
         The record is of this run, or of the one that it continues.
         """
         here = self._run.read_evaluations() if self._rank == 0 else []
-        found = next((record for record in reversed(here) if record["step"] == step), None)
-        known = all_gather_object(found)[0]
+        result = next((record for record in reversed(here) if record["step"] == step), None)
+        known = all_gather_object(result)[0]
         return known and EpochRecord.from_json(known)
 
     def _open(self, done: int) -> None:

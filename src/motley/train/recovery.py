@@ -65,7 +65,7 @@ class Agreement:
             self._take(right, wrong, position, "which more than half of the ranks have")
             return position
         job.checkpoints.wait()
-        folders = all_gather_object(job.checkpoints.found() or job.run.resume_from)[0]
+        folders = all_gather_object(job.checkpoints.list_folders() or job.run.resume_from)[0]
         if folders and self._back_at is None and not self._round:
             return self._go_back(wrong, position, folders)
         if _unlike(job.workers):  # unlike devices may differ without a fault
@@ -113,8 +113,8 @@ class Agreement:
         engine = self._job.engine
         difference = self._difference(wrong, right)
         state = engine.state(Scope.REPLICATED)
-        found = all_gather_object((state.plain, engine.scale.state_dict()))[right]
-        plain, scale = found
+        result = all_gather_object((state.plain, engine.scale.state_dict()))[right]
+        plain, scale = result
         taken = State(spread(state.tensors, engine.device, right), plain)
         engine.on_change()
         engine.load_state(Scope.REPLICATED, taken)
@@ -150,8 +150,8 @@ class Agreement:
 def digests(engine: Engine) -> list[str]:
     """A hash of what each rank holds that all should hold alike; all ranks call it."""
     digest = hashlib.sha256()
-    for name, said in fingerprints(engine).items():
-        digest.update(f"{name} {said}".encode())
+    for name, text in fingerprints(engine).items():
+        digest.update(f"{name} {text}".encode())
     return all_gather_object(digest.hexdigest())
 
 
@@ -159,14 +159,14 @@ def fingerprints(engine: Engine) -> dict[str, str]:
     """Return a hash by name of each value that all ranks should hold alike, as this rank has it."""
     state = engine.state(Scope.REPLICATED)
     named = sorted(state.tensors.items())
-    found = [fingerprint(tensor).to(engine.device) for _, tensor in named]
-    numbers = torch.stack(found).tolist() if found else []
-    said = {
+    result = [fingerprint(tensor).to(engine.device) for _, tensor in named]
+    numbers = torch.stack(result).tolist() if result else []
+    text = {
         name: f"{tensor.dtype} {tuple(tensor.shape)} {number}"
         for (name, tensor), number in zip(named, numbers, strict=True)
     }
     plain = {"the optimizer's numbers": state.plain, "the loss scale": engine.scale.state_dict()}
-    return said | {name: json.dumps(value, sort_keys=True) for name, value in plain.items()}
+    return text | {name: json.dumps(value, sort_keys=True) for name, value in plain.items()}
 
 
 def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) -> list[str]:
@@ -190,7 +190,7 @@ def arithmetic(device: torch.device) -> list[int]:
     The steps are equal in all trials, and on all ranks.
     """
     start = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(device)
-    found = []
+    result = []
     for _ in range(_TRIALS):
         value, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
         for _ in range(_PROBED):
@@ -198,8 +198,8 @@ def arithmetic(device: torch.device) -> list[int]:
             mean.lerp_(slope, 0.1)
             square.mul_(0.99).addcmul_(slope, slope, value=0.01)
             value.addcdiv_(mean, square.sqrt().add_(1e-8), value=-0.01)
-        found.append(int(fingerprint(value)))
-    return found
+        result.append(int(fingerprint(value)))
+    return result
 
 
 def unsound(told: Sequence[Sequence[int]]) -> list[int]:
@@ -298,15 +298,15 @@ def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
 
     A tensor that is not finite in other samples too, as a mask may be, is no cause.
     """
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for batch in batches:
         for name, values in batch.data.items():
             if values.is_floating_point():
                 rows = (~values.isfinite()).reshape(len(batch), -1).any(dim=1).nonzero()
-                found.setdefault(name, []).extend(batch.indices[row] for row in rows)
+                result.setdefault(name, []).extend(batch.indices[row] for row in rows)
     return "; ".join(
         f"neither is {name!r} in the data of {_shown(indices)}"
-        for name, indices in found.items() if indices and bad.issuperset(indices)
+        for name, indices in result.items() if indices and bad.issuperset(indices)
     )  # fmt: skip
 
 
@@ -347,10 +347,12 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
     All ranks compute the step again and find the same; engines whose ranks cannot do that alone
     have no explanation.
     """
-    found = f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
+    results = (
+        f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
+    )
     advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
     if not job.engine.replicated:
-        return NotFiniteError(f"{found} are; {advice}")
+        return NotFiniteError(f"{results} are; {advice}")
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
     usual_weight = part.global_batch * job.model.task.weight
     factor = result.loss_scale * job.engine.loss_weight / usual_weight
@@ -372,7 +374,7 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
             f"--resume auto, without {host} in hosts.txt if it happens again"
         )
     return NotFiniteError(
-        f"{found} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
+        f"{results} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
     )
 
 
@@ -416,12 +418,12 @@ def shrink_micro_batches(
     """
     short = result.oom_ranks
     names = {rank: f"rank {job.workers[rank].rank} on {job.workers[rank].host}" for rank in short}
-    said = "; ".join(f"{names[rank]}: {words}" for rank, words in short.items())
+    text = "; ".join(f"{names[rank]}: {words}" for rank, words in short.items())
     try:
         smaller = plan.halved(tuple(short))
     except ValueError:
         raise NoMemoryError(
-            f"out of memory with the smallest micro-batches ({said}); wait until others leave, "
+            f"out of memory with the smallest micro-batches ({text}); wait until others leave, "
             "or take the host out of hosts.txt, and continue with --resume auto"
         ) from None
     at = format_step(step)
@@ -435,7 +437,7 @@ def shrink_micro_batches(
             else f"out of memory before {at}; from here on micro-batches of at most "
         )
         + ", ".join(f"{after[name]} (before: {before[name]}) on {name}" for name in names.values())
-        + f". {said}",
+        + f". {text}",
         step=step, before=before, after=after, found={names[rank]: short[rank] for rank in short},
     )  # fmt: skip
     return smaller

@@ -110,11 +110,13 @@ class Rescue:
         step = (self.kept.state if self.kept else state).step
         if step == 0 or self._is_saved(step):
             return ""
-        kept = self.kept or self._take()
+        saved = self.kept or self._take()
         # 0 ranks: state that a rank held alone, such as its error feedback, is lost with it.
-        progress = make_progress(kept.state, 0, kept.scale, self._config, kept.found.plain)
-        self._checkpoints.save(kept.found.tensors | kept.estimated, progress)
-        return f"saved as of step {kept.state.step}"
+        progress = make_progress(
+            saved.state, 0, saved.scale, self._config, saved.engine_state.plain
+        )
+        self._checkpoints.save(saved.engine_state.tensors | saved.estimated, progress)
+        return f"saved as of step {saved.state.step}"
 
     def keep(self) -> None:
         """Have :attr:`kept` in place of the engine; from the watching thread."""
@@ -138,14 +140,14 @@ class Rescue:
                     with _beside(engine.device):
                         # Not pinned: the GPU may have a collective to do that never ends.
                         keep = partial(snapshot, pinned=False)
-                        found = engine.state(Scope.HELD, keep)
+                        result = engine.state(Scope.HELD, keep)
                         seen = engine.state(Scope.STATISTICS, keep).tensors
                         estimated = engine.state(Scope.BUFFERS, keep).tensors
                     scale = engine.scale.state_dict()
-                    kept = KeptState(state, plan, found, scale, seen, estimated)
+                    saved = KeptState(state, plan, result, scale, seen, estimated)
                     time.sleep(_LOOK_S)
                     if (version, taken) == (self._version, self._was_taken()):
-                        return kept
+                        return saved
                 time.sleep(_LOOK_S)
         raise MotleyError("it was not finished in time")
 
@@ -155,7 +157,9 @@ class Rescue:
         return launched[1].taken() if launched else None
 
     def _is_saved(self, step: int) -> bool:
-        return any(folder.name.endswith(f"_{step:08d}") for folder in self._checkpoints.found())
+        return any(
+            folder.name.endswith(f"_{step:08d}") for folder in self._checkpoints.list_folders()
+        )
 
 
 @contextlib.contextmanager
@@ -198,16 +202,16 @@ def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -
         save: saves at ``state``. False: all ranks have gone back to a checkpoint, and this function
             returns.
     """
-    said = ""
+    text = ""
     if job.length.save_every == 0:
-        said = "nothing is saved, for this task keeps no checkpoints"
+        text = "nothing is saved, for this task keeps no checkpoints"
     elif state.step > 0:
         if not save():
             return
         job.checkpoints.wait()
-        said = f"saved as of step {state.step}"
+        text = f"saved as of step {state.step}"
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
-    world.supervisor.pause(said, first=dist.get_rank() == 0)
+    world.supervisor.pause(text, first=dist.get_rank() == 0)
 
 
 _LOOPBACK = "127.0.0.1"
@@ -219,12 +223,12 @@ class Continuation:
 
     Attributes:
         group: of them, joined. planned: a plan for them.
-        kept: what this rank holds; None where it was left out of training.
+        state: the state that this rank holds; None where it was left out of training.
     """
 
     group: ProcessGroup
     planned: Planned
-    kept: KeptState | None
+    state: KeptState | None
 
 
 class GroupRebuild:
@@ -301,13 +305,13 @@ class GroupRebuild:
             leave_process_group()
         release_all()  # what trained before was set aside
         self._before = connections()
-        kept = self._rescue.kept if self._rescue else None
-        own = None if kept is None else (kept.state.step, kept.plan)
-        told = [each for each in self.world.allgather(own) if each is not None]
-        _, plan = max(told, key=lambda each: each[0])
+        saved = self._rescue.kept if self._rescue else None
+        own = None if saved is None else (saved.state.step, saved.plan)
+        received = [each for each in self.world.allgather(own) if each is not None]
+        _, plan = max(received, key=lambda each: each[0])
         self._group = reconnected(self.world, self._group)
         planned = Planned(plan_for_survivors(plan, self._places), self._speeds)
-        return Continuation(self._group, planned, kept)
+        return Continuation(self._group, planned, saved)
 
 
 def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:

@@ -111,7 +111,7 @@ def make_budget(
     checkpoints.sweep()
     return Budget(
         length.last_step(state) - state.step, step_s, checkpoint, length.saves_left(state), keep,
-        there=len(checkpoints.found(state.step)), free=free_bytes(checkpoints.path),
+        there=len(checkpoints.list_folders(state.step)), free=free_bytes(checkpoints.path),
         folder=checkpoints.path,
     )  # fmt: skip
 
@@ -189,16 +189,16 @@ class JobParts:
 
     def state(self, folders: list[Path]) -> TrainState | None:
         """Where the run is going to begin; see motley.checkpoint.resume.state_of."""
-        found = find_state(folders)
-        return found and self.length.at(found)
+        result = find_state(folders)
+        return result and self.length.at(result)
 
     def budget(self, state: TrainState, planned: Planned) -> Budget:
         """Return the budget of the rest of the run; on the rank that writes."""
         size = checkpoint_bytes(self.sizes.numbers, self.sizes.trained, self.config, self.plan)
         step_s = planned.forecast.step_s if planned.forecast else None
-        found = make_budget(self.checkpoints, self.length, state, size, self.config.keep, step_s)
-        found.check()
-        return found
+        result = make_budget(self.checkpoints, self.length, state, size, self.config.keep, step_s)
+        result.check()
+        return result
 
 
 def make_ready(
@@ -236,10 +236,10 @@ def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
 
 def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
     """Return the notes of all ranks' loaders, each on its own host's memory."""
-    said = zip(group.workers, all_gather_object(loader.note), strict=True)
+    message = zip(group.workers, all_gather_object(loader.note), strict=True)
     return [
         ("loader_memory", f"rank {worker.rank} on {worker.host}: {text}", {"rank": worker.rank})
-        for worker, text in said if text
+        for worker, text in message if text
     ]  # fmt: skip
 
 
@@ -360,11 +360,11 @@ def begin(
     check_profile(config, group.workers, job.length.last_step(state))
     if writes and state != foreseen:  # that checkpoint was damaged
         budget = ready.budget(state, planned)
-    said: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
-    said += [("initial", note, {}) for note in initial]
+    text: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
+    text += [("initial", note, {}) for note in initial]
     if note := explain_early_end(config, job.length, state):
-        said.append(("schedule", note, {}))
-    notes_of_all = [*said, *job.notes]
+        text.append(("schedule", note, {}))
+    notes_of_all = [*text, *job.notes]
     watched = FirstSteps(planned.memory, planned.forecast) if group.rank == 0 else FirstSteps()
     return StartedJob(job, state, notes_of_all, budget, watched)
 

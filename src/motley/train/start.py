@@ -55,15 +55,15 @@ def train_or_continue(world: World, given: Config, strategies: Mapping[str, Stra
         given: the options of this launch.
         strategies: strategies of the script, by name.
     """
-    found, config = Run.find(world, given), given
-    saved = world.from_first(lambda: read_saved_options(found.resume_from))
+    result, config = Run.find(world, given), given
+    saved = world.from_first(lambda: read_saved_options(result.resume_from))
     if saved is not None:
         config = restore_options(given, saved)
         taken = ", ".join(list_different_options(config, given))
         if taken and world.rank == 0:
             print(f"options of the checkpoint: {taken}", flush=True)
-    train(world, config, list_engines(config, strategies), run=found)
-    return found.folder.path
+    train(world, config, list_engines(config, strategies), run=result)
+    return result.folder.path
 
 
 _LAST_SAVE_S = 5.0  # that a checkpoint may take which is being written when the job has to end
@@ -134,16 +134,16 @@ def train_with(
 
     # All that can be wrong with the options is said before the run's records are touched.
     model = open_model(group, config, make_model, traits)
-    notes, kept = list[str](), None
+    notes, saved = list[str](), None
     if continuation is not None:
-        planned, kept = continuation.planned, continuation.kept
+        planned, saved = continuation.planned, continuation.state
     else:
         notes = [] if run.resume_from else load_initial(model, config)
         world.clock.lap("model")
         group, planned = plan_batch(world, run, group, model, config, traits)
         world.clock.lap("plan")
     run.check_leader(group.ranks(world)[0])
-    begun = begin(run, group, planned, config, engine_factory, model, monitor, notes, kept)
+    begun = begin(run, group, planned, config, engine_factory, model, monitor, notes, saved)
     plan = begun.job.plan if begun else planned.plan
     job = begun.job if begun else None
     own = (begun.job.length.last_step(begun.state), begun.state.step) if begun else (0, 0)
@@ -224,10 +224,10 @@ def how_to_continue(line: str, checkpoints: Checkpoints, save_every: int | None)
     """Say what is saved of a run that is stopped, and by which line it is continued."""
     if save_every == 0:
         return "nothing of it is saved, for this task keeps no checkpoints"
-    found = checkpoints.found()
-    if not found:
+    result = checkpoints.list_folders()
+    if not result:
         return "nothing of it is saved yet; --save-every N saves it every N steps"
-    return f"saved as of step {parse_step(found[0])}: continue with: {line}"
+    return f"saved as of step {parse_step(result[0])}: continue with: {line}"
 
 
 def record_from(begun: StartedJob, run: Run, group: ProcessGroup) -> Recorder:

@@ -18,7 +18,7 @@ class LateOptions:
 def _engine(model: Any, context: Any) -> Any:
     from motley.engines.ddp import NoOverlapEngine
 
-    if context.config.of(LateOptions).tell:
+    if context.config.group(LateOptions).tell:
         print(f"rank {context.rank} is late", flush=True)
     return NoOverlapEngine(model, context)
 

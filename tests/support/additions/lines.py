@@ -27,7 +27,7 @@ class Lines(Tracker):
     def memory(self) -> JsonDict:
         return {"bytes": self._bytes}
 
-    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+    def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
         for row in (*steps, *samples):
             self._file.write(json.dumps({"step": row.step, "time": row.time, **row.values}) + "\n")
         self._file.flush()

@@ -249,7 +249,7 @@ def test_only_what_is_named_as_ours_is_ours(tmp_path: Path) -> None:
 def test_steps_past_eight_digits_are_the_newest(tmp_path: Path) -> None:
     older, newer = save(tmp_path, 99_999_999, 100_000_000)
     assert checkpoints_at(tmp_path) == [newer, older]
-    assert Checkpoints(tmp_path, 1).found(99_999_999) == [older]
+    assert Checkpoints(tmp_path, 1).list_folders(99_999_999) == [older]
 
 
 def test_what_a_crash_left_half_written_is_swept_and_never_loaded(tmp_path: Path) -> None:
@@ -290,8 +290,8 @@ def test_what_is_written_behind_is_whole_or_said_whoever_waits(tmp_path: Path) -
         checkpoints.save_behind(TENSORS, {"step": step})
     checkpoints.wait()
     checkpoints.check()
-    assert [folder.name[-1] for folder in checkpoints.found()] == ["3", "2"]
-    assert load_checkpoint(checkpoints.found()[0])[1]["step"] == 3
+    assert [folder.name[-1] for folder in checkpoints.list_folders()] == ["3", "2"]
+    assert load_checkpoint(checkpoints.list_folders()[0])[1]["step"] == 3
     (tmp_path / "file").touch()
     checkpoints.path = tmp_path / "file"
     checkpoints.save_behind(TENSORS, {"step": 4})
@@ -306,7 +306,7 @@ def test_where_a_run_goes_on_is_known_without_its_tensors(tmp_path: Path) -> Non
     told = {"epoch": 2, "ranks": 1, "scale": {}, "config": {}}
     for step in (10, 20):
         checkpoints.save({}, {**told, "step": step, "consumed": 3 * step})
-    newest, before = checkpoints.found()
+    newest, before = checkpoints.list_folders()
     assert find_state([newest, before]) == TrainState(20, 2, 60)
     (newest / "progress.json").write_text("{")
     assert find_state([newest, before]) == TrainState(10, 2, 30)

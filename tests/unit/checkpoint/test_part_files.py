@@ -81,11 +81,11 @@ def test_a_checkpoint_of_parts_is_there_when_all_have_written(tmp_path: Path) ->
     for step in (1, 2):
         folder = first.begin_parts(step)
         first.save_parts_behind(folder, 2, {"model.a": torch.zeros(2)}, {"step": step})
-        assert f"step_{step:08d}" not in {path.name for path in first.found()}
+        assert f"step_{step:08d}" not in {path.name for path in first.list_folders()}
         second.save_part_behind(folder, 1, {"model.a": torch.ones(1)}, step)
         second.wait()
         first.wait()
-    (path,) = first.found()
+    (path,) = first.list_folders()
     opened = open_checkpoint(path)
     assert opened.progress["step"] == 2 and opened.check() == 12
     assert opened.read()["model.a"].tolist() == [0, 0, 1]
@@ -99,7 +99,7 @@ def test_a_rank_that_cannot_write_is_heard(tmp_path: Path) -> None:
     first.save_parts_behind(folder, 2, {}, {"step": 1})
     with pytest.raises(MotleyError, match="complex128"):
         first.wait()
-    assert not first.found() and not folder.exists()
+    assert not first.list_folders() and not folder.exists()
 
 
 def test_parts_that_never_come_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

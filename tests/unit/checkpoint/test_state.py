@@ -100,7 +100,7 @@ def test_options_come_from_the_checkpoint_unless_typed_or_of_one_launch() -> Non
     assert str(again.save_every) == "10m" and get_task(again).augment is False
     assert get_task(again).dataset == "synthetic" and get_task(again).name == get_task(first).name
     assert (again.shares, str(again.precision), again.workers) == (None, "auto", None)
-    assert again.logs == "logs" and again.of(StrategyOptions).strategy == "ddp"
+    assert again.logs == "logs" and again.group(StrategyOptions).strategy == "ddp"
     words = ["--lr", "1e-3", "--clip-grad", "none", "--augment", "--epochs", "3"]
     typed = restore_options(read_config(training_parser("", known_strategies(TORCH)), words), saved)
     assert (typed.lr, typed.clip_grad, get_task(typed).augment) == (1e-3, None, True)

@@ -46,7 +46,7 @@ def world(*hosts: str) -> tuple[Hand, Watchdog, list[RankStatus]]:
 def hear(clock: Hand, at: float, *statuses: RankStatus) -> None:
     clock.seconds = at
     for status in statuses:
-        status.heard = at
+        status.received_s = at
 
 
 def test_many_ranks_say_that_they_live_less_often_yet_far_more_often_than_one_is_missed() -> None:
@@ -82,14 +82,14 @@ def test_who_writes_what_it_is_busy_with_lives_but_is_not_heard() -> None:
     busy = b"Timeout (0:00:06)!\nThread 0x7f (most recent call first):\n  File 'big.json'\n"
     hear(clock, HEARTBEAT_TIMEOUT_S + 1, two)
     assert watchdog.silent([one, two])
-    assert one.take(busy, clock.seconds) == [] and one.heard == 0.0
+    assert one.take(busy, clock.seconds) == [] and one.received_s == 0.0
     assert watchdog.silent([one, two]) is None and one.messages.last_words == busy.decode()
     # A crash is told by what came last, however often it was busy before, or got on since.
     crash = b"Fatal Python error: Aborted\n"
     for again in (busy, busy, crash):
         one.take(again, clock.seconds)
     assert one.messages.last_words == crash.decode()
-    assert one.take(encode(Done()), 99.0) and one.heard == 99.0
+    assert one.take(encode(Done()), 99.0) and one.received_s == 99.0
     assert one.messages.last_words == ""
 
 
@@ -169,7 +169,7 @@ def test_who_is_cut_off_is_told_sooner() -> None:
     unheard = SilentRanks(clock, lambda: dead)  # type: ignore[arg-type]
     hear(clock, 10.0, one, two)
     clock.seconds = 10.1 + CUT_OFF_AFTER_S
-    two.heard = clock.seconds
+    two.received_s = clock.seconds
     assert unheard.changes([one, two]) == []  # a busy machine acknowledges what it is sent
     dead.append("10.0.0.2")
     (said,) = unheard.changes([one, two])
@@ -214,7 +214,7 @@ def test_who_keeps_all_others_from_a_step_is_told_once_while_they_wait() -> None
             at_work = status.rank in computing
             phase = Phase.FORWARD if at_work else Phase.ALL_REDUCE
             watchdog.receive(status, Heartbeat(step, phase, step, 120.0))
-            status.heard = seconds if heard or not at_work else 0.0
+            status.received_s = seconds if heard or not at_work else 0.0
         found = waited_for.changes(ranks)
         assert all(each["step"] == step and each["doing"] == "computing" for each in found)
         return [each["rank"] for each in found]
@@ -227,5 +227,5 @@ def test_who_keeps_all_others_from_a_step_is_told_once_while_they_wait() -> None
     assert at(57.0, 9, 2, 3) == []
     # Nobody knows where two hosts compute, where all wait for the wire, nor of one that is silent.
     assert at(57.5, 10, 2, 3) == at(59.2, 10, 1, 2) == []
-    assert at(59.3, 10) == at(59.4, 10, 1, heard=False) == []
+    assert at(59.3, 10) == at(59.4, 10, 1, received_s=False) == []
     assert at(59.5, 10, 0) == [0]

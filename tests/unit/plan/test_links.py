@@ -80,7 +80,7 @@ def test_the_real_lab_goes_without_the_host_on_the_slow_port() -> None:
     assert few.transfer_s == pytest.approx(0.53, rel=0.05)  # as that lab's own log has it
     choice = choose_machines(80, range(5), speeds, wire, lab)
     assert 3 not in choice.ranks and {1, 2, 4} <= set(choice.ranks)
-    assert choice.whole.step_s > 4.8 and choice.chosen.step_s < 0.9
+    assert choice.with_all.step_s > 4.8 and choice.chosen.step_s < 0.9
     # What the four take alone was measured: the slow link does not tell.
     known = replace(wire, fewer=FewerCost((0, 1, 2, 4), 0.7))
     assert known.among(range(5), [0, 1, 2, 4], lab).transfer_s == pytest.approx(0.7)
@@ -190,8 +190,8 @@ def test_an_interface_says_what_it_carries_and_what_others_send_through_it() -> 
 
             thread = threading.Thread(target=stream)
             thread.start()
-            busy = traffic.Traffic("lo").seen()
+            busy = traffic.Traffic("lo").read_port()
             over.set()
             thread.join()
     assert busy.interface == "lo" and busy.others_send > 1e6 and busy.others_receive > 1e6
-    assert traffic.Traffic("none0").seen() == Port("none0")
+    assert traffic.Traffic("none0").read_port() == Port("none0")

@@ -112,7 +112,7 @@ def test_hosts_are_named_as_they_were_started() -> None:
 @pytest.mark.parametrize("text", ["1,2", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", ""])
 def test_wrong_shares_are_refused(text: str) -> None:
     with pytest.raises(MotleyError, match="--shares"):
-        read_shares(text).of(3)
+        read_shares(text).for_ranks(3)
 
 
 def test_a_batch_smaller_than_the_working_ranks_is_refused() -> None:
@@ -124,7 +124,7 @@ def test_a_batch_smaller_than_the_working_ranks_is_refused() -> None:
 @pytest.mark.parametrize("text", ["0", "1,2", "x", "-3", "4,4,0"])
 def test_wrong_micro_batches_are_refused(text: str) -> None:
     with pytest.raises(MotleyError, match="--micro-batch"):
-        read_micro_batches(text).of(3)
+        read_micro_batches(text).for_ranks(3)
 
 
 @given(

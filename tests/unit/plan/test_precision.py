@@ -72,12 +72,12 @@ def test_a_wrong_loss_scale_is_refused(text: str) -> None:
 
 
 def test_reading_precisions() -> None:
-    assert read_precisions("bf16").of(2) == ("bf16", "bf16")
-    assert read_precisions("fp16,fp32").of(2) == ("fp16", "fp32")
+    assert read_precisions("bf16").for_ranks(2) == ("bf16", "bf16")
+    assert read_precisions("fp16,fp32").for_ranks(2) == ("fp16", "fp32")
     with pytest.raises(MotleyError, match="nearest: fp16"):
         read_precisions("pf16")
     with pytest.raises(MotleyError, match="fp16,fp32 is for 2 ranks, but 3 take part"):
-        read_precisions("fp16,fp32").of(3)
+        read_precisions("fp16,fp32").for_ranks(3)
 
 
 @pytest.mark.parametrize(

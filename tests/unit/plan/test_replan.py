@@ -48,7 +48,7 @@ class Lab:
             if proposal := self.watch.step(ready, counts, self.counts):
                 assert sum(proposal.counts) == 180
                 self.counts, self.replans = proposal.counts, self.replans + 1
-                self.watch.forget()
+                self.watch.reset()
         last = max(s.compute_seconds(n) for s, n in zip(self.now, self.counts, strict=True))
         return limit_s(180, self.now) / last
 

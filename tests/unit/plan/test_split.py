@@ -96,7 +96,7 @@ def test_all_ranks_at_once_are_as_each_alone(
     slower = [speed.slower(factor) for speed in group]
     alone = [s.compute_seconds(each) for s, each in zip(slower, samples, strict=True)]
     assert speeds.compute_seconds(samples, factor).tolist() == pytest.approx(alone)
-    most = speeds.count_whole(seconds, factor)
+    most = speeds.count_whole_samples(seconds, factor)
     assert most.tolist() == [int(samples_in(s, seconds) + 1e-8) for s in slower]
 
 
@@ -301,7 +301,7 @@ def test_who_is_left_out_makes_no_step_longer(case: tuple) -> None:
     kept = choice.ranks
     assert list(kept) == sorted(set(kept)) and kept and not choice.idle & set(kept)
     # A forecast takes fewer buckets for 0.2 % of a step.
-    assert choice.chosen.step_s <= 1.01 * choice.whole.step_s * CLOSE
+    assert choice.chosen.step_s <= 1.01 * choice.with_all.step_s * CLOSE
     assert len(choice.chosen.compute_s) == len(kept) and choice.chosen.global_batch == n
     if must:
         assert {r for r, machine in enumerate(machines) if machine == needed} <= set(kept)

@@ -284,12 +284,12 @@ def test_who_slows_all_others_is_said_where_all_were_asked_for() -> None:
 
     def ask(wire: AllReduceCost) -> tuple[Choice, tuple[Advice, ...]]:
         choice = choose_machines(120, machines, team, wire, links)
-        planned_s = choice.whole.step_s
+        planned_s = choice.with_all.step_s
         return choice, fewer_hosts(choice, planned_s, ["a", "b", "c"], machines, links)
 
     choice, (advice,) = ask(AllReduceCost(0.0, 1.4, size=1e6))
     assert choice.ranks == (0, 2) and advice.option == "--hosts a,c"
-    assert advice.times == pytest.approx(choice.whole.step_s / choice.chosen.step_s)
+    assert advice.times == pytest.approx(choice.with_all.step_s / choice.chosen.step_s)
     assert advice.text.startswith("without b a step") and links.remark(1) in advice.text
     assert ask(AllReduceCost(0.0, 0.01))[1] == ()
 

@@ -10,7 +10,7 @@ from motley.cluster.gpus import DeviceFacts
 from motley.errors import HostTrouble
 from motley.provision.connection_report import Here, judge, judge_networks
 from motley.provision.host_report import HostQuery, HostReport, parse
-from motley.provision.leave_cn import tell
+from motley.provision.leave_cn import ask_agent
 from motley.provision.setup_command import print_troubles, run_module
 
 # -- judges
@@ -130,8 +130,8 @@ def test_hosts_of_which_the_same_is_to_be_said_share_a_line(
 
 
 def test_a_hosts_own_agent_answers(tmp_path: Path) -> None:
-    assert not tell("localhost", "ask", tmp_path)["sees"]
+    assert not ask_agent("localhost", "ask", tmp_path)["sees"]
     (tmp_path / "run.json").write_text("{}")
-    assert tell("localhost", "ask", tmp_path)["sees"]
+    assert ask_agent("localhost", "ask", tmp_path)["sees"]
     with pytest.raises(HostTrouble, match=r"the environment there fails: .*no_module"):
         run_module("localhost", "motley.no_module", limit=20)

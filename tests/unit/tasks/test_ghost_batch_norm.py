@@ -112,7 +112,7 @@ def test_those_who_are_left_stand_for_a_lost_rank(
         left.end_step(taken=True)
     all_of_it.unite()
     kept, estimated = left.state(torch.clone), left.estimate(torch.clone)
-    left.forget()
+    left.reset()
     left.go_on(kept)
     left.go_on({})  # it is in there already
     for name, value in whole.state_dict().items():

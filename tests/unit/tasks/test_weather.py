@@ -100,7 +100,7 @@ def test_made_fields_are_usual_and_none_that_is_held_out_is_trained_on() -> None
     assert np.abs(np.diff(told, axis=0)).mean() > 0.02, "they move"
     training, held_out = task.data(False), task.data(True)
     hours = [
-        {hour for index in range(len(part)) for hour in part.of(index)}  # type: ignore[attr-defined]
+        {hour for index in range(len(part)) for hour in part.hours_at(index)}  # type: ignore[attr-defined]
         for part in (training, held_out)
     ]
     assert not hours[0] & hours[1] and len(held_out) == 19

@@ -96,7 +96,7 @@ UNKNOWN = (
 
 def read(words: str) -> dict[str, object]:
     config = read_config(training_parser("test", known_strategies(TORCH)), words.split())
-    values = {name: declared.text_of(value) for name, declared, value in config.options()}
+    values = {name: declared.to_text(value) for name, declared, value in config.options()}
     return {name: values[name] for name in config.typed_names if name != "task"}
 
 

@@ -41,11 +41,11 @@ def test_the_layer_and_the_samples_are_named(model: TaskModel) -> None:
     model.net.blocks[1].mlp.fc2.register_forward_hook(burst)
     found = find_overflow(model, batches(model, 0, 10)[1:], 1.0)
     assert found is not None and found.layer == "blocks.1.mlp.fc2"
-    assert (found.what, found.samples) == ("gradient", (12,))
+    assert (found.values, found.samples) == ("gradient", (12,))
     assert str(found) == "the gradient of blocks.1.mlp.fc2 (sample indices 12)"
 
 
 def test_too_high_a_scale_overflows_in_fp16(model: TaskModel) -> None:
     found = find_overflow(model, batches(model, 100, 200), 2.0**30)
-    assert found is not None and found.what == "gradient"
+    assert found is not None and found.values == "gradient"
     assert set(found.samples) <= set(range(100, 104))

@@ -70,12 +70,12 @@ class Family:
     Attributes:
         name: how they begin, with a slash at the end, as in ``hfds/``.
         says: of them, for ``-h``.
-        of: the one whose name goes on with these words.
+        make: return the dataset whose name goes on with these words.
     """
 
     name: str
     says: str
-    of: Callable[[str], Dataset]
+    make: Callable[[str], Dataset]
 
 
 def known_datasets() -> dict[str, Dataset | Family]:
@@ -87,12 +87,12 @@ def find_dataset(name: str) -> Dataset:
     """The dataset of this name."""
     known = known_datasets()
     begins, slash, rest = name.partition("/")
-    found = known.get(begins + slash)
-    if found is None:
+    result = known.get(begins + slash)
+    if result is None:
         raise MotleyError(
             f"--dataset {name} is unknown{did_you_mean(name, known)}; choose {', '.join(known)}"
         )
-    return found.of(rest) if isinstance(found, Family) else found
+    return result.make(rest) if isinstance(result, Family) else result
 
 
 def dataset_name(text: str) -> str:
@@ -111,10 +111,10 @@ def held_out_split(splits: Collection[str], where: str) -> str:
     Raises:
         MotleyError: there is none, or none to train on.
     """
-    found = next((name for name in HELD_OUT if name in splits), None)
-    if TRAIN not in splits or found is None:
+    result = next((name for name in HELD_OUT if name in splits), None)
+    if TRAIN not in splits or result is None:
         raise MotleyError(
             f"{where} has {'the splits ' + ', '.join(splits) if splits else 'no split'}; it needs "
             f"{TRAIN}, and {' or '.join(HELD_OUT)}"
         )
-    return found
+    return result

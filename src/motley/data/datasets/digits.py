@@ -71,9 +71,9 @@ def _apportion_counts(counts: Any, total: int, rng: Any) -> Any:
     parts = np.floor(exact)
     for value in np.unique(exact - np.floor(exact))[::-1]:
         (places,) = np.where(exact - np.floor(exact) == value)
-        if not (left := min(len(places), int(total - parts.sum()))):
+        if not (remaining := min(len(places), int(total - parts.sum()))):
             break
-        parts[rng.choice(places, size=left, replace=False)] += 1
+        parts[rng.choice(places, size=remaining, replace=False)] += 1
     return parts.astype(int)
 
 

@@ -94,7 +94,7 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
             f"{option} is no folder here; give one, or the OWNER/NAME of a data set of the hub"
         )
     try:
-        found: Mapping[str, Any] = datasets.load_dataset(_place(name), cache_dir=str(folder))
+        result: Mapping[str, Any] = datasets.load_dataset(_place(name), cache_dir=str(folder))
     except Exception as error:  # of many formats, whose errors have no type in common
         cause = error.__cause__ or error
         raise MotleyError(
@@ -102,7 +102,7 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
             "give a folder of images, of parquet files, or that a DatasetDict was saved to, or the "
             f"OWNER/NAME of a data set of the hub, which is kept under --data-dir {folder}"
         ) from None
-    return found
+    return result
 
 
 def _datasets(option: str) -> Any:
@@ -156,10 +156,12 @@ def _classes(part: _Split, known: int | None, option: str) -> int:
     return known or 1 + max(part.targets)
 
 
-def _of(name: str) -> Dataset:
+def _make(name: str) -> Dataset:
     return Dataset(f"hfds/{name}", "", partial(_open, name), partial(_prepare, name))
 
 
 DATASETS = (
-    Family("hfds/", "with a folder or a hub's OWNER/NAME is read by Hugging Face's datasets", _of),
+    Family(
+        "hfds/", "with a folder or a hub's OWNER/NAME is read by Hugging Face's datasets", _make
+    ),
 )

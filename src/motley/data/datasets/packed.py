@@ -25,8 +25,8 @@ class _Part:
     @property
     def targets(self) -> list[int]:
         """The labels, as torchvision calls them."""
-        found: list[int] = self._rows[:, 4].tolist()
-        return found
+        result: list[int] = self._rows[:, 4].tolist()
+        return result
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -84,14 +84,14 @@ def _file(place: Path) -> Path:
 
     if not place.is_dir():
         return place
-    found = sorted(place.glob(f"*{SUFFIX}"))
-    if len(found) != 1:
-        names = f"{len(found)} files: {', '.join(each.name for each in found[:5])}"
+    result = sorted(place.glob(f"*{SUFFIX}"))
+    if len(result) != 1:
+        names = f"{len(result)} files: {', '.join(each.name for each in result[:5])}"
         raise MotleyError(
-            f"--data-dir {place} has {names if found else 'no file'} of the kind NAME{SUFFIX}; "
-            + ("name one of them" if found else "make it with: bash setup/stage_cn.sh")
+            f"--data-dir {place} has {names if result else 'no file'} of the kind NAME{SUFFIX}; "
+            + ("name one of them" if result else "make it with: bash setup/stage_cn.sh")
         )
-    return found[0]
+    return result[0]
 
 
 DATASETS = (

@@ -37,10 +37,10 @@ class _Split:
         # With a key of labels, those without one are not counted alike by all who write it.
         wrong = self.count not in (None, len(images)) and not self.label_key
         if wrong or not len(images):
-            told = f" of the {self.count} that {_INFO[0]} tells" if wrong else ""
+            counted = f" of the {self.count} that {_INFO[0]} tells" if wrong else ""
             raise MotleyError(
-                f"{folder}: {name} has {len(images) or 'no'} images{told}, in {len(self.paths)} "
-                "shards; copy them all"
+                f"{folder}: {name} has {len(images) or 'no'} images{counted}, in "
+                f"{len(self.paths)} shards; copy them all"
             )
         return images
 
@@ -50,7 +50,7 @@ def _open(name: str, root: Path, img_size: int) -> "Images":
 
     folder = root / name if (root / name).is_dir() else root  # timm takes any name for root
     info = _info(folder)
-    splits = _told(folder, info) if "splits" in info else _by_name(folder)
+    splits = _read_sizes(folder, info) if "splits" in info else _by_name(folder)
     if not splits:
         raise MotleyError(
             f"--dataset wds/{name}: no shard is in {folder}, such as train-0000.tar, and none in a "
@@ -85,7 +85,7 @@ def _info(folder: Path) -> Mapping[str, Any]:
     return info
 
 
-def _told(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
+def _read_sizes(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
     try:
         return {
             name: _Split(
@@ -104,19 +104,19 @@ def _told(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
 
 def _by_name(folder: Path) -> dict[str, _Split]:
     """Shards by the first split that is a word of their path, as in ``flowers-train-0007.tar``."""
-    found: dict[str, list[Path]] = {}
+    result: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.tar"), *folder.glob("*/*.tar")]):
         words = re.findall("[a-z]+", str(path.relative_to(folder)).lower())
         split = next((word for word in words if word in (TRAIN, *HELD_OUT)), None)
         if split:
-            found.setdefault(split, []).append(path)
-    return {split: _Split(tuple(paths)) for split, paths in found.items()}
+            result.setdefault(split, []).append(path)
+    return {split: _Split(tuple(paths)) for split, paths in result.items()}
 
 
-def _of(name: str) -> Dataset:
+def _make(name: str) -> Dataset:
     return Dataset(f"wds/{name}", "", partial(_open, name))
 
 
 DATASETS = (
-    Family("wds/", "with a folder of --data-dir, or nothing, is webdataset's .tar shards", _of),
+    Family("wds/", "with a folder of --data-dir, or nothing, is webdataset's .tar shards", _make),
 )

@@ -134,7 +134,7 @@ def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tenso
         tensors: tensors by name, ``optimizer.<parameter>.<slot>`` among them.
         in_8_bits: True: convert to 8 bits. False: convert to 32.
     """
-    found = dict(tensors)
+    result = dict(tensors)
     for key, value in tensors.items():
         kind, slot = key.partition(".")[0], key.rpartition(".")[2]
         if kind != "optimizer" or slot not in _SIGNED:
@@ -145,11 +145,11 @@ def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tenso
             codes, scale = pack(own.float().flatten(1), _SIGNED[slot])
             made = {key: codes.view(own.shape), key + _SCALE: scale}
         elif not in_8_bits and scale is not None:
-            del found[key + _SCALE]
+            del result[key + _SCALE]
             made = {key: unpack(own.flatten(1), own_rows(scale), _SIGNED[slot]).view(own.shape)}
         for each, part in made.items():
-            found[each] = rows_as(part, value) if isinstance(value, DTensor) else part
-    return found
+            result[each] = rows_as(part, value) if isinstance(value, DTensor) else part
+    return result
 
 
 class _Factors:
@@ -175,8 +175,8 @@ def _new_slots(parameter: Tensor) -> dict[str, Tensor]:
         shape = (len(own), -(-math.prod(own.shape[1:]) // BLOCK))
         slots[name + _SCALE] = torch.zeros(shape, device=own.device)
     if isinstance(parameter, DTensor):
-        found = {name: rows_as(value, parameter) for name, value in slots.items() if value.ndim}
-        slots |= found
+        result = {name: rows_as(value, parameter) for name, value in slots.items() if value.ndim}
+        slots |= result
     return slots
 
 
@@ -259,14 +259,14 @@ def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     """Return the numbers of codes, but for rounding: fp32 [rows, numbers], in memory of its own."""
     numbers = _tables(signed, str(codes.device)).numbers
-    found = numbers.index_select(0, codes.int().flatten()).view(codes.shape)
+    result = numbers.index_select(0, codes.int().flatten()).view(codes.shape)
     blocks, last = divmod(codes.shape[1], BLOCK)
     whole = blocks * BLOCK
     if blocks:
-        found[:, :whole].view(-1, blocks, BLOCK).mul_(scale[:, :blocks].unsqueeze(2))
+        result[:, :whole].view(-1, blocks, BLOCK).mul_(scale[:, :blocks].unsqueeze(2))
     if last:
-        found[:, whole:].mul_(scale[:, blocks:])
-    return found
+        result[:, whole:].mul_(scale[:, blocks:])
+    return result
 
 
 @dataclass(frozen=True)
@@ -294,20 +294,20 @@ def _tables(signed: bool, device: str) -> _Tables:
     Each of seven decades has twice as many codes as the one below, each in the middle of an equal
     part of it. With both signs there are half as many. Zero and one are codes besides.
     """
-    found = [0.0, 1.0]
+    result = [0.0, 1.0]
     for decade in range(7):
         parts = 2 ** (decade + (not signed))
         middles = [(0.1 + 0.9 * (part + 0.5) / parts) * 10.0 ** (decade - 6)
                    for part in range(parts)]  # fmt: skip
-        found += middles + [-each for each in middles] * signed
-    found.sort()
-    between = torch.tensor([(one + other) / 2 for one, other in pairwise(found)] + [math.inf])
+        result += middles + [-each for each in middles] * signed
+    result.sort()
+    between = torch.tensor([(one + other) / 2 for one, other in pairwise(result)] + [math.inf])
     cells = torch.arange(-_CELLS // 2, _CELLS // 2, dtype=torch.int32) << _REST
     cells[: _CELLS // 2] |= (1 << _REST) - 1  # of what is below zero the last is the lowest
     lowest = torch.bucketize(cells.view(torch.float32), between, right=True)
-    lowest.clamp_(0 if signed else 1, len(found) - 1)
+    lowest.clamp_(0 if signed else 1, len(result) - 1)
     return _Tables(
-        torch.tensor(found, device=device), lowest.to(device, torch.uint8),
+        torch.tensor(result, device=device), lowest.to(device, torch.uint8),
         between[lowest].to(device),
     )  # fmt: skip
 

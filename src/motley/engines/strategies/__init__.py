@@ -73,8 +73,8 @@ class Engines:
 
 def known_strategies(script: str | None = None) -> dict[str, Strategy]:
     """Return the strategies that a script trains with, by name; None: all."""
-    found: list[Strategy] = entries("motley.engines.strategies", "STRATEGIES")
-    return {each.name: each for each in found if script in (None, each.script)}
+    result: list[Strategy] = entries("motley.engines.strategies", "STRATEGIES")
+    return {each.name: each for each in result if script in (None, each.script)}
 
 
 def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strategy:
@@ -84,7 +84,7 @@ def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strat
         config: the options.
         strategies: strategies of the script. If they are more than one, ``--strategy`` names one.
     """
-    name = config.of(StrategyOptions).strategy if len(strategies) > 1 else next(iter(strategies))
+    name = config.group(StrategyOptions).strategy if len(strategies) > 1 else next(iter(strategies))
     return strategies[name]
 
 
@@ -94,7 +94,7 @@ def list_engines(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
     for other in strategies.values():
         for group in set(other.options) - set(chosen.options):
             for each in fields(group):
-                if getattr(config.of(group), each.name) != each.default:
+                if getattr(config.group(group), each.name) != each.default:
                     flag = get_flag(get_options(group)[each.name])
                     raise MotleyError(
                         f"{flag} is for --strategy {other.name}, and this is {chosen.name}; add "

@@ -81,7 +81,7 @@ class FsdpOptions:
 
 
 def _traits(config: "Config") -> EngineTraits:
-    own = config.of(FsdpOptions)
+    own = config.group(FsdpOptions)
     traits = RESHARDS if own.reshard_after_forward else TRAITS
     return replace(traits, state_in_host=STATE if own.offload == "parameters" else ())
 

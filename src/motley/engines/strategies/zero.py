@@ -74,7 +74,7 @@ TRAITS = (  # by stage
 def _traits(config: Config) -> EngineTraits:
     from motley.engines.optimizers import find_row
 
-    own = config.of(ZeroOptions)
+    own = config.group(ZeroOptions)
     path = config_path(own)
     stage = read_stage(path)
     if stage and find_row(config.opt) > 1:
@@ -95,7 +95,7 @@ def _traits(config: Config) -> EngineTraits:
 def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
     from motley.engines.zero_engine import Zero3Engine, ZeroEngine
 
-    is_cut = read_stage(config_path(context.config.of(ZeroOptions))) == 3
+    is_cut = read_stage(config_path(context.config.group(ZeroOptions))) == 3
     return (Zero3Engine if is_cut else ZeroEngine)(model, context)
 
 

@@ -63,18 +63,18 @@ class MLflow(Tracker):
 
     def _begin(self, run: Published, artifacts: str | None) -> None:
         param = self._entities.Param
-        told = [param(name, str(value)[:_LONGEST]) for name, value in run.parameters.items()]
-        found = self._client.get_experiment_by_name(run.project)
+        received = [param(name, str(value)[:_LONGEST]) for name, value in run.parameters.items()]
+        result = self._client.get_experiment_by_name(run.project)
         group = (
-            found.experiment_id if found
+            result.experiment_id if result
             else self._client.create_experiment(run.project, artifact_location=artifacts)
         )  # fmt: skip
         began = self._client.create_run(
             group, start_time=int(1000 * run.started), run_name=run.name
         )
         self._id = began.info.run_id
-        for first in range(0, len(told), _PARAMETERS):
-            self._client.log_batch(self._id, params=told[first : first + _PARAMETERS])
+        for first in range(0, len(received), _PARAMETERS):
+            self._client.log_batch(self._id, params=received[first : first + _PARAMETERS])
 
     def memory(self) -> JsonDict:
         """See Tracker."""

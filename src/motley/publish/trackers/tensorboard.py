@@ -34,12 +34,12 @@ class TensorBoard(Tracker):
         self._path = run.folder.path / f"events.out.tfevents.{int(run.started)}.motley"
         if self._path.is_symlink():
             raise MotleyError(f"{self._path} is a symbolic link: remove it")
-        kept = memory.get("bytes") if memory.get("file") == self._path.name else None
+        saved = memory.get("bytes") if memory.get("file") == self._path.name else None
         size = self._path.stat().st_size if self._path.is_file() else 0
-        self.anew = not isinstance(kept, int) or not 0 < kept <= size
+        self.anew = not isinstance(saved, int) or not 0 < saved <= size
         self._file = self._path.open("wb" if self.anew else "r+b")
         if not self.anew:
-            self._file.truncate(kept)
+            self._file.truncate(saved)
             self._file.seek(0, 2)
         self._writer: Any = _module("tensorboard.summary.writer.record_writer").RecordWriter(
             self._file

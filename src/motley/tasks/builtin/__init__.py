@@ -56,7 +56,9 @@ def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
     if not before or not now or before == now:
         return
     pairs = zip_longest(now, before, fillvalue="missing")
-    number, (here, there) = next(found for found in enumerate(pairs) if found[1][0] != found[1][1])
+    number, (here, there) = next(
+        result for result in enumerate(pairs) if result[1][0] != result[1][1]
+    )
     raise MotleyError(
         f"labels mean something else than in the checkpoint: class {number} is {here!r}, and "
         f"{there!r} in the checkpoint ({len(now)} classes, and {len(before)}). Give the class "

@@ -301,8 +301,8 @@ class ImageTask(Task):
         image, label = item
         if not training:
             return {"images": self._evaluation(image), "labels": label}
-        found = {"images": self._training(image), "labels": label}
-        return found | {"drawn": self._mixing.draw()} if self._mixes else found
+        result = {"images": self._training(image), "labels": label}
+        return result | {"drawn": self._mixing.draw()} if self._mixes else result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
         """See Task."""
@@ -339,15 +339,15 @@ class ImageTask(Task):
         """
         import torch
 
-        kept: dict[torch.device, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_kept", {})
-        if device not in kept:
+        saved: dict[torch.device, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_kept", {})
+        if device not in saved:
             shape = (1, self.images.channels, 1, 1)
             mean, std = (
                 255 * torch.tensor(each, device=device).view(shape)
                 for each in (self.look.mean, self.look.std)
             )
-            kept[device] = mean, std
-        return kept[device]
+            saved[device] = mean, std
+        return saved[device]
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """See Task."""
@@ -390,11 +390,11 @@ class ImageTask(Task):
         labels = ["" if label == NO_LABEL else label for label in known]
         confidence = [f"{value:.4f}" for value in best.values.tolist()]
         predicted = best.indices.tolist()
-        said = {"label": labels, "predicted": predicted, "confidence": confidence}
+        text = {"label": labels, "predicted": predicted, "confidence": confidence}
         if names := self.class_names:
-            said["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
-            said["predicted_name"] = [names[label] for label in predicted]
-        return said
+            text["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
+            text["predicted_name"] = [names[label] for label in predicted]
+        return text
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return random pixels for a timing.

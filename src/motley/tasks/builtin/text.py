@@ -234,14 +234,14 @@ class TextTask(HfOptions):
     @cached_property
     def _pieces(self) -> dict[bool, Windows | Paragraphs]:
         """Return the pieces of the held-out text, and of the rest."""
-        found: dict[bool, Windows | Paragraphs] = {}
+        result: dict[bool, Windows | Paragraphs] = {}
         for held_out in (False, True):
             text = self.corpus.split(held_out)
             if self.paragraphs:
-                found[held_out] = Paragraphs(self.corpus, text, self.length)
+                result[held_out] = Paragraphs(self.corpus, text, self.length)
             else:
-                found[held_out] = Windows(self.corpus.encode(text), self.length)
-            if not len(found[held_out]):
+                result[held_out] = Windows(self.corpus.encode(text), self.length)
+            if not len(result[held_out]):
                 needs = (
                     "a paragraph needs two tokens;" if self.paragraphs
                     else f"--length {self.length} needs more; lower --length, or"
@@ -251,7 +251,7 @@ class TextTask(HfOptions):
                     f"{'tenth that is held out' if held_out else 'rest'} has {len(text)} "
                     f"characters, and {needs} give more text"
                 )
-        return found
+        return result
 
     @property
     def weight(self) -> float:  # type: ignore[override]
@@ -335,8 +335,8 @@ class TextTask(HfOptions):
         pieces = self._pieces[False]
         if not isinstance(pieces, Paragraphs):
             return None
-        found: list[float] = pieces.sizes[list(indices)].astype(float).tolist()
-        return found
+        result: list[float] = pieces.sizes[list(indices)].astype(float).tolist()
+        return result
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """See Task: nats."""

@@ -147,7 +147,7 @@ class WeatherTask(Task):
 
         if not isinstance(source, Forecasts):
             return super().name_of(source, index)
-        first, *_, last = map(format_time, source.of(index))
+        first, *_, last = map(format_time, source.hours_at(index))
         return f"{self.noun} of {first} to {last}"
 
     def _errors(self, batch: "Tensors") -> "ForecastErrors":
@@ -193,12 +193,14 @@ class WeatherTask(Task):
         """See Task: how far each forecast is off, and of when it is."""
         from motley.tasks.states import format_time
 
-        found = self.scores(net, batch)
+        result = self.scores(net, batch)
         columns = {
-            f"rmse_{name}": value.sqrt().tolist() for name, value in found.items() if name != "loss"
+            f"rmse_{name}": value.sqrt().tolist()
+            for name, value in result.items()
+            if name != "loss"
         }
         when = [format_time(hour + self.hours) for hour in batch["hour"].tolist()]
-        return {"time": when, "loss": found["loss"].tolist(), **columns}
+        return {"time": when, "loss": result["loss"].tolist(), **columns}
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """See Task: usual values, nothing alike."""
