@@ -191,7 +191,7 @@ def start_scale(asked: str | float, precisions: Collection[str]) -> "LossScale":
     """The shared scale as ``--loss-scale`` asks for it.
 
     A number is where the scale starts; it grows and backs off from there. ``auto`` is 1
-    for good unless some rank computes in fp16; then motley.train.loss_scale finds its start.
+    for good unless some rank computes in fp16; then motley.train.scale_search finds its start.
     """
     if asked == "auto" and "fp16" not in precisions:
         return LossScale(1.0, dynamic=False)

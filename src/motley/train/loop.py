@@ -30,9 +30,7 @@ from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
 from motley.records.training import EMA, EpochRecord
-from motley.train.profiler import StepProfiler
-from motley.train.recorder import Recorder, Timed
-from motley.train.recovery import (
+from motley.train.agreement import (
     Agreement,
     check_numbers,
     check_scores,
@@ -40,6 +38,8 @@ from motley.train.recovery import (
     rebalance,
     shrink_micro_batches,
 )
+from motley.train.profiler import StepProfiler
+from motley.train.recorder import Recorder, Timed
 from motley.train.rescue import Rescue, pause
 from motley.train.setup import Job
 

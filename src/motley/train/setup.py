@@ -34,9 +34,9 @@ from motley.tasks.builtin import CLASS_NAMES, SAMPLES, get_identity, get_task
 from motley.tasks.model import TaskModel
 from motley.text import clock, name_some
 from motley.train.command_line import options_to_save
-from motley.train.loss_scale import search_scale
 from motley.train.profiler import check_profile
 from motley.train.recorder import FirstSteps
+from motley.train.scale_search import search_scale
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 

@@ -11,7 +11,7 @@ import argparse
 
 import torch
 
-import motley.train.recovery
+import motley.train.agreement
 from motley.engines.ddp import DdpEngine, NoOverlapEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, EngineContext, LaunchedStep
@@ -80,7 +80,7 @@ if __name__ == "__main__":
     own.add_argument("--unlike", action="store_true")
     given, rest = own.parse_known_args()
     if given.unlike:
-        Flipped.again, motley.train.recovery._unlike = True, lambda workers: True
+        Flipped.again, motley.train.agreement._unlike = True, lambda workers: True
     rank, what, step = given.flip.split(":")
     Flipped.flip = (int(rank), what, int(step))
     config = read_config(training_parser(str(__doc__)), rest)

@@ -24,8 +24,8 @@ from motley.plan.precision import LossScale, read_precisions
 from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
+from motley.train.agreement import digests
 from motley.train.command_line import read_config, training_parser
-from motley.train.recovery import digests
 
 STEPS, EVERY, N = 11, 4, 24
 SHARES = (5, 3, 0)

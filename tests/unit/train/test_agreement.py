@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from motley.tasks import check as module
 from motley.tasks.check import fingerprint
-from motley.train.recovery import arithmetic, differing, unsound, vote
+from motley.train.agreement import arithmetic, differing, unsound, vote
 
 
 @pytest.mark.parametrize(

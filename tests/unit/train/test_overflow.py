@@ -8,7 +8,7 @@ from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
-from motley.train.loss_scale import find_overflow
+from motley.train.scale_search import find_overflow
 
 
 @pytest.fixture

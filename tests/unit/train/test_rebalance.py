@@ -8,7 +8,7 @@ import pytest
 from motley.comm.modes.numbers import EXACT
 from motley.plan.plan import make_plan
 from motley.plan.replan import Device, Proposal
-from motley.train.recovery import rebalance
+from motley.train.agreement import rebalance
 from motley.train.setup import _watch
 
 

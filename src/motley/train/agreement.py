@@ -29,8 +29,8 @@ from motley.plan.plan import Plan, Rank
 from motley.plan.replan import Proposal
 from motley.tasks.check import fingerprint
 from motley.text import format_step, name_some
-from motley.train.loss_scale import find_overflow
 from motley.train.recorder import Recorder
+from motley.train.scale_search import find_overflow
 from motley.train.setup import Job
 
 _TRIALS, _PROBED = 3, 20  # of a device's arithmetic, and steps in each
