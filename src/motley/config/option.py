@@ -5,6 +5,7 @@ bounds, and lists.
 """
 
 import argparse
+import re
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Flag, auto
 from types import NoneType, UnionType
@@ -187,7 +188,12 @@ def _number(text: str, kind: type, low: float, high: float, says: str) -> float:
 
 def positive(text: str) -> int:
     """Read a whole number of 1 or more."""
-    return int(_number(text, int, 1, 2**62, "a whole number of 1 or more"))
+    return int(_number(_without_zeros(text), int, 1, 2**62, "a whole number of 1 or more"))
+
+
+def _without_zeros(text: str) -> str:
+    """Return ``3`` for ``3.0``, as Hugging Face's users write a number of epochs."""
+    return re.sub(r"(?<=\d)\.0+$", "", text)
 
 
 def batch_size(text: str) -> int:

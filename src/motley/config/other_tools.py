@@ -26,6 +26,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--grad-clip": ("--clip-grad",),
     "--gradient-checkpointing": ("--grad-checkpointing",),
     "--gradient-clip-val": ("--clip-grad",),
+    "--gradient-clipping": ("--clip-grad",),
     "--imgsz": ("--img-size",),
     "--label-smoothing": ("--smoothing",),
     "--label-smoothing-factor": ("--smoothing",),
@@ -122,7 +123,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--main-process-port", "--master-addr", "--master-port", "--multi-gpu", "--nnodes",
         "--node-rank", "--nproc-per-node", "--num-gpus", "--num-machines", "--num-nodes",
         "--num-processes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--world-size",
-        "--dist-url", "--devices", "--hostfile",
+        "--dist-url", "--devices", "--hostfile", "--exclude", "--max-restarts", "--standalone",
     ),
     _ONE_BATCH: (
         "--per-device-batch-size", "--per-device-train-batch-size", "--per-gpu-train-batch-size",
@@ -137,6 +138,9 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     ),
     "the model's own configuration says how images are prepared; leave it out": (
         "--crop-pct", "--interpolation", "--mean", "--std",
+    ),
+    "the schedule ends with the run, at --max-steps or --epochs; leave it out": (
+        "--lr-decay-iters", "--lr-decay-steps",
     ),
     "--resume auto goes on after the last saved step": ("--start-epoch",),
     "it is --paragraphs of --task text": ("--group-by-length",),
@@ -179,6 +183,7 @@ ANSWERS: Mapping[str, str] = {
 _TRAINER = "--trainer."  # Lightning's command line
 # Switches that the Trainer's users give a value.
 _SWITCHES = frozenset(("--bf16", "--fp16", "--gradient-checkpointing", "--tf32", "--torch-compile"))
+_ON_OFF = {"true": "on", "false": "off"}
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -206,6 +211,10 @@ def own_words(words: Sequence[str], known: Collection[str]) -> list[str]:
         name, joined, value = with_dashes(remaining.pop(0), known).partition("=")
         other = plain_name(name)
         own = SAME.get(other, ())
+        if name == "--compile":
+            value = _ON_OFF.get(value.lower(), value)
+        if name not in known and other in known:  # behind --trainer.
+            name = other
         if name in known or not own or own[0] not in known:
             result.append(name + joined + value)
             continue

@@ -42,6 +42,8 @@ WORK = {
         "max_steps": 10, "clip_grad": 1.0, "precision": "fp16",
     },
     "--task text --lora_r 8 --max_seq_length 64": {"lora": 8, "length": 64},
+    "--compile=False --trainer.max_steps 9": {"compile": "off", "max_steps": 9},
+    "--num_train_epochs 3.0 --gradient_clipping 1": {"epochs": 3, "clip_grad": 1.0},
     "--imgsz 64": {"img_size": 64},  # Ultralytics
 }  # fmt: skip
 ANSWERED = {
@@ -71,6 +73,8 @@ ANSWERED = {
     "--warmup_ratio 0.1": "--warmup-epochs E",
     "--warmup_iters 100": "--warmup-epochs E",
     "--eval_steps 50": "each epoch ends with an evaluation",
+    "--lr_decay_iters 9": "the schedule ends with the run",
+    "--standalone": "the launcher decides it",
     "--num-classes 10": "the data set says",
     "--sync-bn": "--bn-group",
     "--fsdp full_shard": "--strategy fsdp",
