@@ -40,4 +40,8 @@ done
 printf '\n== 4/4 pictures\n'
 python plots/plot_gpu.py "logs/$run-torch_dist" "logs/$run-deepspeed"
 python plots/plot_training.py "logs/$run-torch_dist" "logs/$run-deepspeed"
-printf '\nDone. To your own machines: write them into hosts.txt (see README.md).\n'
+cat <<END
+
+Done. Look at the pictures above, or at all of it: python plots/report.py logs/$run-torch_dist
+Next: your own machines, in hosts.txt (README.md), or your own model (docs/your_model.md).
+END

@@ -50,9 +50,9 @@ def test_a_run_bound_by_its_input_takes_as_long_as_forecast(
     # 1 ms, behind each read or beside it.
     took = statistics.median(step["t_data"] for step in trained.steps()[4:])
     assert 10 * 0.02 < forecast == pytest.approx(took, rel=0.1)
-    said = [each for each in trained.done.output.splitlines() if "waits for its samples" in each]
+    said = [each for each in trained.done.output.splitlines() if "input limits" in each]
     line, _ = said  # with the plan, and with what the run reached
     assert ("--workers 1" in line) != bool(workers)
     assert "--dataset packed" not in line, "these samples are no images"
-    expected = next(each for each in trained.done.output.splitlines() if "predicted:" in each)
-    assert "It loses" in expected and " s to input" in expected
+    expected = next(each for each in trained.done.output.splitlines() if "expected:" in each)
+    assert "A step loses" in expected and " s to input" in expected

@@ -51,8 +51,9 @@ class Energy:
         """For a person."""
         kilo, times = ("k", 1) if self.kwh >= _FEW_KWH else ("", 1000)
         return (
-            f"The GPUs took {times * self.kwh:.3g} {kilo}Wh, {self.joules_each:.3g} J for each of "
-            f"the {unit}: {times * self.co2_kg:.3g} {kilo}g of CO2 at {self.co2_per_kwh:g} g a kWh."
+            f"The GPUs took {times * self.kwh:.3g} {kilo}Wh, {self.joules_each:.3g} J per "
+            f"{unit.removesuffix('s')}: {times * self.co2_kg:.3g} {kilo}g of CO2 at "
+            f"{self.co2_per_kwh:g} g/kWh."
         )
 
 
@@ -92,7 +93,9 @@ class RunVerdict:
         text = [self._reached(), self._where_it_went(), self._who_is_slower()]
         text += [_sentence(each, self.unit, self._how_far_off()) for each in self.advice]
         if self.grows_mib:
-            text.append(f"Memory grows by {self.grows_mib:.3g} MiB a step, to the end of the run.")
+            text.append(
+                f"Memory grows by {self.grows_mib:.3g} MiB per step until the end of the run."
+            )
         if self.energy:
             text.append(self.energy.sentence(self.unit))
         return [*filter(None, text)]
@@ -101,25 +104,24 @@ class RunVerdict:
         if self.step_s is None:
             return ""
         words = f"A step took {self.step_s:.3g} s"
-        more = self.fraction is not None and self.fraction > 1 + _OFF
-        if self.fraction is not None and not more:
-            words = f"{self.fraction:.2f} of what these machines can do together: a" + words[1:]
         if self.forecast_s and abs(self.step_s / self.forecast_s - 1) > _OFF:
-            words += f", where the plan foresaw {self.forecast_s:.3g}"
-        if more:
-            words += (
-                f": {self.fraction:.2f} times what these machines did together when they were "
-                "measured; others may have used them then"
+            words += f" ({self.forecast_s:.3g} expected)"
+        if self.fraction is None:
+            return f"{words}."
+        if self.fraction > 1 + _OFF:
+            return (
+                f"{words}: {self.fraction:.2f} times the speed that was measured at the start, "
+                "when other programs may have used the machines."
             )
-        return f"{words}."
+        return f"The run reached {self.fraction:.0%} of the limit, the sum of all devices. {words}."
 
     def _how_far_off(self) -> str:
-        """Return the error of the plan that advises, in words; empty where it is small."""
+        """Return a warning that the plan, which advises, erred; empty where it did not."""
         if not (self.step_s and self.forecast_s):
             return ""
         times = self.forecast_s / self.step_s
         times = max(times, 1 / times)
-        return f" by a plan that was {times:.1f} times off" if times > _UNSURE else ""
+        return f" (rough: this plan erred by a factor of {times:.1f})" if times > _UNSURE else ""
 
     def _where_it_went(self) -> str:
         why = {_PARTS["t_comm"]: f" ({self.link})" if self.link else ""}
@@ -127,15 +129,15 @@ class RunVerdict:
             f"{part:.0%} {name}{why.get(name, '')}"
             for name, part in self.lost.items() if part >= _WORTH
         ]  # fmt: skip
-        return f"What is not computing: {', '.join(parts)}." if parts else ""
+        return f"The rest of a step: {', '.join(parts)}." if parts else ""
 
     def _who_is_slower(self) -> str:
         if self.slower_times is None or self.slower_times < _SLOWER:
             return ""
-        why = self.crowd or "other programs use it, or it has become slower"
+        why = self.crowd or "another program uses the machine, or it has become slower"
         return (
-            f"{self.slower} takes {self.slower_times:.2f} times as long for its samples as was "
-            f"measured at the start: {why}."
+            f"{self.slower} takes {self.slower_times:.2f} times as long as at the start for the "
+            f"same samples: {why}."
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -299,10 +301,7 @@ def _crowd(training: Training, worker: dict[str, Any]) -> str:
     cores = facts[0].get("cores") if facts else None
     if worker.get("uuid") or not cores or len(beside) <= cores:
         return ""
-    return (
-        f"{len(beside)} ranks share its {cores} processors, and their data, wire and optimizers "
-        "take turns there with what is computed"
-    )
+    return f"{len(beside)} ranks share {cores} processors here; in a lab, each has its own"
 
 
 def _name(training: Training, rank: int) -> str:
@@ -319,7 +318,7 @@ def _advice(told: Sequence[dict[str, Any]]) -> tuple[Advice, ...]:
 
 
 def _sentence(advice: Advice, unit: str, off: str) -> str:
-    """Return the advice in words, as in ``--wire powersgd:8: +52 %; it is inexact: ...``.
+    """Return the advice in words, as in ``--wire powersgd:8: about +52%; it is inexact: ...``.
 
     Args:
         advice: the advice.
@@ -329,7 +328,7 @@ def _sentence(advice: Advice, unit: str, off: str) -> str:
     if advice.times is None:
         return f"{advice.text}."  # which may begin with a host's name
     price = f"; {advice.price}" if advice.price else ""
-    return f"{advice.option}: {advice.times - 1:+.0%} {unit}/s, as foreseen{off}{price}."
+    return f"{advice.option}: about {advice.times - 1:+.0%} {unit}/s{off}{price}."
 
 
 def _known(value: float) -> float | None:

@@ -109,7 +109,7 @@ def fewer_hosts(
     why = "".join(f"; {remark}" for remark in remarks if remark)
     text = (
         f"without {', '.join(away)} a step should take {choice.chosen.step_s:.3g} s, "
-        f"{times:.2f} times as fast; --hosts auto leaves out whoever slows the others{why}"
+        f"{times:.2f} times as fast; --hosts auto leaves out hosts that slow the others{why}"
     )
     return (Advice(text, f"--hosts {','.join(stay)}", times),)
 
@@ -179,10 +179,10 @@ def larger_batch(
         if larger >= _BEATS:
             text = (
                 f"these hosts together are {max(1.0, times):.2f} times as fast as {names[best]} "
-                f"alone: a step is too short for what they have to tell each other; with "
-                f"--batch-size {samples} they should be {larger:.2f} times as fast"
+                f"alone: the exchange takes too much of so short a step; with --batch-size "
+                f"{samples} they should be {larger:.2f} times as fast"
             )
-            price = "a larger batch is another training: its rate may have to change"
+            price = "a larger batch changes the training, so adjust --lr"
             return (Advice(text, f"--batch-size {samples}", rate / planned, price),)
     return ()
 
@@ -208,18 +208,15 @@ def bound_by_input(
         reads = format_rate(1 / speed.input_s)
         computes = format_rate(n / speed.computing().compute_seconds(n))
         if speed.reads_ahead:
-            how = f"{who} of a rank read {reads} samples a second, and it could compute {computes}"
-            if readers == 1:
-                how = how.replace(" read ", " reads ")
+            how = f"{who} can read {reads} samples/s, and the rank could compute {computes}"
         else:
-            how = (
-                f"{who} reads {reads} samples a second, in turn with computing {computes}, since "
-                + ("they share its cores" if readers else "it has no loader process")
+            how = f"{who} reads {reads} samples/s, in turn with computing {computes}, since " + (
+                "they share its cores" if readers else "it has no loader process"
             )
         fixes = [packed] * packs
         if not readers:
             fixes.append("--workers 1 reads beside the computing, where a core is idle")
-        text = f"{name} waits for its samples: {how}" + "".join(f"; {fix}" for fix in fixes)
+        text = f"input limits {name}: {how}" + "".join(f"; {fix}" for fix in fixes)
         result[name] = Advice(
             text, "--dataset packed" if packs else "" if readers else "--workers 1"
         )

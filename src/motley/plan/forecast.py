@@ -66,7 +66,7 @@ class Forecast:
     def losses(self) -> dict[str, float]:
         """Seconds of a step beyond the limit's, by cause; they add up to all of them."""
         lost = {"the wire": self.exposed_s, "input": self.input_s}
-        lost["shares and micro-batches that are not the fastest"] = (
+        lost["shares and micro-batches of other than the best sizes"] = (
             self.step_s - self.limit_s - sum(lost.values())
         )
         return lost
@@ -84,12 +84,11 @@ class Forecast:
             for cause, seconds in sorted(self.losses.items(), key=lambda pair: -pair[1])
             if seconds > _WORTH * self.step_s
         )
-        lost = f". It loses {causes}" if causes and self.fraction < _WELL else ""
+        lost = f". A step loses {causes}" if causes and self.fraction < _WELL else ""
         return (
-            f"predicted: {self.step_s:.3g} s a step, {format_rate(rate)} {unit}/s, which is "
-            f"{self.fraction:.2f} of what these machines can do together "
-            f"({format_rate(most)} {unit}/s; the wire alone takes "
-            f"{self.wire_s:.3g} s a step){lost}"
+            f"expected: {self.step_s:.3g} s per step, {format_rate(rate)} {unit}/s, "
+            f"{self.fraction:.0%} of the limit of {format_rate(most)}; the wire takes "
+            f"{self.wire_s:.3g} s per step{lost}"
         )
 
     def as_json(self) -> dict[str, Any]:

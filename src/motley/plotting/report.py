@@ -90,7 +90,7 @@ def _winner(ranked: Sequence[Row]) -> str:
     best = ranked[0]
     words = f"{best.name} is the fastest: {best.rate}"
     if best.fraction_of_limit:
-        words += f", {best.fraction_of_limit:.2f} of what these machines can do together"
+        words += f", {best.fraction_of_limit:.0%} of the limit"
         if best.is_compiled:
             words += " without --compile"
     if len(ranked) > 1:

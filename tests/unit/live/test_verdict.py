@@ -30,7 +30,7 @@ def test_what_is_known_is_said_and_nothing_else(tmp_path: Path) -> None:
     bare = write_run(tmp_path / "bare")
     sentences, found = verdict(bare)
     assert sentences[0] == "A step took 0.158 s." and found["fraction"] is None
-    assert sentences[1:] == ["What is not computing: 19% the wire, 13% waiting for a (rank 0), "
+    assert sentences[1:] == ["The rest of a step: 19% the wire, 13% waiting for a (rank 0), "
                              "3% the optimizer."]  # fmt: skip
     sentences, _ = verdict(write_run(tmp_path / "untold", known=False))
     assert "waiting" not in " ".join(sentences)
@@ -45,25 +45,25 @@ def test_the_limit_who_is_slower_than_measured_and_the_slow_link(tmp_path: Path)
     sentences, found = verdict(run)
     assert found["fraction"] == pytest.approx(253 * 0.1 / 40)
     assert sentences[0] == (
-        "0.63 of what these machines can do together: a step took 0.158 s, where the plan "
-        "foresaw 0.1."
+        "The run reached 63% of the limit, the sum of all devices. A step took 0.158 s (0.1 "
+        "expected)."
     )
     assert "the wire (b's link carries" in sentences[1] and "when it receives" in sentences[1]
-    slower = "a (rank 0) takes 2.10 times as long for its samples as was measured at the start: "
-    assert sentences[2] == f"{slower}other programs use it, or it has become slower."
+    slower = "a (rank 0) takes 2.10 times as long as at the start for the same samples: "
+    assert sentences[2] == f"{slower}another program uses the machine, or it has become slower."
     ranks = [{"rank": rank, "host": "a", "uuid": ""} for rank in range(3)]
     run.update_run(ranks=ranks, facts=[{"host": "a", "cores": 2}])
-    assert verdict(run)[0][2].startswith(f"{slower}3 ranks share its 2 processors, ")
+    assert verdict(run)[0][2].startswith(f"{slower}3 ranks share 2 processors here; ")
     run.update_run(facts=[{"host": "a", "cores": 3}])
     assert verdict(run)[0][2] == sentences[2]
     planned(run)
     sentences, _ = verdict(run)
-    assert len(sentences) == 2 and "foresaw" not in sentences[0]
+    assert len(sentences) == 2 and "expected" not in sentences[0]
     forecast = {"global_batch": 40, "limit_s": 0.3, "step_s": 0.35}  # others used them
     run.update_run(plan={"wire": "exact", "forecast": forecast})
     assert verdict(run)[0][0] == (
-        "A step took 0.158 s, where the plan foresaw 0.35: 1.90 times what these machines did "
-        "together when they were measured; others may have used them then."
+        "A step took 0.158 s (0.35 expected): 1.90 times the speed that was measured at the start, "
+        "when other programs may have used the machines."
     )
 
 
@@ -76,13 +76,13 @@ def test_what_would_be_faster_comes_by_its_gain_with_its_price(tmp_path: Path) -
     run.update_run(advice=[each.as_json() for each in told])
     sentences, found = verdict(run)
     assert sentences[2:] == [
-        "--wire powersgd:8: +50% images/s, as foreseen; it is inexact.",
-        "--hosts a: +20% images/s, as foreseen.",
+        "--wire powersgd:8: about +50% images/s; it is inexact.",
+        "--hosts a: about +20% images/s.",
         "the model cannot be compiled.",
     ]
     assert [each["times"] for each in found["advice"]] == [1.5, 1.2, None]
     planned(run, step_s=0.4)
-    assert "as foreseen by a plan that was 2.5 times off; it is" in " ".join(verdict(run)[0])
+    assert "(rough: this plan erred by a factor of 2.5); it is" in " ".join(verdict(run)[0])
     run.update_run(advice=[{"of": "another version"}])
     assert verdict(run)[1]["advice"] == []
 
@@ -100,7 +100,7 @@ def test_a_run_that_went_on_is_judged_by_its_last_launch(tmp_path: Path) -> None
                 })  # fmt: skip
     run.update_run(started=START + 90)
     sentences, _ = verdict(run)
-    assert sentences == ["A step took 0.32 s.", "What is not computing: 3% the wire, 2% the "
+    assert sentences == ["A step took 0.32 s.", "The rest of a step: 3% the wire, 2% the "
                          "optimizer."]  # fmt: skip
     run.update_run(started=START + 1000)  # it has taken none
     assert verdict(run)[0][0].startswith("A step took 0.15")
@@ -112,7 +112,7 @@ def test_a_report_of_one_run_opens_with_it(tmp_path: Path) -> None:
     done = run_script("plots/report.py", tmp_path / "logs", "--out", tmp_path / "x" / "y")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "x" / "y" / "report.html").read_text()
-    assert '<p class="lead">0.63 of what these machines can do together' in page
+    assert '<p class="lead">The run reached 63% of the limit' in page
 
 
 def test_energy_and_memory_that_grows_are_told(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_energy_and_memory_that_grows_are_told(tmp_path: Path) -> None:
     assert found.energy.kwh == pytest.approx(200 * seconds / 3.6e6)
     assert found.energy.co2_kg == pytest.approx(found.energy.kwh / 10)
     assert found.energy.joules_each == pytest.approx(200 * seconds / (60 * 128))
-    assert "took 0.527 Wh, 0.247 J for each of the images: 0.0527 g" in found.sentences()[-1]
+    assert "took 0.527 Wh, 0.247 J per image: 0.0527 g" in found.sentences()[-1]
     assert run_verdict(training, co2_per_kwh=None).energy is None
     assert found.grows_mib is None
     for records in training.steps.values():
@@ -138,7 +138,7 @@ def test_energy_and_memory_that_grows_are_told(tmp_path: Path) -> None:
             line["mem_peak_mib"] = 400.0 + 2 * number
     growing = run_verdict(training)
     assert growing.grows_mib == pytest.approx(2.0)
-    assert "Memory grows by 2 MiB a step, to the end of the run." in growing.sentences()
+    assert "Memory grows by 2 MiB per step until the end of the run." in growing.sentences()
 
 
 def test_after_a_new_split_each_rank_is_held_against_the_samples_that_it_has(

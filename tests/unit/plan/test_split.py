@@ -129,8 +129,8 @@ def test_who_reads_slowly_gets_less_and_where_nobody_else_could_the_same() -> No
     assert split(160, [fast, before]) == (120, 40)  # 1.2 s: computes 100 a second, reads 50
     assert split(80, [ahead, ahead]) == (40, 40)
     (advice,) = bound_by_input(["a", "b"], [fast, ahead], [100, 50], packs=False)
-    assert "b waits for its samples: 1 loader process of a rank reads 50 samples" in advice.text
-    assert "it could compute 100" in advice.text
+    assert "input limits b: 1 loader process can read 50 samples/s" in advice.text
+    assert "the rank could compute 100" in advice.text
     assert "--" not in advice.text + advice.option  # it has processes already, and no image files
     (advice,) = bound_by_input(["a", "b"], [fast, before], [120, 40], packs=True)
     assert "reads 50 samples a second, in turn with computing 100" in advice.text
@@ -158,7 +158,7 @@ def test_a_forecast_is_one_fraction_of_one_limit_and_its_losses_add_up(
     assert found.fraction == pytest.approx(min(1.0, rate / most))
     assert sum(found.losses.values()) == pytest.approx(found.step_s - found.limit_s)
     said = found.sentence("images", 1.0)
-    assert ("It loses" in said) <= (found.fraction < 0.8)
+    assert ("A step loses" in said) <= (found.fraction < 0.8)
     assert Forecast.from_json(json.loads(json.dumps(found.as_json()))) == found
 
 

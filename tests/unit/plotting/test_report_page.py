@@ -55,7 +55,7 @@ def test_it_is_one_page_that_says_what_won_and_what_failed(page: Path) -> None:
     assert "&lt;b&gt;&amp; out of memory" in said and "<b>&" not in said
     assert "GPT of 2 blocks, 30 steps a run" in said and " tokens/s" in said
     assert "A step took 0.158 s." in said and said.count("data:image/png;base64,") > 30
-    assert "2 of 2 runs finished" in said and "<p>0.63 of what these machines" in said
+    assert "2 of 2 runs finished" in said and "<p>The run reached 63% of the limit" in said
     runs = said[said.index("2 of 2 runs finished") :]
     assert runs.index(">two</a>") < runs.index(">one</a>") < runs.index("<img")  # the newest first
     assert "held-out top-1 (%) of each run against time: vit_digits on digits" in runs
@@ -69,7 +69,7 @@ def test_nothing_is_wrong_with_it_on_a_screen(page: Path, width: int) -> None:
         browser.open(page.as_uri(), width, 800)
         browser.await_text("2 of 2 runs finished.")
         browser.run("document.querySelectorAll('details').forEach(each => each.open = true)")
-        assert "--wire powersgd:8: +50% images/s, as foreseen; it is inexact." in browser.text()
+        assert "--wire powersgd:8: about +50% images/s; it is inexact." in browser.text()
         assert browser.run("document.documentElement.scrollWidth") <= width
         cut = browser.run("""[
             ...document.querySelectorAll("h2:last-of-type ~ :is(.scroll, .pictures, details) *")
