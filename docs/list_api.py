@@ -50,8 +50,10 @@ def to_markdown(docstring: str) -> str:
 
 
 def _split_parts(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the parts of a docstring: the title of a section, ``code`` or nothing, and its lines
-    without their indentation."""
+    """Yield the parts of a docstring: a title and its lines without their indentation.
+
+    The title is that of a section, ``code`` or empty.
+    """
     title, body = "", list[str]()
     for line in text.splitlines():
         if title and line and not line.startswith(" "):  # the section or the code has ended
@@ -89,8 +91,7 @@ def describe_function(name: str, function: Any, level: str = "##") -> str:
 
 
 def _read_signature(function: Any) -> inspect.Signature:
-    """Return a signature whose types are not quoted, as those are that a module imports for type
-    checkers alone."""
+    """Return a signature with types that a module imports for type checkers alone."""
     module = inspect.getmodule(function)
     names = dict[str, Any]()
     for node in ast.parse(inspect.getsource(module)).body if module else ():

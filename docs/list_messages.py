@@ -55,7 +55,7 @@ HEAD = (
 
 
 def words_of(node: ast.expr) -> str:
-    """A text as it is written in the source, with a name in angles for what is filled in."""
+    """Return a text as it is written in the source, with a name in angles for what is filled in."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -68,7 +68,7 @@ def words_of(node: ast.expr) -> str:
 
 
 def name_of(node: ast.expr) -> str:
-    """A word for what is filled in: the last name of an expression."""
+    """Return the last name of an expression, for what is filled in."""
     if isinstance(node, ast.Subscript):
         return name_of(node.value)
     if isinstance(node, ast.Call):
@@ -107,7 +107,7 @@ def page() -> str:
 
 
 def place_of(path: Path) -> str:
-    """The longest of PLACES that a file is under."""
+    """Return the longest of PLACES that a file is under."""
     within = path.relative_to(ROOT).as_posix()
     return max((place for place in PLACES if within.startswith(f"{place}/")), key=len, default="")
 

@@ -103,6 +103,7 @@ def _split(target: str, page: str) -> tuple[str | None, str]:
     the broken link.
 
     Args:
+        target: the link.
         page: path of the page that has the link.
     """
     place, mark, anchor = target.partition("#")

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what comes after ``--``."""
+    """Return the options, and the words after ``--``."""
     rest: list[str] = []
     if "--" in words:
         rest = words[words.index("--") + 1 :]
@@ -74,7 +74,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def cpus_of(text: str) -> float | None:
-    """What ``cpus`` is given; None for all."""
+    """Return the argument of ``cpus``; None for all."""
     if text == "all":
         return None
     if re.fullmatch(r"\d+(\.\d*)?", text) and float(text) >= 0.01:

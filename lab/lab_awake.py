@@ -1,5 +1,4 @@
-"""Keeps all processors of this machine busy with work that gives way to any other (SCHED_IDLE),
-until its parent ends.
+"""Busy processors, until the parent ends, with work that gives way to any other (SCHED_IDLE).
 
     python3 lab/lab_awake.py &
 

@@ -40,7 +40,7 @@ class Cgroups:
         return self._parents[controller] / f"{self._prefix}{host}"
 
     def all_of(self, host: str) -> list[Path]:
-        """The folders that hold the host's processes."""
+        """Return the folders that hold the host's processes."""
         return sorted({parent / f"{self._prefix}{host}" for parent in self._parents.values()})
 
     def make(self, host: str, cpus: float | None, memory_mib: float | None) -> None:

@@ -188,7 +188,7 @@ class HostFiles:
 
 
 def hidden_paths(python: str) -> list[Path]:
-    """What of the machine's Python a host lacks, all under /usr.
+    """Return the files of the machine's Python that a host lacks, all under /usr.
 
     Args:
         python: ``normal``, ``no-pip``, ``no-ensurepip`` (and no pip) or ``none``.
@@ -210,7 +210,7 @@ def environment_path() -> Path:
 
 
 def kept_paths() -> list[Path]:
-    """What must be at its own path on every host though the path would be hidden there.
+    """Return the paths that every host needs though they would be hidden there.
 
     The repository, the environment, and the Python that the environment was made from.
     """
@@ -235,7 +235,7 @@ def kept_paths() -> list[Path]:
 
 
 def _first_closed(path: Path) -> Path | None:
-    """The first folder on the way that other users may not enter."""
+    """Return the first folder on the way that other users may not enter."""
     for folder in reversed(path.parents):
         if not folder.stat().st_mode & 0o001:
             return folder

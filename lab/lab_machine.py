@@ -80,7 +80,7 @@ class Lab:
         return self._profile.read_bytes() == profile.read_bytes()
 
     def host(self, name: str) -> LabHost:
-        """A host by its name; MotleyError if the lab is not up or has no such host."""
+        """Return a host by its name; MotleyError if the lab is not up or has none."""
         if not self.is_up:
             raise MotleyError(f"lab {self.name} is not up; bash lab/lab.sh up --name {self.name}")
         for host in self.hosts:
@@ -162,7 +162,7 @@ class Lab:
         self._switch().set_cable(self.hosts.index(host), up)
 
     def states(self) -> dict[str, str]:
-        """What each host does: on, off, or on with what was done to it."""
+        """Return the state of each host: on, off, or on with its faults."""
         inits = self.inits()
         plugged = self._switch().plugged()
         states = {}
@@ -228,7 +228,7 @@ class Lab:
 
 
 def processes(lab: str) -> dict[int, str]:
-    """Processes that a lab started on the machine, and which host each belongs to."""
+    """Return the processes that a lab started, each with its host."""
     result = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -255,7 +255,7 @@ def _is_init(pid: int) -> bool:
 
 
 def _free_uid(lab: str) -> int:
-    """A user id that nobody has: neither the machine's accounts nor another lab."""
+    """Return a user id that neither an account nor another lab has."""
     taken = {int(line.split(":")[2]) for line in Path("/etc/passwd").read_text().splitlines()}
     for settings in LABS.glob("*/lab.json"):
         with contextlib.suppress(OSError, ValueError):  # it is being made, or taken down

@@ -103,7 +103,7 @@ class Switch:
         self._ip(self._pid, [f"link set dev p{port} {'up' if up else 'down'}"])
 
     def plugged(self) -> dict[int, bool]:
-        """The ports that there are, and whether each one's cable is in."""
+        """Return the ports, each with True if its cable is in."""
         return {
             int(link["ifname"][1:]): "UP" in link["flags"]
             for link in self._links()

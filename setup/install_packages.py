@@ -101,7 +101,7 @@ class Log:
                     )
 
     def lines(self) -> list[str]:
-        """What was said so far."""
+        """Return the output so far."""
         return self.path.read_text(errors="replace").splitlines()
 
 
@@ -131,7 +131,7 @@ def _only(wheels: Path | None) -> list[str]:
 
 
 def steps(options: argparse.Namespace) -> Iterator[list[str]]:
-    """What comes after ``pip install``, one command after another."""
+    """Return the words after ``pip install``, one command after another."""
     only, build = _only(options.wheels), BUILDS + (options.torch or "")
     if not options.wheels:
         yield ["--upgrade", "pip", "setuptools", "wheel"]
@@ -150,7 +150,7 @@ def steps(options: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def pip_settings() -> dict[str, list[str]]:
-    """What pip is configured with for ``pip install``: each name's values."""
+    """Return pip's configuration for ``pip install``: the values of each name."""
     asks = [*PIP, "config", "list"]
     try:
         listed = subprocess.run(
@@ -171,7 +171,7 @@ def pip_settings() -> dict[str, list[str]]:
 
 
 def uv_command(words: Sequence[str], settings: Mapping[str, list[str]]) -> list[str]:
-    """The command of uv that does what ``pip install`` does with these words."""
+    """Return uv's command that does what ``pip install`` does with these words."""
     # An environment may be others' to read only: none of them could ever write a .pyc.
     command = [str(UV), "pip", "install", "--python", sys.executable, "--compile-bytecode"]
     # To uv a configured index may come before one that its line calls --index-url.
@@ -185,7 +185,7 @@ def uv_command(words: Sequence[str], settings: Mapping[str, list[str]]) -> list[
 def uv_environment(
     settings: Mapping[str, list[str]], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """An environment in which uv installs from where pip would; one's own UV_ variables hold."""
+    """Return an environment with which uv installs from pip's sources; UV_ variables win."""
     # pip takes the newest version of all indexes, uv by itself the first index that has any.
     given = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NO_CONFIG": "1"}
     for name, variable in VARIABLES.items():

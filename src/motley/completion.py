@@ -77,7 +77,8 @@ def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
     """Return the parser of a command: the first one with ``-h`` that its ``main()`` parses by.
 
     Args:
-        given: to ``main``.
+        module: the command's module.
+        *given: arguments of its ``main``.
     """
     main = importlib.import_module(module).main
     with _caught():

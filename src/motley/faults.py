@@ -145,7 +145,7 @@ class Fault:
         return "\n".join(filter(None, (self.details.rstrip("\n"), f"motley: {self.line()}")))
 
     def line(self) -> str:
-        """The one line that a user reads."""
+        """Return the one line that a user reads."""
         if self.kind in _NOBODYS:
             at = " in the first step" if self.step == 0 else f" after step {self.step}"
             return f"{self.error}{'' if self.step is None else at}; {self.advice}"

@@ -33,9 +33,10 @@ _ON_ALL = " on all hosts"
 
 
 def import_extra(name: str, option: str, packages: str = "", where: str = _ON_ALL) -> ModuleType:
-    """A module, imported when it is needed.
+    """Return a module, imported when it is needed.
 
     Args:
+        name: of the module.
         option: that needs it, for the error.
         packages: what pip calls it, and what else is needed with it; empty: the module's name.
         where: to install it.
@@ -74,8 +75,7 @@ def check_extras(names: Sequence[str], option: str) -> None:
 
 
 def folder_of_extra(name: str, option: str) -> Path:
-    """Where a package lies, of which only files are wanted: it is not imported, and need not have
-    what it imports.
+    """Return the folder of a package without importing it, since only its files are wanted.
 
     Raises:
         MotleyError: it is not installed here.

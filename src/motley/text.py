@@ -1,5 +1,4 @@
-"""Words that users write and read: the nearest names, for errors about unknown ones; the first of
-many names; times, as 1h30m; steps, as they are counted; rates."""
+"""Words that users write and read: nearest names, lists of names, times, steps, rates."""
 
 import importlib
 import io
@@ -27,8 +26,10 @@ _MOST_S = 366 * 86400
 
 
 def escape_unprintable() -> None:
-    """Have this process print letters that its output's encoding lacks as ``\\xe9``. With
-    ``PYTHONIOENCODING=ascii``, say, a path with such a letter would end it otherwise."""
+    r"""Print letters that the output's encoding lacks as ``\xe9`` from now on.
+
+    With ``PYTHONIOENCODING=ascii``, a path with such a letter would end the process otherwise.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")

@@ -190,7 +190,7 @@ def _are_parts(names: Collection[str]) -> bool:
 
 
 def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
-    """A file's bytes; ValueError where they are not those that the manifest describes."""
+    """Return a file's bytes; ValueError where they are not those that the manifest describes."""
     _check_size(path, [expected["bytes"]])
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
@@ -226,7 +226,7 @@ def _check_progress(progress: Any, needs: Collection[str]) -> None:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints that ``--resume PATH`` means, the preferred one first.
+    """Return the checkpoints that ``--resume PATH`` means, the preferred one first.
 
     Args:
         path: one checkpoint's folder, a copy of one, ``checkpoints/``, or a run folder.

@@ -27,7 +27,7 @@ from motley.records.training import add_group, read_groups
 
 
 def find_run(config: Config) -> tuple[Path, list[Path]]:
-    """The run's folder, and the checkpoints that ``--resume`` finds for it."""
+    """Return the run's folder, and the checkpoints that ``--resume`` finds for it."""
     try:
         path, result = _find_run(config, Path(config.logs))
     except OSError as error:
@@ -114,7 +114,7 @@ def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
 
 
 def get_run(checkpoint: Path) -> Path | None:
-    """The folder of the run that has made it; None for a copy elsewhere."""
+    """Return the folder of the run that has made it; None for a copy elsewhere."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
@@ -124,7 +124,7 @@ def _by_time(logs: Path) -> Path:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """A name, and with numbers after it."""
+    """Return a name, and with numbers after it."""
     return (path.with_name(f"{path.name}-{n}") if n > 1 else path for n in itertools.count(1))
 
 
@@ -323,7 +323,7 @@ class Run:
             )
 
     def _leave_mark(self) -> Path | None:
-        """A new file on the disk of the run's folder; None if that cannot be written to."""
+        """Return a new file on the disk of the run's folder; None if that cannot be written to."""
         path = self.folder.path.absolute()
         above = next(parent for parent in path.parents if parent.exists())
         try:
@@ -379,7 +379,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of this source tree, with "+" if it has changes; None outside of git."""
+    """Return the commit of this source tree, with "+" if it has changes; None outside of git."""
     if not ROOT or not (ROOT / ".git").exists():
         return None
     git = ["git", "--no-optional-locks", "-C", os.fspath(ROOT)]

@@ -170,7 +170,7 @@ class Checkpoints:
         return self._final(progress["step"])
 
     def begin_parts(self, step: int) -> Path:
-        """A folder for all ranks to write their parts to; of rank 0. Waits for the one before."""
+        """Make the folder that all ranks write their parts to, on rank 0, after the one before."""
         self.wait()
         temporary = self._temporary(step, 0)
         with self._saying(step, 0):

@@ -133,7 +133,7 @@ _MOST_HEADER = 1 << 28  # bytes
 
 
 def part_names(rank: int) -> tuple[str, str]:
-    """A rank's files: of tensors, and of their hashes."""
+    """Return a rank's files: of tensors, and of their hashes."""
     return f"part_{rank:05d}.safetensors", f"part_{rank:05d}.json"
 
 
@@ -277,7 +277,7 @@ class Parts:
         return sum(self._read(piece).nbytes for some in self._pieces.values() for piece in some)
 
     def load(self, name: str) -> Tensor:
-        """A tensor, put together."""
+        """Return a tensor, put together."""
         pieces = self._pieces[name]
         return self._read(pieces[0]) if len(pieces) == 1 else torch.cat([*map(self._read, pieces)])
 

@@ -147,7 +147,7 @@ class Unsent(Reducer):
     """A reducer that sends nothing, for passes whose gradients are not used."""
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """The bucket as it is, as torch's own debugging hook gives it."""
+        """Return the bucket as it is, as torch's own debugging hook gives it."""
         future: Future[Tensor] = Future()
         future.set_result(bucket.flat)
         return future

@@ -1,5 +1,7 @@
-"""Options as users of other tools type them: of timm's ``train.py``, torchvision's references,
-Hugging Face's Trainer, Accelerate, Lightning, nanoGPT, DeepSpeed, torchrun and Ultralytics.
+"""Options as users of other tools type them.
+
+The tools are timm's ``train.py``, torchvision's references, Hugging Face's Trainer, Accelerate,
+Lightning, nanoGPT, DeepSpeed, torchrun and Ultralytics.
 
 SAME names options of the same meaning; a command line may use these spellings. NAMED and ANSWERS
 are for errors: the option that does the same in another way, and a sentence where none does.

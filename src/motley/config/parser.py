@@ -152,8 +152,7 @@ class OptionParser(OneVoice):
         return super().hint(word)
 
     def own_words(self, words: Sequence[str]) -> list[str]:
-        """Return a command line with options as this parser spells them, those of other tools
-        too."""
+        """Return a command line in this parser's spelling, also for options of other tools."""
         return other_tools.own_words(words, self._option_string_actions)
 
     def add_own(self, group: type, title: str) -> None:

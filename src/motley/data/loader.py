@@ -330,7 +330,7 @@ class Loader:
             self._prepared = (epoch, consumed, plan), steps
 
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
-        """The steps of one epoch after its first ``consumed`` samples."""
+        """Return the steps of one epoch after its first ``consumed`` samples."""
         prepared, self._prepared = self._prepared, None
         if prepared and prepared[0] == (epoch, consumed, plan):
             return prepared[1]
@@ -458,7 +458,7 @@ class Steps:
         self._begun = self._read(0)
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
-        """The plan of each global batch, and its micro-batches with "is it the last"."""
+        """Return the plan of each global batch, and its micro-batches with "is it the last"."""
         begun, self._begun = self._begun, None
         batches = begun or self._read(0)
         for done, plan in enumerate(self._plans):

@@ -63,7 +63,7 @@ class Shards:
         return decoded(Image.open(BytesIO(content))), label
 
     def name_of(self, index: int) -> str:
-        """The shard, and what an image is called in it."""
+        """Return the shard, and what an image is called in it."""
         path = self._paths[self._shard[index]]
         with path.open("rb") as file:
             file.seek(self._places[index, 0])
@@ -100,7 +100,7 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
 
 
 def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
-    """The members of each sample by their endings; of two of one name the later, as in any tar."""
+    """Return the members of each sample by their endings; a later one replaces an earlier."""
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member in tar:
         if member.size < 0:  # tarfile goes back then, and round and round

@@ -22,12 +22,12 @@ from motley.plan.plan import Plan
 
 
 def make_seed(*numbers: int) -> int:
-    """A 63-bit seed from several numbers; SeedSequence is stable across versions of NumPy."""
+    """Return a 63-bit seed of several numbers, which is equal in all versions of NumPy."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def make_seeds(first: int, indices: Sequence[int]) -> list[int]:
-    """A 63-bit seed for each index: the SplitMix64 stream of ``first``, at these places.
+    """Return a 63-bit seed for each index: the SplitMix64 stream of ``first``, at these places.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     :func:`make_seed` takes 9 us, so a GPU would wait 4 ms for a batch of 450.
@@ -59,7 +59,7 @@ class Order:
         return max(1, round(self.samples * self.fraction))
 
     def epoch(self, epoch: int) -> list[int]:
-        """Indices of one epoch in the order in which they are used, over all ranks."""
+        """Return indices of one epoch in the order in which they are used, over all ranks."""
         chosen = self._permutation(self.samples, self.seed)[: self.epoch_samples]
         if self.fraction == 1.0:
             chosen = list(range(self.samples))
@@ -73,7 +73,7 @@ class Order:
 
 
 def slices(order: Sequence[int], plan: Plan, rank: int) -> list[list[int]]:
-    """This rank's micro-batches of one global batch ``order``, as ``plan`` cuts it.
+    """Return this rank's micro-batches of one global batch ``order``, as ``plan`` cuts it.
 
     Where samples stay together in groups of g, these are interleaved, row k * G + j being sample k
     of group j: so [g, G * channels, ...] is a view, and one call computes all groups' statistics.
@@ -121,11 +121,11 @@ class Batch:
         return [*self.data.values(), *([] if self.weights is None else [self.weights])]
 
     def to(self, device: torch.device) -> "Batch":
-        """A copy on ``device``; the copy runs beside the host where the memory is pinned."""
+        """Return a copy on ``device``; the copy runs beside the host where the memory is pinned."""
         return self._changed(lambda tensor: tensor.to(device, non_blocking=True))
 
     def __getitem__(self, part: slice) -> "Batch":
-        """Some of its samples; unreadable ones stay with the first of them."""
+        """Return some of its samples; unreadable ones stay with the first of them."""
         return replace(
             self._changed(lambda tensor: tensor[part]), indices=self.indices[part],
             weights=None if self.weights is None else self.weights[part],
@@ -178,10 +178,10 @@ class Samples(Protocol):
         """Return the weight of each sample in the mean, [n]; None: ``weight`` each."""
 
     def on(self, device: torch.device) -> "Samples":
-        """The samples as a rank with this device reads them."""
+        """Return the samples as a rank with this device reads them."""
 
     def complete(self, batch: Tensors) -> Tensors:
-        """A batch on the rank's device, with what :meth:`collate` has left to it."""
+        """Return a batch on the rank's device, with what :meth:`collate` has left to it."""
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
         """Time that training samples take, in proportion; None: all the same."""
@@ -270,7 +270,7 @@ class Keyed(Dataset[Answer]):
         raise MotleyError(f"no sample can be read; the first: {unreadable[0]}")
 
     def batch(self, samples: list[Answer]) -> Batch:
-        """Samples put together, those that could be read."""
+        """Return samples put together, those that could be read."""
         content = [each.content for each in samples if each.content is not None]
         data = self._samples.collate(content) if content else {}
         self._check_rows(data, len(content))
@@ -316,7 +316,7 @@ class MicroBatchKeys:
 
 
 def first_batch(samples: Samples, count: int) -> tuple[Batch, int]:
-    """The first training samples, for a pass that only is to be made; and how many there are."""
+    """Return the first training samples, for a trial pass, and their number."""
     keyed = Keyed(samples, training=True)
     check_length(samples, len(keyed), held_out=False)
     keys = [Key(index, index) for index in range(min(count, len(keyed)))]
@@ -333,7 +333,7 @@ def check_length(samples: Samples, length: int, held_out: bool) -> None:
 
 
 def first_sample(samples: Samples) -> Mapping[str, Any]:
-    """The first training sample, before it is in a batch."""
+    """Return the first training sample, before it is in a batch."""
     (result,) = Keyed(samples, training=True).__getitems__([Key(0, 0)])
     assert result.content is not None  # in training another one takes its place
     return result.content

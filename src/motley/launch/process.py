@@ -40,7 +40,7 @@ _FIRST_SAYS_S = 3.0  # that rank 0 may be behind the others, which mpirun ends w
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as the launcher's environment says it; 0 when there is none."""
+    """Return this process's rank as the launcher's environment says it; 0 when there is none."""
     return read_launch(environ).rank
 
 

@@ -53,7 +53,7 @@ class Launched(Protocol):
         """Every rank's value, by rank. All ranks must call it."""
 
     def on_this_machine(self) -> list[int]:
-        """The ranks of this machine, in order. All ranks must call it."""
+        """Return the ranks of this machine, in order. All ranks must call it."""
 
 
 class MpiRanks:

@@ -180,7 +180,7 @@ def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _loaded(script: Path) -> Iterator[Path]:
-    """The user's own modules: of no package that is installed, and not Motley's."""
+    """Return the user's own modules: of no package that is installed, and not Motley's."""
     places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     own = [script.parent, ROOT or script.parent, *(Path(place).resolve() for place in places)]
     installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), PACKAGE]

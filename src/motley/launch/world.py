@@ -60,7 +60,7 @@ def why_not_free(port: int) -> str:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """A free port, held by a socket that is bound and never listens.
+    """Return a free port, held by a socket that is bound and never listens.
 
     No other program is given the port, while torch, which sets SO_REUSEADDR, can take it.
     """

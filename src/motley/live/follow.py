@@ -102,7 +102,7 @@ class Tail:
 
 
 def _sampled(file: int, begin: int, end: int, samples: int) -> list[bytes]:
-    """The first whole line after each of some places, evenly spread."""
+    """Return the first whole line after each of some places, evenly spread."""
     lines, reached = list[bytes](), 0
     for index in range(samples):
         place = begin + (end - begin) * index // samples
@@ -220,7 +220,7 @@ class RunFollower:
         return files_in(self._folders, files)
 
     def _lines(self, path: Path, wall: float, samples: int = SAMPLES) -> list[JsonDict]:
-        """New objects of a file of them; what is torn is left out."""
+        """Return new objects of a file of them; what is torn is left out."""
         new = self._tail(path, samples).look(self.clock, wall)
         if new.anew and path == self.run.events_file:
             self.events.clear()
@@ -399,7 +399,7 @@ def hosts_elsewhere(followed: RunFollower) -> list[str]:
 
 
 def slow_link(about: Mapping[str, Any]) -> str:
-    """A sentence on the slowest link of run.json; empty where it is as fast as the others."""
+    """Return a sentence on the slowest link of run.json; empty if all links are as fast."""
     try:
         links = Links.from_json(about["links"])
     except (KeyError, TypeError, AttributeError):
@@ -409,7 +409,7 @@ def slow_link(about: Mapping[str, Any]) -> str:
 
 
 def read_object(line: bytes) -> JsonDict | None:
-    """The object of a line; None of one that is torn, or is none."""
+    """Return the object of a line; None of one that is torn, or is none."""
     try:
         result = json.loads(line.decode())
     except (ValueError, RecursionError):

@@ -116,7 +116,7 @@ def get_straggler_times(rank: int, waits: Waits | None) -> tuple[float | None, .
 
 
 def planned(counts: Sequence[int], worker: Mapping[str, Any]) -> int | None:
-    """Samples of a rank by the plan."""
+    """Return samples of a rank by the plan."""
     place = worker.get("group_rank")
     return counts[place] if isinstance(place, int) and 0 <= place < len(counts) else None
 
@@ -124,7 +124,7 @@ def planned(counts: Sequence[int], worker: Mapping[str, Any]) -> int | None:
 def find_device_sample(
     devices: Mapping[str, deque[GpuSample]], rank: int, worker: Mapping[str, Any]
 ) -> GpuSample | None:
-    """The last sample of the device that a rank computes on."""
+    """Return the last sample of the device that a rank computes on."""
     last = [samples[-1] for samples in devices.values()]
     uuid = worker.get("uuid")
     if uuid:
@@ -308,12 +308,12 @@ def get_history(followed: RunFollower, rank: int | None) -> RankHistory | None:
 
 
 def parse_count(value: Any) -> int | None:
-    """A positive whole number; None for anything else."""
+    """Return a positive whole number; None for anything else."""
     return value if isinstance(value, int) and value > 0 else None
 
 
 def compute_rate(steps: Sequence[Step]) -> float | None:
-    """Samples a second of all ranks, over some steps."""
+    """Return samples a second of all ranks, over some steps."""
     seconds = sum(step.seconds for step in steps)
     return sum(step.n_global for step in steps) / seconds if seconds else None
 

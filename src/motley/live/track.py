@@ -81,7 +81,7 @@ def _read_others(told: Any) -> tuple[float, int, float] | None:
 
 
 def _number(value: object) -> float | None:
-    """A finite number; None for anything else."""
+    """Return a finite number; None for anything else."""
     if type(value) is float:
         return value if math.isfinite(value) else None
     return value if type(value) is int else None  # a bool is none

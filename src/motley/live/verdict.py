@@ -186,7 +186,7 @@ def _energy(training: Training, co2_per_kwh: float) -> Energy | None:
 
 
 def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
-    """The forecast is of the batch that was trained on; another one resumed with another."""
+    """Return True if the forecast is for the batch size of these steps."""
     return bool(median(training.values("n_global")) == forecast.get("global_batch"))
 
 

@@ -34,7 +34,7 @@ def part(share: float) -> str:
 
 
 def mapping(about: Mapping[str, Any], name: str) -> JsonDict:
-    """An object of run.json; empty if it is not there."""
+    """Return an object of run.json; empty if it is not there."""
     result = about.get(name)
     return result if isinstance(result, dict) else {}
 

@@ -101,7 +101,7 @@ def can_compile(model: TaskModel) -> bool:
 
 
 def count_steps(config: Config, samples: int) -> int:
-    """Steps of a whole run."""
+    """Return steps of a whole run."""
     an_epoch = math.ceil(max(1, round(samples * config.data_fraction)) / config.batch_size)
     return min(config.epochs * an_epoch, config.max_steps or config.epochs * an_epoch)
 
@@ -262,7 +262,7 @@ def _sizes(count: int, grain: int, most: int) -> set[int]:
 def _try(
     model: TaskModel, speed: SpeedTable, sizes: set[int], kept: Path, anyway: bool, is_equal: bool
 ) -> tuple[SpeedTable, str]:
-    """A rank's speed, compiled if it is faster so, or ``anyway``; and what is to be said."""
+    """Return a rank's speed, compiled if it is faster so, or ``anyway``; and what is to be said."""
     start = time.perf_counter()
     model.compile_task(sizes if is_equal else ())
     try:

@@ -209,7 +209,7 @@ class Planned:
     foreseen: Foreseen | None = None
 
     def is_compiled(self, rank: int, asked: str) -> bool:
-        """True if a rank's model is compiled: by the trial, or without one by ``--compile``."""
+        """Return True if a rank's model is compiled, by its trial or by ``--compile``."""
         return self.speeds[rank].compiled if self.speeds else asked == "on"
 
     def with_note(self, mode: WireMode) -> "Planned":
@@ -434,7 +434,7 @@ def _best_mode(
 def _stay(
     world: World, group: ProcessGroup, measured: Measured, choice: Choice
 ) -> tuple[set[int], dict[int, str]]:
-    """The launched ranks that train if a step is to be short; and why each other is left out."""
+    """Return the ranks with which a step is shortest, and why each other is left out."""
     stay = [group.workers[rank] for rank in choice.ranks]
     hosts = ", ".join(dict.fromkeys(worker.host for worker in stay))
     slower = (

@@ -68,7 +68,7 @@ def prepare(
 def narrow_type(
     task: Task, precisions: Collection[str], traits: EngineTraits
 ) -> torch.dtype | None:
-    """The 16 bits that an engine gathers parameters in; None: it does so in fp32, or not at all."""
+    """Return the 16-bit type that an engine gathers parameters in; None: fp32, or no gathering."""
     return common_type(task, precisions) if traits.narrow_parameters else None
 
 
@@ -302,7 +302,7 @@ def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
 
 
 def check_grain(task: Task, batch_size: int) -> int:
-    """The samples of a task that stay together; MotleyError unless the batch is whole groups."""
+    """Return a task's samples that stay together; MotleyError unless they divide the batch."""
     grain = task.grain
     for global_batch in make_ramp(batch_size).batches():
         if global_batch % grain == 0:

@@ -87,7 +87,7 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
 
 
 def promised_precision(device: torch.device) -> tuple[str, str]:
-    """The precision that a device should run fast, by what its maker calls it, and why."""
+    """Return the precision that a device should run fast, by what its maker calls it, and why."""
     if device.type != "cuda":
         return best_precision(None)
     properties = torch.cuda.get_device_properties(device)
@@ -97,7 +97,7 @@ def promised_precision(device: torch.device) -> tuple[str, str]:
 
 
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:
-    """The precision that a capability promises, if a real kernel keeps it; else fp32.
+    """Return the precision that a capability promises, if a real kernel keeps it; else fp32.
 
     A claim of support can be emulation, slower than fp32.
     """

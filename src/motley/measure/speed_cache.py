@@ -103,7 +103,7 @@ def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> b
 
 
 def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:
-    """The speed with these sizes in its table, as far as they fit in memory."""
+    """Return the speed with these sizes in its table, as far as they fit in memory."""
     for size in sorted(set(sizes) - set(speed.sizes)):
         try:
             seconds, peak = time_micro_batch(model, size)
@@ -155,7 +155,7 @@ def compute_digest(content: object) -> str:
 
 
 def read_speed(path: Path, key: Mapping[str, Any]) -> SpeedTable | None:
-    """A remembered speed; None if there is none, or none that can be read."""
+    """Return a remembered speed; None if there is none, or none that can be read."""
     try:
         content = json.loads(path.read_text())
         if content["key"] != key:
@@ -215,7 +215,7 @@ class WireFigures:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], machines: Sequence[int]) -> "WireFigures":
-        """Reads :meth:`as_json`, of these machines.
+        """Read :meth:`as_json`, of these machines.
 
         Raises:
             MotleyError, LookupError, TypeError, ValueError or AttributeError: it is none.
@@ -244,7 +244,7 @@ class WireFigures:
 
 
 def _number(value: object, above: float = -1.0) -> float:
-    """A finite number from 0, or ``above`` another; ValueError for what is none."""
+    """Return a finite number from 0, or ``above`` another; ValueError for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r} is no number")
     if not (math.isfinite(value) and value >= 0 and value > above):

@@ -47,7 +47,7 @@ class Advice:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Advice":
-        """Reads :meth:`as_json`."""
+        """Read :meth:`as_json`."""
         return cls(**{each.name: content[each.name] for each in fields(cls)})
 
 
@@ -161,7 +161,7 @@ def larger_batch(
     ranks_of = [[r for r, m in enumerate(machines) if m == machine] for machine in fastest]
 
     def gain(samples: int) -> tuple[float, int, float]:
-        """Times as fast as the best machine alone, a rank of that one, and samples a second."""
+        """Return the gain over the best machine alone, a rank of it, and samples per second."""
         alone = {}
         for ranks in ranks_of:
             few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)

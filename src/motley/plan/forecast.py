@@ -98,7 +98,7 @@ class Forecast:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Forecast":
-        """Reads :meth:`as_json`."""
+        """Read :meth:`as_json`."""
         names = [field.name for field in dataclasses.fields(cls)]
         known = {name: content[name] for name in names if name in content}
         return cls(**{**known, "compute_s": tuple(content["compute_s"])})
@@ -273,7 +273,7 @@ def choose_machines(
 
 
 def compute_rates(machines: Sequence[int], speeds: Sequence[SpeedTable]) -> dict[int, float]:
-    """Samples a second of each machine, all of its ranks together, at their best."""
+    """Return samples a second of each machine, all of its ranks together, at their best."""
     rates: dict[int, float] = {}
     for machine, speed in zip(machines, speeds, strict=True):
         rates[machine] = rates.get(machine, 0.0) + speed.rate

@@ -32,7 +32,7 @@ class Ramp:
     over: int = 0
 
     def at(self, used: int) -> int:
-        """Samples in the step that begins when so many are used up since the start of the run."""
+        """Return the samples of the step that begins after ``used`` samples of the run."""
         if used >= self.over:
             return self.most
         times = (self.most - self.first) // self.by
@@ -169,7 +169,7 @@ class Length:
         return TrainState(position.step, position.epoch + 1, 0)
 
     def after(self, position: TrainState, samples: int) -> TrainState:
-        """The position after a step of so many samples."""
+        """Return the position after a step of so many samples."""
         consumed = position.consumed + samples
         return self.at(dataclasses.replace(position, step=position.step + 1, consumed=consumed))
 
@@ -179,11 +179,11 @@ class Length:
         return cut or position.epoch >= self.epochs
 
     def evaluates(self, position: TrainState) -> bool:
-        """An evaluation is due there: at the end of an epoch, and of the run."""
+        """Return an evaluation is due there: at the end of an epoch, and of the run."""
         return position.step > 0 and (position.consumed == 0 or self.ended(position))
 
     def saves(self, position: TrainState) -> bool:
-        """A checkpoint is due there; at the end always, if there are any."""
+        """Return a checkpoint is due there; at the end always, if there are any."""
         if self.by_clock:
             return self.ended(position)
         if self.save_every is None:
@@ -193,7 +193,7 @@ class Length:
         )
 
     def full_batch(self, position: TrainState) -> int:
-        """Samples in the step there, if the epoch has as many left."""
+        """Return samples in the step there, if the epoch has as many left."""
         used = position.epoch * self.epoch_samples + position.consumed
         return self._growth.at(used)
 
@@ -224,7 +224,7 @@ class Length:
         return self.updates(position)
 
     def last_step(self, position: TrainState) -> int:
-        """The step at which the run ends, from where it stands."""
+        """Return the step at which the run ends, from where it stands."""
         if self.ended(position):
             return position.step
         last = position.step + sum(self._steps_of_epochs(position))

@@ -112,7 +112,7 @@ class Speeds:
         return np.where(samples > 0, result, 0.0)
 
     def _size_in(self, seconds: Floats) -> Floats:
-        """The largest micro-batch up to m that takes so many seconds."""
+        """Return the largest micro-batch up to m that takes so many seconds."""
         place = (self._seconds <= seconds[:, None]).sum(axis=1) - 1
         right = np.minimum(place + 1, self._last)
         result = self._between(seconds, self._seconds, self._sizes, right)
@@ -451,7 +451,7 @@ def make_plan(
     buckets: int | None = None,
     grain: int = 1,
 ) -> Plan:
-    """The plan for a user's global batch, or a MotleyError that names the option to change."""
+    """Return the plan for a global batch; raise MotleyError with the option to change."""
     working = sum(share > 0 for share in shares)
     if global_batch < working * grain:
         least = "one sample" if grain == 1 else f"one group of {grain} samples"

@@ -139,7 +139,7 @@ def read_precisions(text: str) -> PerRank[str]:
 
 
 def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
-    """The precision that a device of this CUDA capability runs fast, and why."""
+    """Return the precision that a device of this CUDA capability runs fast, and why."""
     if capability is None:
         return "fp32", "a CPU"
     label = f"compute capability {capability[0]}.{capability[1]}"
@@ -188,7 +188,7 @@ def read_loss_scale(text: str) -> str | float:
 
 
 def start_scale(asked: str | float, precisions: Collection[str]) -> "LossScale":
-    """The shared scale as ``--loss-scale`` asks for it.
+    """Return the shared scale as ``--loss-scale`` asks for it.
 
     A number is where the scale starts; it grows and backs off from there. ``auto`` is 1
     for good unless some rank computes in fp16; then motley.train.scale_search finds its start.

@@ -200,7 +200,7 @@ class SpeedTable:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
-        """Raises ValueError, KeyError or TypeError for anything that is no such table."""
+        """Read a table; raise ValueError, KeyError or TypeError for anything else."""
         sizes = tuple(int(size) for size in content["sizes"])
         seconds = tuple(float(value) for value in content["seconds"])
         step_s, memory = float(content["step_s"]), tuple(content["memory_mib"])
@@ -327,7 +327,7 @@ class Links:
         return 2 * (ranks - 1) / ranks * size / slowest if slowest > 0 else float("inf")
 
     def slow_rank(self) -> int | None:
-        """The one machine whose link is far slower than all others'; None if there is none."""
+        """Return the machine whose link is far slower than all others', or None."""
         if len(self.hosts) < 3:
             return None
         slowest, second, *_ = sorted(self.hosts, key=self.carries)
@@ -344,7 +344,7 @@ class Links:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Links":
-        """Reads :meth:`as_json`; machines of one name are one."""
+        """Read :meth:`as_json`; machines of one name are one."""
         names = [name for flow in content["flows"] for name in (flow["from"], flow["to"])]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         flows = {
@@ -360,7 +360,7 @@ class Links:
         return cls({number: name for name, number in numbers.items()}, flows, ports)
 
     def slowest(self) -> int | None:
-        """The machine whose link carries least; None where none is known."""
+        """Return the machine whose link carries least; None where none is known."""
         known = [machine for machine in self.hosts if self.carries(machine) > 0]
         return min(known, key=self.carries, default=None)
 

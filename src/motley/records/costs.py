@@ -66,7 +66,7 @@ def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[flo
 
 
 def without_pauses(moment: float, paused: Sequence[tuple[float, float]]) -> float:
-    """A moment on a clock that stood still in pauses; see :func:`pauses`."""
+    """Return a moment on a clock that stood still in pauses; see :func:`pauses`."""
     return moment - sum(seconds for at, seconds in paused if at <= moment)
 
 
@@ -171,7 +171,7 @@ class Training:
     starts: Sequence[float] = ()
 
     def values(self, field: str) -> Array:
-        """A field of every step; NaN where unknown."""
+        """Return a field of every step; NaN where unknown."""
         return column(self.lead, field)
 
     def taken(self) -> Array:
@@ -190,7 +190,7 @@ class Training:
         return np.array(ends) - ends[0]
 
     def counted(self) -> Array:
-        """The global batch of every step, in :attr:`unit`."""
+        """Return the global batch of every step, in :attr:`unit`."""
         weights, samples = self.values("weight"), self.values("n_global")
         return np.where(np.isnan(weights), samples, weights)  # older runs have none
 
@@ -261,7 +261,7 @@ class Training:
 
 
 def column(records: Sequence[JsonDict], field: str) -> Array:
-    """A field of every record; NaN where unknown."""
+    """Return a field of every record; NaN where unknown."""
     values = [record.get(field) for record in records]
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 

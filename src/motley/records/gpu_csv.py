@@ -393,7 +393,7 @@ def _sample(row: Mapping[str, str], when: float, host: str) -> GpuSample:
 
 
 def device_name(name: str) -> str:
-    """A device's name without what every such name has, for example ``RTX 3070``."""
+    """Return a device's name without what every such name has, for example ``RTX 3070``."""
     return re.sub(r"NVIDIA GeForce |\((R|TM)\)| CPU\b| @.*| [0-9]+-Core Processor", "", name)[:40]
 
 

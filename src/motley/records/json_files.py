@@ -140,7 +140,7 @@ def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> It
 
 
 def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
-    """The objects at the end of a file, in its last ``most`` bytes; none if there is no file."""
+    """Return the objects in the last ``most`` bytes of a file; none without a file."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         cut = file.seek(0, 2) > most
         file.seek(-most if cut else 0, 2 if cut else 0)

@@ -336,7 +336,7 @@ class RunFolder:
         }
 
     def read_last_steps(self) -> dict[int, list[JsonDict]]:
-        """The last some hundred step records of each rank, in order."""
+        """Return the last some hundred step records of each rank, in order."""
         return {rank: read_last_lines(path) for rank, path in self.step_files().items()}
 
     def step_files(self) -> dict[int, Path]:
@@ -344,7 +344,7 @@ class RunFolder:
         return {rank: self.step_file(rank) for rank in self._ranks()}
 
     def last_steps(self) -> list[JsonDict]:
-        """The last step records, some hundred, of the rank that has written last."""
+        """Return the last step records, some hundred, of the rank that has written last."""
         files = sorted(self.path.glob("steps.rank*.jsonl"), key=lambda path: path.stat().st_mtime)
         return read_last_lines(files[-1]) if files else []
 
@@ -437,7 +437,7 @@ _NAMED = 5  # runs that are named in an error
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """The run of a folder, such as ``logs/RUN``.
+    """Return the run of a folder, such as ``logs/RUN``.
 
     Raises:
         MotleyError: it is none; says what it is.

@@ -157,7 +157,7 @@ def merge_traces(traces: Sequence[Mapping[str, Any]], into: Path) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace that was written here; MotleyError if it is damaged."""
+    """Return a trace that was written here; MotleyError if it is damaged."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             content = json.load(file)

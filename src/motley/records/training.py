@@ -216,7 +216,7 @@ class EpochRecord:
     metrics: Mapping[str, float]
 
     def as_json(self) -> JsonDict:
-        """The line."""
+        """Return the line."""
         line = {each.name: getattr(self, each.name) for each in fields(self)}
         del line["metrics"]
         return {**line, **self.metrics}
@@ -229,6 +229,6 @@ class EpochRecord:
 
     @classmethod
     def read_metrics(cls, line: JsonDict) -> JsonDict:
-        """The metrics in a line, in their order."""
+        """Return the metrics in a line, in their order."""
         known = {each.name for each in fields(cls)}
         return {name: value for name, value in line.items() if name not in known}

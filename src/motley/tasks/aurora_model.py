@@ -54,7 +54,7 @@ class Shape:
 
 
 def aurora() -> Any:
-    """The package.
+    """Return the package.
 
     Raises:
         MotleyError: it is not installed.

@@ -76,7 +76,7 @@ class BlockByBlock:
         )
 
     def parameters(self) -> list[Tensor]:
-        """Current parameters of the network, in order.
+        """Return current parameters of the network, in order.
 
         The list has one entry for each parameter, of the same shape, also while the network is
         folded.

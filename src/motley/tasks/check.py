@@ -336,7 +336,7 @@ def _learnable(value: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def _check_losses(name: str, model: TaskModel) -> None:
-    """A loss a sample, which is of that sample alone."""
+    """Return a loss a sample, which is of that sample alone."""
     batch = model.example
     n = len(batch)
     losses = _losses(name, model, batch.data, n)
@@ -375,7 +375,7 @@ def _check_dense(name: str, net: nn.Module) -> None:
 
 
 def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> list[set[str]]:
-    """Passes in training change no parameter and no buffer, but for caches in the first one.
+    """Check that training passes change no parameter or buffer, except caches in the first.
 
     Returns:
         The parameters without a gradient after a pass over each of the first samples alone.

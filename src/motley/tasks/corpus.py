@@ -118,7 +118,7 @@ class Corpus:
         return len(tokens) if self.kind == "bytes" else len(self.decode(tokens.tolist()).encode())
 
     def split(self, held_out: bool) -> str:
-        """The last tenth is held out."""
+        """Return the tokens of a part: the last tenth of a text is held out."""
         at = len(self.text) - len(self.text) // _HELD_OUT
         return self.text[at:] if held_out else self.text[:at]
 

@@ -167,7 +167,7 @@ class Recording:
 
 
 def _overwritten(func: Any, changes: Sequence[Tensor]) -> int | None:
-    """The storage that an operation fills with numbers which depend on no others."""
+    """Return the storage that an operation fills with numbers which depend on no others."""
     name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else func.__name__
     if name not in _DRAWS or len(changes) != 1:
         return None
@@ -177,7 +177,7 @@ def _overwritten(func: Any, changes: Sequence[Tensor]) -> int | None:
 
 
 def _freeze_argument(value: Any) -> Any:
-    """An argument, as it is now."""
+    """Return an argument, as it is now."""
     if isinstance(value, Tensor):
         return _Geometry.from_tensor(value) if value.is_meta else value.detach().clone()
     return value
@@ -257,7 +257,7 @@ class _AsOnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """A function of torch's, or a look at an attribute."""
+        """Return a function of torch's, or a look at an attribute."""
         if func == _IS_META:
             return False
         result = None
@@ -344,7 +344,7 @@ def _without_numbers(value: Any) -> Any:
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
+    """Return the tensors that an operation writes to."""
     result: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

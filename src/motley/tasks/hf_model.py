@@ -316,7 +316,7 @@ def _set_dropout(config: Any, dropout: float) -> None:
 
 @torch.no_grad()
 def _is_causal(net: nn.Module, vocabulary: int) -> bool:
-    """Tried rather than looked up: of some kinds a field of the config decides."""
+    """Try a pass, since a field of the configuration decides for some kinds of model."""
     net.eval()
     here = torch.arange(_LOOKED_AT)[None] % vocabulary
     other, half = here.clone(), _LOOKED_AT // 2

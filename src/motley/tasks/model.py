@@ -280,7 +280,7 @@ class TaskModel(nn.Module):
         self.train()
 
     def forward(self, data: Tensors, scored: bool = False) -> Any:
-        """The loss of each sample, fp32 [n].
+        """Return the loss of each sample, fp32 [n].
 
         Args:
             data: see motley.data.source.Batch; n may be 0.
@@ -347,7 +347,7 @@ class TaskModel(nn.Module):
         return value.to(self._dtype) if is_float else value
 
     def blank(self) -> Tensors:
-        """A sample to compute where only a pass counts, on the model's device."""
+        """Return a sample to compute where only a pass counts, on the model's device."""
         return self.example[:1].data
 
     def noise(self, count: int) -> Tensors:

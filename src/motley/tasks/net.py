@@ -80,13 +80,13 @@ def _are_blocks(parts: Sequence[nn.Module]) -> bool:
 
 
 def build_net(task: Task, config: Config) -> nn.Module:
-    """The task's whole network, with weights drawn from ``--seed``, as its options want it."""
+    """Return the task's whole network by its options, with weights drawn from ``--seed``."""
     torch.manual_seed(config.seed)
     return prepared(task.model(), task, config)
 
 
 def prepared(net: nn.Module, task: Task, config: Config) -> nn.Module:
-    """The network, as its options want it."""
+    """Return the network, as its options want it."""
     if config.freeze:
         freeze(net, config.freeze, task.head(net))
     if config.grad_checkpointing:

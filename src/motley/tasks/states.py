@@ -68,7 +68,10 @@ class States(Protocol):
         """Return the constant fields, [lat, lon] by name."""
 
     def read(self, hours: Sequence[int]) -> tuple[Array, Array]:
-        """[times, 4, lat, lon] of :data:`SURFACE`, [times, 5, levels, lat, lon] of :data:`AIR`."""
+        """Return fields of :data:`SURFACE` and :data:`AIR`.
+
+        Shapes: [times, 4, lat, lon] and [times, 5, levels, lat, lon].
+        """
 
 
 class Made:
@@ -131,7 +134,7 @@ def _scale(fields: Array, usual: Array) -> None:
 
 
 def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
-    """The whole globe, poles included, as ``LATxLON`` points.
+    """Return the whole globe, poles included, as ``LATxLON`` points.
 
     Raises:
         MotleyError: the text says something else.
@@ -431,7 +434,7 @@ class Files:
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """A file; MotleyError where it cannot be."""
+    """Return a file; MotleyError where it cannot be."""
     xarray = import_extra("xarray", "--fields", _PACKAGES)
     if not Path(path).is_file():
         raise MotleyError(f"--fields {path}: there is no such file here; every host reads it")

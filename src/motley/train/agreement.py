@@ -148,7 +148,7 @@ class Agreement:
 
 
 def digests(engine: Engine) -> list[str]:
-    """A hash of what each rank holds that all should hold alike; all ranks call it."""
+    """Return a hash of what each rank holds that all should hold alike; all ranks call it."""
     digest = hashlib.sha256()
     for name, text in fingerprints(engine).items():
         digest.update(f"{name} {text}".encode())
@@ -236,7 +236,7 @@ _SHOWN = 8  # samples in a message
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
-    """The batch's sample indices, once what cannot be read is dealt with."""
+    """Return the batch's sample indices, once what cannot be read is dealt with."""
     for name in batch.unreadable:
         if config.bad_samples == "fail":
             raise MotleyError(

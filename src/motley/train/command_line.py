@@ -44,7 +44,7 @@ TYPED = "typed options"  # among a checkpoint's options; no option has such a na
 def training_parser(
     description: str, strategies: Mapping[str, Strategy] | None = None
 ) -> OptionParser:
-    """The parser of a training script.
+    """Return the parser of a training script.
 
     Args:
         description: the script's docstring, which holds the examples.

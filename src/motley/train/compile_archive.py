@@ -195,8 +195,7 @@ class CompileArchive:
                         os.link(new.name, to)
 
     def has_newer(self, since: float) -> bool:
-        """Return True if the node has compiled something after a time, in seconds since the
-        epoch."""
+        """Return True if the node has compiled something after ``since``, seconds since 1970."""
         folders = _folders(self._folder, self._below)
         return any(_newest(files) >= since for files in folders.values())
 
@@ -331,7 +330,7 @@ def _is_fresh(files: Mapping[str, os.stat_result]) -> bool:
 
 
 def _folders(folder: Path, below: Sequence[str]) -> dict[str, dict[str, os.stat_result]]:
-    """The files in each folder, by name."""
+    """Return the files in each folder, by name."""
     folders: defaultdict[str, dict[str, os.stat_result]] = defaultdict(dict)
     for part in below:
         for here, inner, names in os.walk(folder / part):

@@ -104,7 +104,7 @@ class StepProfiler:
             self._close()
 
     def before(self, step: int) -> None:
-        """A step is about to begin; all ranks call it."""
+        """Mark the begin of a step; all ranks call it."""
         steps = self._steps
         if steps is None:
             return
@@ -117,7 +117,7 @@ class StepProfiler:
                 self._step.enter_context(record_function(step_span_name(step)))
 
     def enter(self, phase: Phase) -> None:
-        """This rank is at something else from now on."""
+        """Mark the begin of another phase of this rank."""
         if self._running is not None:
             self._phase.close()
             self._phase.enter_context(record_function(phase.key))
@@ -210,7 +210,7 @@ class StepProfiler:
 
 
 def compare_clocks() -> tuple[TraceClock, int]:
-    """This rank's clock against the first one's; all ranks call it.
+    """Return this rank's clock against the first one's; all ranks call it.
 
     Returns:
         The clock, and a time of the first rank's that all know: whole seconds, in nanoseconds.

@@ -380,7 +380,7 @@ class Recorder:
                 self._writing.release()
 
     def _complete(self, ready_s: tuple[float, ...]) -> Timed | None:
-        """The step that waits is due, now that each rank's ``ready_s`` is known."""
+        """Write the step that waits, now that each rank's ``ready_s`` is known."""
         with self._writing:
             self.write()
             if self._pending is None:

@@ -125,7 +125,7 @@ class Rescue:
             self._engine = None  # its memory is of use to the next
 
     def _take(self) -> KeptState:
-        """A copy of the last finished step; MotleyError if there is none in time."""
+        """Return a copy of the last finished step; MotleyError if there is none in time."""
         deadline, engine = time.monotonic() + _WAIT_S, self._engine
         assert engine is not None
         with self._taking:

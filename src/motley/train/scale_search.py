@@ -77,7 +77,7 @@ def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> 
 def _first(
     model: TaskModel, weights: dict[str, Tensor], batch: Batch, factor: float
 ) -> Overflow | None:
-    """The first layer in one micro-batch, in the order of computation."""
+    """Return the first layer in one micro-batch, in the order of computation."""
     result: list[Overflow] = []
 
     def look(layer: str, what: str, values: Any) -> None:

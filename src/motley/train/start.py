@@ -206,7 +206,7 @@ def train_begun(
 
 
 def memory_peaks(job: Job) -> list[float]:
-    """The most that each rank held, MiB, where that was foreseen; all that train call it."""
+    """Return the most that each rank held, MiB, where that was foreseen; all that train call it."""
     if job.model.by_blocks is None:
         return []
     return [peak for (peak,) in all_gather_floats([memory_peak(job.engine.device)])]
@@ -231,7 +231,7 @@ def how_to_continue(line: str, checkpoints: Checkpoints, save_every: int | None)
 
 
 def record_from(begun: StartedJob, run: Run, group: ProcessGroup) -> Recorder:
-    """Records of what follows, with the notes of what was before."""
+    """Make the recorder of the steps that follow, and write the notes of earlier phases."""
     job, state = begun.job, begun.state
     recorder = Recorder(
         run, job.model.task, group, job.config, tells_sync=not job.engine.equal_micro_steps,

@@ -84,7 +84,7 @@ def known_datasets() -> dict[str, Dataset | Family]:
 
 
 def find_dataset(name: str) -> Dataset:
-    """The dataset of this name."""
+    """Return the dataset of this name."""
     known = known_datasets()
     begins, slash, rest = name.partition("/")
     result = known.get(begins + slash)

@@ -81,7 +81,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _place(name: str) -> str:
-    """A folder's whole path: a short one may be the name of a format, for datasets."""
+    """Return a folder's whole path: a short one may be the name of a format, for datasets."""
     return str(Path(name).resolve()) if _is_folder(name) else name
 
 
@@ -106,7 +106,7 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
 
 
 def _datasets(option: str) -> Any:
-    """The package, without its progress bars and warnings, which come from each rank."""
+    """Return the package, without its progress bars and warnings, which come from each rank."""
     from motley.data.import_timm import timm
 
     datasets = import_extra("datasets", option)
@@ -133,7 +133,7 @@ def _offline(option: str) -> Iterator[None]:
 
 
 def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> str:
-    """The column that timm would read, or the only one of its kind."""
+    """Return the column that timm would read, or the only one of its kind."""
     fit = [name for name, feature in features.items() if type(feature).__name__ == kind]
     if usual in features:
         return usual

@@ -32,7 +32,7 @@ class _Part:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """An image as :class:`motley.data.images.Images` has it, and its label.
+        """Return an image as :class:`motley.data.images.Images` has it, and its label.
 
         Pixels are not copied: [C, H, W] is another view of [H, W, C], as torchvision makes it of
         PIL's, so that transforms find the same numbers in the same order.
@@ -79,7 +79,7 @@ def _open(place: Path, img_size: int) -> "Images":
 
 
 def _file(place: Path) -> Path:
-    """The file itself, or the only one of its kind in a folder."""
+    """Return the file itself, or the only one of its kind in a folder."""
     from motley.data.packed_file import SUFFIX
 
     if not place.is_dir():

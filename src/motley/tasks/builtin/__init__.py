@@ -27,12 +27,12 @@ _MUST = ("model", "data", "losses")
 
 
 def known_tasks() -> dict[str, type[Task]]:
-    """The built-in ones by name."""
+    """Return the built-in ones by name."""
     return dict(entries("motley.tasks.builtin", "TASKS"))
 
 
 def get_task(config: Config) -> Task:
-    """The task that was asked for."""
+    """Return the task that was asked for."""
     return next((each for each in config.own if isinstance(each, Task)), known_tasks()[USUAL]())
 
 
@@ -146,7 +146,7 @@ def _only_task(name: str, module: ModuleType) -> type[Task]:
 
 
 def _check_complete(name: str, kind: type[Task]) -> type[Task]:
-    """The class, if nothing that it must have is missing."""
+    """Return the class, if nothing that it must have is missing."""
     if missing := [each for each in _MUST if getattr(kind, each) is getattr(Task, each)]:
         raise MotleyError(
             f"--task {name}: {kind.__name__} has no {_and(missing)}; see examples/my_task.py"

@@ -158,7 +158,7 @@ class HfOptions(Task):
         self.named.save(net, folder)
 
     def with_lora(self, net: "nn.Module") -> "nn.Module":
-        """The network, as ``--lora`` wants it."""
+        """Return the network, as ``--lora`` wants it."""
         if self.lora is None:
             return net
         from motley.tasks.hf_model import add_lora
