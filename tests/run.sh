@@ -42,7 +42,7 @@ if [ ${#packages[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/n
 fi
 
 echo "tests: shellcheck, ruff, mypy"
-mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
+mapfile -t scripts < <(git ls-files '*.sh' .ci/run .githooks)
 "$bin/shellcheck" "${scripts[@]}"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
