@@ -1,10 +1,11 @@
 """The rules of plain English hold in the whole library."""
 
+import re
 from pathlib import Path
 
 import pytest
 from project import ROOT
-from style import find_in_markdown, find_in_python, find_names
+from style import WORDS, find_in_markdown, find_in_python, find_names
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/README.md", "docs/coming_from.md",
          "docs/comparison.md", "docs/first_hour.md", "docs/from_your_script.md",
@@ -17,6 +18,11 @@ def test_docstrings_comments_and_pages_keep_the_rules() -> None:
     found = [str(each) for path in modules for each in (*find_in_python(path), *find_names(path))]
     found += [str(each) for name in PAGES for each in find_in_markdown(ROOT / name)]
     assert found == []
+
+
+def test_messages_call_processes_no_people() -> None:
+    lines = (ROOT / "docs" / "messages.md").read_text().splitlines()
+    assert [line for line in lines if WORDS.search(re.sub(r"<[^>]*>", "", line))] == []
 
 
 def test_names_that_break_a_rule_are_found(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def open_socket(host: str, login: Login) -> socket.socket:
         raise HostTrouble(
             "ssh refused",
             f"{where} is up but accepts no ssh connection",
-            "start sshd there, or ask who administers it",
+            "start sshd there, or ask its administrator",
         ) from None
     except OSError as error:  # TimeoutError among them
         why = "" if isinstance(error, TimeoutError) else f" ({error.strerror})"
@@ -177,8 +177,8 @@ def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
     return HostTrouble(
         "host key changed",
         f"{host} shows the key {shown}, but ~/.ssh/known_hosts holds {held}: it was reinstalled, "
-        "or somebody answers in its place",
-        f"ask who administers it; if that is right: {again}",
+        "or another machine answers in its place",
+        f"ask its administrator; if that is right: {again}",
     )
 
 
@@ -203,8 +203,8 @@ def refused(
     if takes and not {"password", "keyboard-interactive"} & set(takes):
         return HostTrouble(
             "takes no password",
-            f"{host} lets nobody in by password (only by {', '.join(takes)})",
-            "ask who administers it to put your public key into your ~/.ssh/authorized_keys there",
+            f"{host} accepts no password (only {', '.join(takes)})",
+            "ask its administrator to put your public key into your ~/.ssh/authorized_keys there",
         )
     return HostTrouble(
         "password refused",

@@ -217,8 +217,7 @@ class BatchOptions:
     )  # fmt: skip
     replan: str = option(
         "auto (default): split anew when ranks become slower or faster while it runs, but not with "
-        "fsdp or ZeRO 2 and 3, where every pass waits for all and nobody can tell who is slow; the "
-        "global batch never changes",
+        "fsdp or ZeRO 2 and 3, where every pass waits for all; the global batch never changes",
         NOTHING, "auto", choices=("auto", "off"), per_launch=True,
     )  # fmt: skip
     hosts: str | tuple[str, ...] = option(
@@ -229,7 +228,7 @@ class BatchOptions:
     )  # fmt: skip
     bind: bool = option(
         "let ranks run on any core; default: on those next to their GPU, where a machine has "
-        "several memory nodes and nobody else has chosen",
+        "several memory nodes and no other program has chosen",
         SPEED, True, per_launch=True,
     )  # fmt: skip
     wire: WireMode | None = option(  # its modes are registered

@@ -298,7 +298,9 @@ def main() -> int:
     if merged.exists():
         return 0
     cause = "" if code < 0 else "see to the error above, then "
-    print_now(f"nobody is left to finish; {cause}run the same line again for what is missing", rank)
+    print_now(
+        f"no worker is left to finish; {cause}run the same line again for what is missing", rank
+    )
     return 1
 
 

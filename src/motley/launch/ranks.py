@@ -299,7 +299,7 @@ def _listener(ports: range) -> socket.socket:
 
 def _call(address: str, ports: range, key: bytes, rank: int, seconds: float) -> Connection:
     """Another rank: the connection to rank 0."""
-    deadline, why = time.monotonic() + seconds, "nobody listens there"
+    deadline, why = time.monotonic() + seconds, "no process listens there"
     while time.monotonic() < deadline:
         for port in ports:
             try:

@@ -422,7 +422,7 @@ def check_alone(size: int, environ: Mapping[str, str]) -> None:
     if size == 1 and "RANK" in environ and others.isdigit() and int(others) > 1:
         raise MotleyError(
             f"the environment says WORLD_SIZE={others}, and this process sees no other rank: "
-            "another launcher (DeepSpeed's) started it, or somebody set it in this shell; start "
+            "another launcher (DeepSpeed's) started it, or this shell has set it; start "
             "all ranks with mpirun, srun or torchrun and ./entry_cn.sh, or unset RANK and "
             "WORLD_SIZE"
         )

@@ -256,11 +256,11 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
         also = _and_for(followed, waits)
         return Mood.WAITS, f"waits for its input: {share}{_where_input(followed)}{also}"
     if waits.held is Held.OPTIMIZER:
-        return Mood.WELL, f"nobody is waited for; the optimizer takes {share}"
+        return Mood.WELL, f"no rank waits; the optimizer takes {share}"
     if waits.held is Held.HOST:
         return Mood.WAITS, f"waits for the host, whose Python takes {share}"
     if waits.held is Held.NOTHING:
-        return Mood.WELL, f"nobody is waited for: compute is {share}"
+        return Mood.WELL, f"no rank waits: compute is {share}"
     return Mood.WELL, "this engine cannot tell compute from waiting"
 
 

@@ -176,7 +176,7 @@ def make_link_fault(rank: int, host: str, step: int | None, other: str) -> Fault
     """Return the fault of two hosts that do not reach each other, while rank 0 reaches both."""
     return Fault(
         rank, host, step,
-        f"the link between {host} and {other} is dead, though the head hears both",
+        f"the link between {host} and {other} is dead, though the head receives from both",
         typed_command(
             "look for a cable, switch or firewall between them, with bash setup/test_mpi.sh; "
             "continue with --resume auto, if need be without one of them"

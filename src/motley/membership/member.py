@@ -102,7 +102,7 @@ class Member:
             if own.held.is_set():
                 continue
             quiet = own.awake.seconds - self._heard_at
-            if quiet > HEARTBEAT_TIMEOUT_S and not self._standby_hears(quiet):
+            if quiet > HEARTBEAT_TIMEOUT_S and not self._standby_receives(quiet):
                 # Should rank 0 come back, it need not say again what we say now.
                 with contextlib.suppress(OSError):
                     self._line.sendall(encode(Stop(1)))
@@ -110,7 +110,7 @@ class Member:
 
         return None
 
-    def _standby_hears(self, quiet: float) -> bool:
+    def _standby_receives(self, quiet: float) -> bool:
         """Return True if the standby lives.
 
         If rank 0 were dead, the standby would have ended by now. Rank 0 reports to the standby

@@ -62,7 +62,7 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
             command.warn(f"{error}; left out")
             continue
         if not seconds:
-            command.warn(f"{log} holds no two epochs, so nobody can tell how long one took")
+            command.warn(f"{log} holds no two epochs, so the time of one is unknown")
             continue
         result.append(OldRun(gpus, log.parent.name, seconds))
     return result
@@ -83,7 +83,7 @@ RATE, LIMIT = PARTS["t_compute"].colour, "#333333"
 LOST = {
     **{f"{part}_s": PARTS[f"t_{part}"] for part in ("wait", "comm", "data")},
     "rest": Part("slower or idle compute, and optimizer", "#BBCC99", "xxx"),
-    "both": Part("compute and communication, which cannot be told apart", "#CC99BB", "+++"),
+    "both": Part("compute and communication, not separable", "#CC99BB", "+++"),
 }
 
 
@@ -114,11 +114,14 @@ def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
             continue
         end = row.weight * row.samples_per_s
         half = (row.spread or 0.0) * end / 2
+        label = f"{row.unit}/s, as measured"
         ax.barh(place, end, height=0.66, color=RATE, xerr=half or None,
+                label="" if label in shown else label,
                 error_kw={"ecolor": "0.4", "elinewidth": 1, "capsize": 2})  # fmt: skip
+        shown[label] = RATE
         words = row.rate
         if row.fraction_of_limit:
-            words += f", {row.fraction_of_limit:.2f} of the limit"
+            words += f", {row.fraction_of_limit:.0%} of the limit"
         if row.outcome != DONE:
             words += f"; a repeat: {row.outcome}"
         for name, part in lost(row).items():
@@ -241,7 +244,7 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
     heights = [1.2 + 0.46 * len(rows), *([3.4] if series else []), 3.2]
     figure = style.new_figure(11, sum(heights))
     parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    parts[0].suptitle(f"{folder.path.resolve().name}: {len(rows)} ways to train")
+    parts[0].suptitle(story(folder.path.resolve().name, rows))
     draw_rates(parts[0].subplots(), rows)
     if series:
         draw_scaling(parts[1].subplots(), series)
@@ -252,6 +255,17 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
     if curves:
         axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
+
+
+def story(name: str, rows: Sequence[Row]) -> str:
+    """Return the result of a matrix in one line: its fastest way to train."""
+    ways = f"{len(rows)} way{'s' * (len(rows) != 1)} to train"
+    done = [row for row in rows if row.samples_per_s and row.outcome == DONE]
+    best = max(done, key=lambda row: row.samples_per_s or 0.0, default=None)
+    if best is None:
+        return f"{name}: {ways}, none of which ended well"
+    part = f", {best.fraction_of_limit:.0%} of the limit" if best.fraction_of_limit else ""
+    return f"{best.name} is the fastest of {ways} ({name}): {best.rate}{part}"
 
 
 def draw_old(runs: Sequence[OldRun]) -> "Figure":

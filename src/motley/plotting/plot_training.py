@@ -1,4 +1,4 @@
-"""Draw training: loss, accuracy, rate, loss scale and where the time of a step went.
+"""Draw training: where the time of a step went, loss, accuracy, rate and loss scale.
 
     python plots/plot_training.py logs/                   # logs/<run>/training.png, every run
     python plots/plot_training.py logs/ --out pictures    # all PNGs in one folder
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from motley.live.snapshot import fraction_of_limit
 from motley.plotting import command, style
 from motley.plotting.run_steps import list_others, seat_label, title, usual_steps
 from motley.records.costs import Training, column, leak, mean, median, read_training
@@ -127,7 +128,7 @@ def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None
     style.label_axes(ax, "step", "most that a rank has held (GiB)", zero=True)
     growth = leak(training.steps)
     text = f"grows by {growth:.3g} MiB a step, to the end" if growth else "does not keep growing"
-    ax.set_title(f"memory {text}; colours as below", fontsize=8, loc="left")
+    ax.set_title(f"memory {text}; colours of the hosts as above", fontsize=8, loc="left")
 
 
 def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]) -> None:
@@ -168,7 +169,7 @@ def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     lost = "; communication not separable from compute" if {"t_wait", "t_comm"} & unknown else ""
-    lost += "; of the others data is in compute, and the rest not told" if more else ""
+    lost += "; for the others, data is part of compute, and the rest is unknown" if more else ""
     style.label_axes(ax, f"one step (ms), mean of {chosen}{lost}", "")
     style.legend_above(ax)
 
@@ -185,17 +186,26 @@ def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
     usual, chosen = usual_steps(training)
     curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(usual.steps) + len(list_others(usual)))
     figure = style.new_figure(11, curves + bars)
-    figure.suptitle(title(training))
-    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[curves, bars])[:, 0]
-    axes = parts[0].subplot_mosaic(rows)
+    figure.suptitle(f"{story(training)}\n{title(training)}")
+    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[bars, curves])[:, 0]
+    draw_split(parts[0].subplots(), usual, chosen, colours)
+    axes = parts[1].subplot_mosaic(rows)
     draw_loss(axes["loss"], training)
     draw_time(axes["time"], training)
     draw_rate(axes["rate"], training)
     draw_memory(axes["memory"], training, colours)
     if scaled:
         draw_scale(axes["scale"], training)
-    draw_split(parts[1].subplots(), usual, chosen, colours)
     return figure
+
+
+def story(training: Training) -> str:
+    """Return the result of a run in one line: its rate, and the part of the limit."""
+    rate, unit = median(training.rates()), training.unit
+    words = f"{format_rate(rate)} {unit}/s" if np.isfinite(rate) else "no rate is recorded"
+    samples = median(training.values("samples_per_s"))
+    part = fraction_of_limit(training.run, samples if np.isfinite(samples) else None)
+    return f"{words}, {part:.0%} of the sum of all devices" if part is not None else words
 
 
 def run_panels(
@@ -205,14 +215,14 @@ def run_panels(
     usual, chosen = usual_steps(training)
     bars = 1.4 + 0.42 * (len(usual.steps) + len(list_others(usual)))
     panels: dict[str, tuple[float, Callable[[Axes], object]]] = {
-        "loss against steps": (3.2, lambda ax: draw_loss(ax, training)),
-        "loss against time": (3.2, lambda ax: draw_time(ax, training)),
-        f"{training.unit} a second": (3.2, lambda ax: draw_rate(ax, training)),
-        "memory of each rank": (3.2, lambda ax: draw_memory(ax, training, colours)),
-        "loss scale": (3.2, lambda ax: draw_scale(ax, training)),
-        "how each rank spends a step": (
+        "where the time of each rank goes": (
             bars, lambda ax: draw_split(ax, usual, chosen, colours)
         ),
+        "loss against steps": (3.2, lambda ax: draw_loss(ax, training)),
+        "loss against time": (3.2, lambda ax: draw_time(ax, training)),
+        f"{training.unit} per second": (3.2, lambda ax: draw_rate(ax, training)),
+        "memory of each rank": (3.2, lambda ax: draw_memory(ax, training, colours)),
+        "loss scale": (3.2, lambda ax: draw_scale(ax, training)),
     }  # fmt: skip
     if not is_scaled(training):
         del panels["loss scale"]

@@ -97,9 +97,9 @@ def decide(account: Account, wanted: str, host: str) -> str:
         "listed_now": (
             "locked to its shell",
             f"/etc/shells on {host} does not list {account.shell}, and chsh refuses such accounts",
-            "ask who administers it",
+            "ask its administrator",
         ),
-        "chsh": ("no chsh", f"{host} has no chsh", "ask who administers it"),
+        "chsh": ("no chsh", f"{host} has no chsh", "ask its administrator"),
     }
     for fact, (kind, result, fix) in needs.items():
         if fact not in account.facts and not (fact == "listed_now" and "root" in account.facts):
@@ -166,7 +166,7 @@ class Visit:
             )  # fmt: skip
         raise HostTrouble(
             "chsh failed", f"{self.host} says: {text}",
-            f"ask who administers it, or leave it: {UNNEEDED}",
+            f"ask its administrator, or leave it: {UNNEEDED}",
         )  # fmt: skip
 
     def _log_in_again(self) -> None:

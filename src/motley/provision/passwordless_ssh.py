@@ -92,7 +92,7 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
         raise HostTrouble(
             "home not writable",
             f"on {remote.host}: {text}",
-            "see whose the home is and how it is mounted, or ask who administers it",
+            "see whose the home is and how it is mounted, or ask its administrator",
         )
     raise HostTrouble("failed there", f"on {remote.host}: {text}", "put that right, then again")
 
@@ -158,8 +158,8 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
     raise HostTrouble(
         "host key differs",
         f"{host} shows the key {shown.fingerprint}, but {path} holds {expected.fingerprint}: it "
-        "was reinstalled, or somebody answers in its place",
-        "ask who administers it",
+        "was reinstalled, or another machine answers in its place",
+        "ask its administrator",
     )
 
 
@@ -356,7 +356,7 @@ def install(remote: Remote, public: str) -> str:
         raise HostTrouble(
             "key ignored",
             f"our key is in ~/.ssh/authorized_keys on {host}, which refuses it all the same",
-            "ask who administers it whether sshd takes keys (PubkeyAuthentication) and from "
+            "ask its administrator whether sshd takes keys (PubkeyAuthentication) and from "
             "that file (AuthorizedKeysFile)",
         ) from None
     return "key installed"

@@ -332,8 +332,8 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
         )
     if requested is not None and options.before >= requested:
         raise MotleyError(
-            f"--before {options.before}: the whole job takes {requested:.0f} s; the ranks would be "
-            "told to end before they begin"
+            f"--before {options.before}: the whole job takes {requested:.0f} s, so the "
+            "ranks would end before they begin; give a longer --time"
         )
     gpus = place.gpus if options.gpus is None else options.gpus
     ranks = gpus or options.ranks

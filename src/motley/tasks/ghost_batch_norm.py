@@ -406,7 +406,7 @@ def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
         samples: samples in the pass.
     """
     return MotleyError(
-        f"the batch norm {path} gets {rows} rows of {samples} samples, and --bn-group cannot tell "
+        f"the batch norm {path} gets {rows} rows of {samples} samples, and --bn-group cannot find "
         "which rows belong to which sample. Give it equally many rows of each sample, one sample "
         "behind the other, as x.flatten(0, 1) of [samples, tokens, channels] does; or use layer "
         "norm"

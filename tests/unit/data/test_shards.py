@@ -134,10 +134,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no image": (lambda at: write_shard(at / "colours-val-0000.tar", []),
                  "val has no images, in 1 shards"),
     "info of another kind": (lambda at: (at / "_info.json").write_text('{"splits": {"train": 3}}'),
-                             "tells no splits as timm reads them"),
+                             "has no splits as timm reads them"),
     "info that is none": (lambda at: (at / "_info.json").write_text("{"), "_info.json cannot be"),
     "too few classes": (lambda at: (at / "_info.json").write_text('{"num_classes": 2}'),
-                        "tells num_classes 2, and an image has the label 2"),
+                        "has num_classes 2, and an image has the label 2"),
     "too few images": (
         lambda at: (at / "_info.json").write_text(json.dumps({"splits": {
             split: {"filenames": [SHARD], "num_samples": 25} for split in ("train", "val")

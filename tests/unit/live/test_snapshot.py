@@ -39,7 +39,7 @@ def test_a_host_that_becomes_slow_is_named_after_three_seconds_of_records(tmp_pa
         live.take_step()
     live.take_samples(others="alice")
     now = watched(live)
-    assert now.mood is Mood.WELL and now.headline.startswith("nobody is waited for: compute is 9")
+    assert now.mood is Mood.WELL and now.headline.startswith("no rank waits: compute is 9")
     assert now.rate == pytest.approx(100 / 0.108, rel=0.01)
     assert now.fraction == pytest.approx(0.1 / 0.108, rel=0.01)
     assert now.left_s == pytest.approx(140 * 0.108, rel=0.02)

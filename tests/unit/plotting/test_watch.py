@@ -68,7 +68,7 @@ def test_what_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 def test_it_is_live_on_80_by_24_and_names_the_slow_host(live: LiveRun) -> None:
     with terminal_of(live, 80, 24) as terminal:
-        shown = terminal.await_frame(lambda text: "nobody is waited for" in text)
+        shown = terminal.await_frame(lambda text: "no rank waits" in text)
         assert len(shown) <= 24 and max(map(len, shown)) <= 80
         assert all(any(line.startswith(f"   {rank} {host}") for line in shown)
                    for rank, host in enumerate(LAB))  # fmt: skip

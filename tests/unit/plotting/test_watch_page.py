@@ -102,7 +102,7 @@ def test_a_browser_shows_it_on_wide_and_on_narrow_screens(live: LiveRun, tmp_pat
     live.run.event("replan", text=HOSTILE)
     with served(live.run.path.parent) as address, Chromium() as browser:
         browser.open(address, 1280, 800)
-        text = browser.await_text("nobody is waited for")
+        text = browser.await_text("no rank waits")
         assert HOSTILE in text and "alice 0.6G" in text and "images/s" in text
         for _ in range(5):
             live.take_step(slow={3: 2.0})

@@ -62,7 +62,7 @@ def _open(name: str, root: Path, img_size: int) -> "Images":
     classes = info.get("num_classes", highest + 1)
     if not isinstance(classes, int) or classes <= highest:
         raise MotleyError(
-            f"{folder}: {_INFO[0]} tells num_classes {classes!r}, and an image has the label "
+            f"{folder}: {_INFO[0]} has num_classes {classes!r}, and an image has the label "
             f"{highest}; correct one of them"
         )
     return Images(
@@ -96,7 +96,7 @@ def _read_sizes(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
         }  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise MotleyError(
-            f"{folder / _INFO[0]} tells no splits as timm reads them ({error!r}); write "
+            f"{folder / _INFO[0]} has no splits as timm reads them ({error!r}); write "
             '{"splits": {"train": {"filenames": [...], "num_samples": N}, "validation": ...}}, or '
             "remove it: then a shard is of the split that is in its name"
         ) from None
