@@ -9,7 +9,8 @@ from style import find_in_markdown, find_in_python, find_names
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/README.md", "docs/coming_from.md",
          "docs/comparison.md", "docs/first_hour.md", "docs/from_your_script.md",
          "docs/how_it_works.md", "docs/not_for.md", "docs/records.md",
-         "docs/your_lab.md")  # fmt: skip
+         "docs/trouble.md", "docs/which_way.md", "docs/your_lab.md",
+         "docs/your_model.md")  # fmt: skip
 
 
 def test_docstrings_comments_and_pages_keep_the_rules() -> None:
