@@ -18,10 +18,11 @@ file by hand and recorded it then.
 
 The age counts commits from the one that the result records. If git has no such commit, the age
 counts from the last commit to the result file. Code that was not committed when it was measured
-counts as newer than the result.
+counts as newer than the result. A commit that changes only docstrings and comments does not count.
 """
 
 import argparse
+import ast
 import csv
 import hashlib
 import json
@@ -116,6 +117,17 @@ class Expression:
         return eval(expression, {"__builtins__": {}, **names})
 
 
+def dump_code(text: str) -> str:
+    """Return a Python file's code without docstrings, comments and layout."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
 @dataclass
 class Checker:
     """The claims of one repository, and the problems that were found."""
@@ -126,6 +138,7 @@ class Checker:
     figures: dict[str, Figure] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    codes: dict[str, str] = field(default_factory=dict)  # by blob; see read_code
 
     def fail(self, cause: str, found: str, fix: str) -> None:
         """Add a problem."""
@@ -213,7 +226,7 @@ class Checker:
                 self.notes.append(f"stale by {age} commits: {RESULTS / name}: {reason}")
 
     def count_commits(self, name: str, paths: list[str]) -> int:
-        """Return the number of commits that changed `paths` since a result was measured."""
+        """Return the commits that changed the code in `paths` since a result was measured."""
         stated = self.claims["results"][name].get("commit") or self.contents[name].get("commit")
         base = None
         for commit in re.findall(r"\b[0-9a-f]{7,40}\b", str(stated)):
@@ -223,7 +236,40 @@ class Checker:
         base = base or self.git("log", "-1", "--format=%H", "--", str(RESULTS / name))
         if not base or not paths:
             return 0
-        return int(self.git("rev-list", "--count", f"{base}..HEAD", "--", *paths) or 0)
+        count = int(self.git("rev-list", "--count", f"{base}..HEAD", "--", *paths) or 0)
+        if count <= self.claims["max_commits"] or self.claims["results"][name].get("stale"):
+            return count  # at most, which is enough
+        log = self.git(
+            "log", "--no-merges", "--format=%H", "--raw", "--no-abbrev", "--no-renames",
+            f"{base}..HEAD", "--", *paths,
+        )  # fmt: skip
+        changed, here = set[str](), ""
+        for line in filter(None, (log or "").splitlines()):
+            if not line.startswith(":"):
+                here = line
+            elif here not in changed and self.changes_code(line):
+                changed.add(here)
+        return len(changed)
+
+    def changes_code(self, line: str) -> bool:
+        """Return True if a change changes more than docstrings and comments.
+
+        Args:
+            line: as ``git log --raw`` prints it.
+        """
+        about, _, path = line.partition("\t")
+        _, _, old, new, kind = about.split()
+        return kind != "M" or not path.endswith(".py") or self.read_code(old) != self.read_code(new)
+
+    def read_code(self, blob: str) -> str:
+        """Return a version of a Python file without docstrings, comments and layout."""
+        if blob not in self.codes:
+            text = self.git("cat-file", "blob", blob) or ""
+            try:
+                self.codes[blob] = dump_code(text)
+            except SyntaxError:
+                self.codes[blob] = text
+        return self.codes[blob]
 
     def git(self, *arguments: str) -> str | None:
         """Run git in the repository. Return what it prints, or None if it fails."""
