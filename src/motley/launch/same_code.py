@@ -8,8 +8,10 @@ the script, the modules and settings beside it, the files that its options name,
 below. Python too: from 3.12 on it sums floats in another way, so ranks would not make the same
 plan. Builds of a release for another CUDA (``2.14.0+cu126``) are that release: old GPUs need them.
 
-A file or package that only some hosts have is not compared. A missing one that is needed fails at
-once and by name, and one that a host has kept of an older commit is not used.
+A file or package that only some hosts have is not compared. If it is missing where it is needed,
+its import fails at once, and the error names it. If it is left over from an older commit, no module
+imports it. Folders in which every file adds something are the exception: there a file that only
+some hosts have is refused.
 """
 
 import functools
@@ -33,6 +35,12 @@ Code = tuple[str, dict[str, str], dict[str, str]]
 
 _PACKAGES = ("torch", "torchvision", "timm", "opt-einsum", "numpy", "pillow", "scikit-learn")
 _SUFFIXES = {".py", ".json", ".toml"}
+# Each file here adds something by itself; see motley.registry.
+_REGISTERED = tuple(
+    f"src/motley/{folder}/" for folder in (
+        "comm/modes", "data/datasets", "engines/optimizers", "engines/strategies", "tasks/builtin",
+    )
+)  # fmt: skip
 _PLACES = {"site-packages", "dist-packages"}
 
 
@@ -111,6 +119,14 @@ def check_same(found: Sequence[Any]) -> None:
             f"the hosts do not run the same code: {name_some(list(odd))} differ on "
             f"{_whose(ranks_odd, hosts)} from those on the others; {_fix(first)}"
         )
+    if extra := _find_extra([code[1] for code in found]):
+        name, ranks = next(iter(extra.items()))
+        more = f", and {len(extra) - 1} more," if len(extra) > 1 else ""
+        raise MotleyError(
+            f"the hosts do not run the same code: {name}{more} is on {_whose(ranks, hosts)} and "
+            f"not on the others, and every rank reads all files there; remove it, or "
+            + _fix("this machine's files")
+        )
     if odd := _odd([code[2] for code in found]):
         package, *others = odd
         column = [code[2].get(package) for code in found]
@@ -149,6 +165,17 @@ def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
             usual = max(counts, key=lambda each: (counts[each], each == values[0]))
             odd[name] = [rank for rank, value in enumerate(values) if value not in (None, usual)]
     return odd
+
+
+def _find_extra(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """Return the registered files that only some ranks have, with these ranks."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    extra = {}
+    for name in (each for each in names if each.startswith(_REGISTERED)):
+        ranks = [rank for rank, column in enumerate(columns) if name in column]
+        if len(ranks) < len(columns):
+            extra[name] = ranks
+    return extra
 
 
 def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:

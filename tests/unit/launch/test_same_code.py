@@ -45,6 +45,14 @@ def test_who_differs_from_most_is_named_with_the_files_and_the_fix() -> None:
     assert "3.py and 5 more differ on b" in text
 
 
+def test_a_file_that_adds_something_on_some_hosts_alone_is_refused() -> None:
+    mine = {"src/motley/data/datasets/mine.py": "1"}
+    text = refusal(code("a"), code("b", mine))
+    assert "datasets/mine.py is on b (rank 1) and not on the others" in text
+    assert "remove it, or bring this machine's files to all with: bash setup/sync_cn.sh" in text
+    check_same([code("a", mine), code("b", mine)])
+
+
 def test_versions_are_named_with_their_hosts_and_the_fix() -> None:
     text = refusal(code("a", timm="1.0.31"), code("b", timm="1.0.20"), code("b", timm="1.0.20"))
     assert "versions of timm (1.0.20 on b (ranks 1, 2), 1.0.31 on a (rank 0))" in text
