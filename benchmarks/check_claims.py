@@ -223,7 +223,7 @@ class Checker:
                     'measure it again, or add stale = "reason" to its entry in claims.toml',
                 )
             elif reason:  # at any age: somebody may know that it does not hold any more
-                self.notes.append(f"stale by {age} commits: {RESULTS / name}: {reason}")
+                self.notes.append(f"stale by at most {age} commits: {RESULTS / name}: {reason}")
 
     def count_commits(self, name: str, paths: list[str]) -> int:
         """Return the commits that changed the code in `paths` since a result was measured."""

@@ -20,7 +20,7 @@ def main(world):
     dist.all_reduce(torch.ones(9))
     group = shrink_group(world, group, {1, 2}, {0: "a test", 3: "a test"})
     if group.rank is None:
-        print(f"launched {world.rank} is out: {'; '.join(group.who_is_left_out())}", flush=True)
+        print(f"launched {world.rank} is out: {'; '.join(group.describe_left_out())}", flush=True)
         return
     total = torch.tensor([float(world.rank)])
     dist.all_reduce(total)

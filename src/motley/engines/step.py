@@ -127,7 +127,7 @@ class StepEngine(EngineBase):
         self._nominal_weight = 1.0  # of the global batch, in this step
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
-        """Return each sample's loss, detached; backpropagate their sum / _usual_weight."""
+        """Return each sample's loss, detached; backpropagate their sum / _nominal_weight."""
         raise NotImplementedError
 
     def _abandon(self, last: bool) -> None:

@@ -120,10 +120,10 @@ def check_same(found: Sequence[Any]) -> None:
             f"{_whose(ranks_odd, hosts)} from those on the others; {_fix(first)}"
         )
     if extra := _find_extra([code[1] for code in found]):
-        name, ranks = next(iter(extra.items()))
+        name, having = next(iter(extra.items()))
         more = f", and {len(extra) - 1} more," if len(extra) > 1 else ""
         raise MotleyError(
-            f"the hosts do not run the same code: {name}{more} is on {_whose(ranks, hosts)} and "
+            f"the hosts do not run the same code: {name}{more} is on {_whose(having, hosts)} and "
             f"not on the others, and every rank reads all files there; remove it, or "
             + _fix("this machine's files")
         )

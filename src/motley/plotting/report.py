@@ -32,7 +32,7 @@ from motley.plotting.plot_timeline import draw_timeline
 from motley.plotting.plot_training import run_panels
 from motley.plotting.run_steps import read_or_say, title
 from motley.plotting.run_verdict import add_co2
-from motley.plotting.traces import words as words_of
+from motley.plotting.traces import describe_trace
 from motley.records.costs import Training, median
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.json_files import JsonDict
@@ -267,7 +267,7 @@ def details(
     profiled: list[str] = []
     for path in run.traces():
         try:
-            profiled += words_of(summarise(read_trace(path)))
+            profiled += describe_trace(summarise(read_trace(path)))
         except MotleyError as error:
             command.warn(error)
     return Details(name, summary, text, pictures, profiled)

@@ -15,7 +15,7 @@ from motley.records.run_folder import RunFolder, find_runs
 from motley.records.trace import TraceSummary, merge_traces, read_trace, summarise
 
 
-def words(found: TraceSummary) -> list[str]:
+def describe_trace(found: TraceSummary) -> list[str]:
     """Return a rank's summary, some lines."""
     busy = "the GPU had nothing to do" if found.on_gpu else "no operator ran"
     lines = [
@@ -33,7 +33,7 @@ def merge_run(run: RunFolder, out: Path | None) -> None:
     """Print what the traces of a run say, and put them together."""
     traces = [read_trace(path) for path in run.traces()]
     for trace in traces:
-        print("\n".join(words(summarise(trace))))
+        print("\n".join(describe_trace(summarise(trace))))
     into = run.trace_of_all()
     if out is not None:
         into = out / f"{run.path.resolve().name}.{into.name}"

@@ -151,8 +151,9 @@ class Target:
     """The state of a host's disk where a file is to go.
 
     Attributes:
-        free: bytes. whole, part: bytes of the file, and of a copy that was cut; None: there is
-            none.
+        free: bytes that are free.
+        complete: bytes of the file; None: there is none.
+        part: bytes of an unfinished copy; None: there is none.
     """
 
     free: int

@@ -42,7 +42,7 @@ why_not() { # why nothing may be written; nothing if it may
 look() {
   why=$(why_not)
   if [ -n "$why" ]; then printf 'not=%s\n' "$why"; return; fi
-  if [ -e "$whole" ]; then echo "whole=$(bytes "$whole")"; fi
+  if [ -e "$whole" ]; then echo "complete=$(bytes "$whole")"; fi
   # What is kept of a copy that was cut needs no room any more.
   if [ -e "$part" ]; then echo "part=$(bytes "$part")"; fi
   echo "free=$(df -Pk -- "$(above)" | awk 'END { printf "%.0f", 1024 * $4 }')"

@@ -188,7 +188,7 @@ class JobParts:
     notes: list[Note]
 
     def state(self, folders: list[Path]) -> TrainState | None:
-        """Where the run is going to begin; see motley.checkpoint.resume.state_of."""
+        """Where the run is going to begin; see motley.checkpoint.resume.find_state."""
         result = find_state(folders)
         return result and self.length.at(result)
 

@@ -20,9 +20,9 @@ from motley.launch.ranks import TcpRanks, meeting_point, secret
 
 RANK = """
 import os, sys
-from motley.cluster.launcher import launch_of
+from motley.cluster.launcher import read_launch
 from motley.launch.ranks import TcpRanks
-ranks = TcpRanks(launch_of())
+ranks = TcpRanks(read_launch())
 for number in range(3):
     assert ranks.allgather((ranks.rank, number)) == [(r, number) for r in range(ranks.size)]
 assert ranks.on_this_machine() == list(range(ranks.size))

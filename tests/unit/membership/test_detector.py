@@ -227,5 +227,5 @@ def test_who_keeps_all_others_from_a_step_is_told_once_while_they_wait() -> None
     assert at(57.0, 9, 2, 3) == []
     # Nobody knows where two hosts compute, where all wait for the wire, nor of one that is silent.
     assert at(57.5, 10, 2, 3) == at(59.2, 10, 1, 2) == []
-    assert at(59.3, 10) == at(59.4, 10, 1, received_s=False) == []
+    assert at(59.3, 10) == at(59.4, 10, 1, heard=False) == []
     assert at(59.5, 10, 0) == [0]

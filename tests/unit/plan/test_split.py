@@ -133,7 +133,7 @@ def test_who_reads_slowly_gets_less_and_where_nobody_else_could_the_same() -> No
     assert "the rank could compute 100" in advice.text
     assert "--" not in advice.text + advice.option  # it has processes already, and no image files
     (advice,) = bound_by_input(["a", "b"], [fast, before], [120, 40], packs=True)
-    assert "reads 50 samples a second, in turn with computing 100" in advice.text
+    assert "reads 50 samples/s, in turn with computing 100" in advice.text
     assert "--workers 1" in advice.text and "setup/stage_cn.sh" in advice.text
     # Reading that is faster than computing delays a rank only where both take turns.
     quick = replace(ahead, input_s=1 / 101)

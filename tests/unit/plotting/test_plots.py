@@ -101,8 +101,8 @@ def test_training_picture_says_what_is_unknown_and_leaves_it_out(tmp_path: Path)
     write_run(tmp_path / "good")
     write_run(tmp_path / "cut", status="failed", known=False)
     good, cut = texts_of(tmp_path / "good"), texts_of(tmp_path / "cut")
-    assert "good: vit_digits on digits, 2 ranks, final top-1 70.0 %" in good
-    assert any(text.startswith("cut (failed): ") for text in cut)
+    assert "810 images/s\ngood: vit_digits on digits, 2 ranks, final top-1 70.0 %" in good
+    assert any("\ncut (failed): " in text for text in cut)
     assert "rank 1 - b\nCPU, fp32, 20 samples" in good
     assert {"compute", "communication", "waiting for the slowest rank"} <= set(good)
     assert not {"communication", "waiting for the slowest rank"} & set(cut)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
-from motley.provision.keep_returns import Asked
+from motley.provision.keep_returns import HostAnswers
 from motley.provision.keep_training import Keeper, Stop
 from motley.provision.launch_line import LaunchLine
 
@@ -77,7 +77,7 @@ def test_nothing_is_said_of_hosts_that_were_not_asked(tmp_path: Path) -> None:
     for words, says in ((["-H", "+n0"], "no host was asked"), ([], "no host was asked"),
                         (["-H", "a"], "all hosts answer")):  # fmt: skip
         line = LaunchLine.parse(["mpirun", *words, "./entry_cn.sh"]).named("now")
-        why = Keeper(line, 0, Stop())._gives_up({}, -1, Asked((), {}, {}, (), {}, {}, {}))
+        why = Keeper(line, 0, Stop())._gives_up({}, -1, HostAnswers((), {}, {}, (), {}, {}, {}))
         assert says in why
 
 
@@ -92,7 +92,7 @@ def test_hosts_of_the_hostfile_without_a_rank_are_not_counted(
         ({"c": "dead"}, "b is back; on with 2 of 2 hosts"),
     ):  # fmt: skip
         alive = tuple(host for host in line.hosts if host.name not in lost)
-        keeper._say_who(Asked(alive, lost, {}, (), {}, {}, {}))
+        keeper._say_who(HostAnswers(alive, lost, {}, (), {}, {}, {}))
         assert says in (said := capsys.readouterr().err) and bool(says) == bool(said)
 
 

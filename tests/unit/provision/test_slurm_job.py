@@ -28,7 +28,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def written(*words: str) -> str:
     options = slurm_job.parse([*words, "./entry_cn.sh", "--run", "a.b_c-1"])
-    return slurm_job.to_text(slurm_job.plan(options, [PLACE]))
+    return slurm_job.make_script(slurm_job.plan(options, [PLACE]))
 
 
 def test_a_place_with_spaces_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def in_array(folder: Path, *words: str) -> str:
     matrix.write_text('[matrix]\nstrategy = ["ddp", "fsdp"]\n')
     line = ("torch_dist/baseline_measure.py", "--matrix", str(matrix), "--out", str(folder / "out"))
     options = slurm_job.parse(["--array", *words, *line, "--repeats", "2", "--", "--lr", "1e-3"])
-    return slurm_job.to_text(slurm_job.plan(options, [PLACE]))
+    return slurm_job.make_script(slurm_job.plan(options, [PLACE]))
 
 
 def test_each_cell_of_a_matrix_is_a_task(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from motley.provision.stage_copy import (
     Target,
     bytes_in,
     count_blocks,
+    format_size,
     missing,
-    said,
-    size_of,
+    parse_size,
 )
 
 
@@ -45,7 +45,7 @@ def test_runs_are_all_that_is_missing_and_nothing_else(
 @given(st.integers(1, 10**15))
 def test_a_size_that_is_said_can_be_read(size: int) -> None:
     if size >= 1000:
-        assert size_of(said(size).replace(" ", "").replace(",", "")) == pytest.approx(
+        assert parse_size(format_size(size).replace(" ", "").replace(",", "")) == pytest.approx(
             size, rel=0.01
         )
 
@@ -53,14 +53,14 @@ def test_a_size_that_is_said_can_be_read(size: int) -> None:
 @pytest.mark.parametrize("text", ["", "20", "-5G", "0G", "1e3G", "G", "20 X"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(MotleyError, match="is no size; write it as 20G or 500M"):
-        size_of(text)
+        parse_size(text)
 
 
 def test_what_a_cut_copy_holds_needs_no_room() -> None:
     assert Target(free=50, part=60).lacks(100) == 0
     assert Target(free=50, part=20).lacks(100) == 30
-    assert Target(free=0, whole=100).lacks(100) == 0
-    assert Target(free=50, whole=90).lacks(100) == 50
+    assert Target(free=0, complete=100).lacks(100) == 0
+    assert Target(free=50, complete=90).lacks(100) == 50
 
 
 def test_a_disk_that_is_slower_than_its_gpu_is_named() -> None:
