@@ -230,7 +230,10 @@ def kept_paths() -> list[Path]:
             saved.append(path)
     for path in saved:
         if str(path) in (*_OWN, "/"):
-            raise MotleyError(f"{path} cannot be in every host; move it a folder down")
+            raise MotleyError(
+                f"the repository, the environment or its Python lies directly in {path}, and each "
+                f"host of the lab has a {path} of its own; move it into a folder below {path}"
+            )
     return saved
 
 

@@ -267,7 +267,7 @@ def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
         raise HostTrouble(
             "key locked",
             f"the key for {host} has a passphrase and no agent holds it",
-            "ssh-add it, or make a key of its own with: bash setup/passwordless_ssh.sh",
+            "ssh-add it, or make a separate key with: bash setup/passwordless_ssh.sh",
         ) from None
     except paramiko.AuthenticationException as error:
         raise refused(host, login, by_password, getattr(error, "allowed_types", None)) from None

@@ -118,6 +118,6 @@ def no_second_try(error: BaseException, device: torch.device, words: str, instea
         instead: name of an engine to use instead.
     """
     raise NoMemoryError(
-        f"{shortage(error, device)}; in a pass in which {words}, so the step cannot be done again; "
-        f"lower --micro-batch, add --grad-checkpointing, or take {instead}"
+        f"{shortage(error, device)}; the step cannot be repeated with smaller micro-batches, since "
+        f"{words}; lower --micro-batch, add --grad-checkpointing, or take {instead}"
     ) from error

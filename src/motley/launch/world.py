@@ -459,5 +459,7 @@ def port_of_user(said: Sequence[str | None]) -> int | None:
             )
     if len({int(text) for text in ports}) > 1:
         words = " and ".join(f"{text} on rank {rank}" for text, rank in ports.items())
-        raise MotleyError(f"MASTER_PORT is {words}: set it to one port on all, or unset it")
+        raise MotleyError(
+            f"MASTER_PORT is {words}: set it to the same port on all ranks, or unset it"
+        )
     return int(next(iter(ports))) if ports else None

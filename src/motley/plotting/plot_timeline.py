@@ -163,7 +163,7 @@ def read_steps(text: str) -> tuple[int, int]:
     """Parse ``FROM:TO``: the steps after the first FROM, up to TO."""
     result = re.fullmatch(r"(\d+):(\d+)", text)
     if not result:
-        raise argparse.ArgumentTypeError(f"{text}: write it as in 100:104, for 101 to 104")
+        raise argparse.ArgumentTypeError(f"{text}: write FROM:TO; 100:104 draws steps 101 to 104")
     if int(result[1]) >= int(result[2]):
         raise argparse.ArgumentTypeError(f"{text} ends before it begins")
     return int(result[1]), int(result[2])
@@ -185,7 +185,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=read_steps,
         metavar="FROM:TO",
-        help="as 100:104 for 101 to 104; default: around the longest",
+        help="100:104 draws steps 101 to 104; default: those around the longest step",
     )
 
 

@@ -197,8 +197,9 @@ def try_pairs(
         (host, peer): HostTrouble(
             "cannot talk",
             text,
-            "open the ports between them (MPI takes any above 1023), or see whether "
-            f"{shared.at[peer].address} is on {peer}'s way to {host}",
+            "open the ports between the two (MPI takes any above 1023), or see whether "
+            f"{peer} reaches {host} from {shared.at[peer].address}: ssh -- {peer} ip route get "
+            f"{shared.at[host].address}",
         )
         for host, lines in received.items()
         for peer, text in ([("it", str(lines))] if isinstance(lines, HostTrouble) else lines)

@@ -208,8 +208,8 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
     if config.build == "blocks":
         if given := _begins_with_weights(task, config):
             raise MotleyError(
-                f"--build blocks draws initial numbers, and {given} has others; leave out one of "
-                "the two"
+                f"--build blocks draws random initial weights, and {given} loads other ones; leave "
+                "out one of the two"
             )
         _open_data(task)
         try:

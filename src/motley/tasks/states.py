@@ -193,9 +193,10 @@ def split(states: States, step: int) -> tuple[Forecasts, Forecasts]:
         apart = np.diff(states.hours)
         text = f", {apart.min()} hours apart at least" if len(apart) else ""
         raise MotleyError(
-            f"{len(states.hours)} states{text}, are {len(starts)} samples of {INPUTS + 1} states "
-            f"{step} hours apart; {2 * INPUTS + 2} such states in a row are the fewest with which "
-            "something is held out. Give more, or another --hours"
+            f"{len(states.hours)} states{text}, give {len(starts)} samples; a sample is "
+            f"{INPUTS + 1} states, each {step} hours after the one before. One sample to train "
+            f"with and one to hold out need {2 * INPUTS + 2} such states in a row; give more, or "
+            "another --hours"
         )
     return Forecasts(states, training, step), Forecasts(states, held_out, step)
 

@@ -369,9 +369,10 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
     if result.unsound and not where:
         host = job.workers[result.unsound[0]].host
         return DeviceError(
-            "this rank's gradient was not finite before it was added up, though its losses are, "
-            "and computed once more it is: its device or memory may be faulty; continue with "
-            f"--resume auto, without {host} in hosts.txt if it happens again"
+            "this rank's gradient was not finite before the all-reduce, but its losses were, and a "
+            f"second computation of the gradient is finite: the device or memory of {host} may be "
+            "faulty; continue with --resume auto; if it happens again, take "
+            f"{host} out of hosts.txt first"
         )
     return NotFiniteError(
         f"{results} are: {where or 'no rank alone overflows, their sum does'}; {advice}"

@@ -54,7 +54,7 @@ def test_some_steps_of_a_run_are_drawn_and_what_is_not_there_is_said(tmp_path: P
     done = run_script("plots/plot_timeline.py", tmp_path / "good", "--steps", "900:910")
     assert done.returncode == 2 and "its last one is 60" in done.stderr
     done = run_script("plots/plot_timeline.py", tmp_path / "good", "--steps", "9")
-    assert done.returncode == 2 and "write it as in 100:104, for 101 to 104" in done.stderr
+    assert done.returncode == 2 and "write FROM:TO; 100:104 draws steps 101 to 104" in done.stderr
 
 
 def test_runs_are_drawn_together_and_one_without_a_step_is_said(tmp_path: Path) -> None:

@@ -251,7 +251,10 @@ def test_a_level_that_is_not_there_and_what_is_no_number_are_named(tmp_path: Pat
         ({"grid": "17x30"}, "--grid 17x30.* 16 or 17 latitudes and 32 longitudes"),
         ({"grid": "17"}, "--grid 17: give latitudes x longitudes, as in 17x32"),
         ({"levels": (510,)}, "no level of 510 hPa; give --levels of 50,100,150"),
-        ({"states": 5}, "5 states, 6 hours apart.*are 3 samples of 3 states .* 6 such states"),
+        (
+            {"states": 5},
+            "5 states, 6 hours apart.*give 3 samples; a sample is 3 states.* 6 such states",
+        ),
         ({"embed_dim": 100}, "--embed-dim 100 is no multiple of 64.*take 128"),
         ({"depths": (2,)}, "--depths 2: give the blocks of two stages"),
         ({"latent_levels": 3}, "--latent-levels 3 is odd"),
