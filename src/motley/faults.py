@@ -61,7 +61,7 @@ class Phase(Enum):
     PREPARE = "prepare", "preparing the data"
     BUILD = "build", "building the model"
     MEASURE = "measure", "measuring"
-    DATA = "data", "loading images"
+    DATA = "data", "loading samples"
     FORWARD = "forward", "computing"
     BACKWARD = "backward", "computing"
     ALL_REDUCE = "all-reduce", "waiting for the others"

@@ -131,7 +131,7 @@ def test_a_hang_names_the_rank_that_does_not_wait() -> None:
     clock.seconds = 121
     fault = watchdog.stuck(ranks)
     assert fault and (fault.kind, fault.rank, fault.step) == (FaultKind.HANG, 1, 17)
-    assert "rank 1 is loading images; ranks 0, 2 are waiting for the others" in fault.error
+    assert "rank 1 is loading samples; ranks 0, 2 are waiting for the others" in fault.error
     watchdog.receive(ranks[1], Heartbeat(17, Phase.DATA, 3, 120.0))
     assert watchdog.stuck(ranks) is None  # one that moves is enough
 
