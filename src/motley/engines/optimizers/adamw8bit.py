@@ -234,8 +234,8 @@ def _root(values: Tensor) -> Tensor:
     """Return the square root, rounded to the nearest number, in new memory.
 
     On a CPU, torch uses MKL's square root. MKL returns a neighbouring number for 0.7 % of the
-    inputs on Intel's processors, and for 17 % on AMD's. A root in fp64 is exact enough: its distance to a
-    rounding boundary of fp32 is larger than its error.
+    inputs on Intel's processors, and for 17 % on AMD's. A root in fp64 is exact enough: its
+    distance to a rounding boundary of fp32 is larger than its error.
     """
     if values.is_cuda and torch.version.hip is None:
         return values.sqrt()
