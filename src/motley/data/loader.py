@@ -421,8 +421,8 @@ class Loader:
                 Both(self._train, self._test),
                 batch_sampler=self._asked,
                 num_workers=self.workers,
-                persistent_workers=self.workers
-                > 0,  # 8 processes take a second to start beside a GPU
+                # Starting 8 processes beside a GPU takes a second.
+                persistent_workers=self.workers > 0,
                 collate_fn=put if self.workers else train.batch,
                 pin_memory=self._device.type == "cuda" and not self.workers,
                 worker_init_fn=_start_worker if self.workers else None,

@@ -322,9 +322,8 @@ def _pixel_bytes(path: Path, longest: int | None) -> int:
 
 def _read_reduced(path: Path, keep: Keep) -> _Image:
     """Return one image of a folder in the form in which the packed file stores it."""
-    from motley.data.images import (
-        load_image,
-    )  # imports torch, which -h of stage_cn.sh does not need
+    # This imports torch, which -h of stage_cn.sh does not need.
+    from motley.data.images import load_image
 
     try:
         image = load_image(str(path))

@@ -268,9 +268,8 @@ class Keyed(Dataset[Answer]):
         return len(self._source)
 
     def __getitems__(self, keys: list[Key]) -> list[Answer]:
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # once per batch: it takes longer than reading a digit
+        # Once per batch, because it takes longer than reading a digit.
+        with torch.random.fork_rng(devices=[]):
             return [self[key] for key in keys]
 
     def __getitem__(self, key: Key) -> Answer:

@@ -275,9 +275,8 @@ def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
     for (dtype, dim), name in unusual.items():
         part = nn.Module()
         part.weight = nn.Parameter(torch.ones((2,) * dim, dtype=dtype, device=device))
-        part.beside = nn.Parameter(
-            torch.ones(2, 2, device=device)
-        )  # LAMB computes a norm over both
+        # LAMB computes a norm over both.
+        part.beside = nn.Parameter(torch.ones(2, 2, device=device))
         for parameter in part.parameters():
             parameter.grad = torch.ones_like(parameter)
         try:

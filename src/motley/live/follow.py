@@ -311,7 +311,7 @@ class RunFollower:
         return None if tail is None else tail.silent_s(self.clock)
 
     def silence_s(self) -> dict[int, float]:
-        """Return the seconds since rank 0 last received a message from each silent rank."""
+        """Return the seconds since the first rank last received a message from each silent rank."""
         since = dict[int, float]()
         for line in self.events:
             kind, rank, when = line["event"], line.get("rank"), line.get("time")

@@ -363,9 +363,8 @@ def left_s(lead: Track, steps: int) -> float | None:
     for before, step in pairwise(recent):
         number, gap = step.step - before.step, step.time - before.time
         usual = number * step.seconds
-        took += (
-            gap if 0 < gap < _LONGEST_S + _PAUSE * usual else usual
-        )  # otherwise a clock has jumped
+        # If the gap is out of these bounds, a clock has jumped.
+        took += gap if 0 < gap < _LONGEST_S + _PAUSE * usual else usual
         taken += number
     if not taken:
         took, taken = sum(step.seconds for step in recent), len(recent)

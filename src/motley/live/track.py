@@ -400,9 +400,8 @@ def _for_rank(rank: int | None, found: _Window) -> Waits:
     input_s = _mean([step.parts[0] for step in own])
     rest = [step for other, steps in lines.items() if other != rank for step in steps.values()]
     others_s = _mean([step.ready_s for step in rest])
-    if own_s is None and any(
-        step.others for step in rest
-    ):  # only the first of many ranks writes records
+    # Among many ranks, only the first writes records.
+    if own_s is None and any(step.others for step in rest):
         received = [step.others for step in rest if step.others]
         own_s = _mean([last for _, who, last in received if who == rank])
         others_s = _mean([middle for middle, _, _ in received])

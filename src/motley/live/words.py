@@ -123,7 +123,7 @@ class Silence:
         stalled_s: seconds since any rank wrote a step, if that is long for this run; else None.
         hosts: seconds since the GPU logger of a host wrote, by host.
         ranks: seconds since a rank wrote a step, if others have written later ones, by rank.
-        unreported: seconds since rank 0 received a message from a silent rank, by rank.
+        unreported: seconds since the first rank received a message from a silent rank, by rank.
     """
 
     stalled_s: float | None = None
@@ -288,8 +288,8 @@ def _where_input(followed: RunFollower) -> str:
     input_s = {
         rank: mean_parts(last_steps(track))[0] or 0.0
         for rank, track in followed.tracks.items()
-        if track.last
-        and (rank in trains or not trains)  # other tracks are of lost ranks or an earlier job
+        # Other tracks are of lost ranks, or of an earlier job.
+        if track.last and (rank in trains or not trains)
     }
     if len(input_s) < 2:
         return ""

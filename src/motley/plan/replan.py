@@ -191,9 +191,8 @@ class ReplanMonitor:
 
     def limit(self, micro_batches: Sequence[int]) -> None:
         """Limit the micro-batches to these sizes, one per rank, from now on."""
-        pairs = zip(
-            self._tables, micro_batches, strict=False
-        )  # without speeds the user has set the split
+        # Without speeds, the user has set the split.
+        pairs = zip(self._tables, micro_batches, strict=False)
         self._expect([table.at_most(size) for table, size in pairs])
         self._is_limited = True
 

@@ -277,9 +277,8 @@ class GpuRows:
         self._header: Header | None = None
         self._host = path.name.removeprefix("gpu.").removesuffix(".csv") if _is_ours(path) else ""
         self._line = self._rows = 0
-        self._causes: dict[
-            str, tuple[int, str]
-        ] = {}  # number of rows without a sample, first reason
+        # The number of rows without a sample, and the first reason, by cause.
+        self._causes: dict[str, tuple[int, str]] = {}
 
     @property
     def columns(self) -> list[str]:

@@ -337,9 +337,8 @@ class RunFolder:
         last records.
         """
         path = self.step_file(rank)
-        last = max(
-            (line["step"] for line in read_last_lines(path)), default=-1
-        )  # all lines have a step
+        # All lines have a step.
+        last = max((line["step"] for line in read_last_lines(path)), default=-1)
         if last >= step - 1:
             return
         missing: dict[int, JsonDict] = {}

@@ -209,9 +209,8 @@ def split(states: States, step: int) -> tuple[Forecasts, Forecasts]:
 
 
 _PACKAGES = "xarray netCDF4"
-_NAMES: Mapping[
-    str, tuple[str, ...]
-] = {  # names of ECMWF, of its NetCDF files, and of WeatherBench
+# Names of ECMWF, of its NetCDF files, and of WeatherBench.
+_NAMES: Mapping[str, tuple[str, ...]] = {
     "2t": ("2t", "t2m", "2m_temperature"),
     "10u": ("10u", "u10", "10m_u_component_of_wind"),
     "10v": ("10v", "v10", "10m_v_component_of_wind"),

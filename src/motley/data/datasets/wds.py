@@ -54,9 +54,8 @@ class _Split:
 def _open(name: str, root: Path, img_size: int) -> "Images":
     from motley.data.images import Images
 
-    folder = (
-        root / name if (root / name).is_dir() else root
-    )  # timm accepts any name for the root folder
+    # Timm accepts any name for the root folder.
+    folder = root / name if (root / name).is_dir() else root
     info = _info(folder)
     splits = _read_sizes(folder, info) if "splits" in info else _by_name(folder)
     if not splits:
