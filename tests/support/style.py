@@ -19,6 +19,28 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 MOST_WORDS = 40  # in a sentence
+# A function's docstring begins with one of these.
+_VERBS = (
+    "Accept Account Accumulate Act Add Address Adjust Advise Allow Answer Append Apply Ask Attach "
+    "Attribute Average Bind Blame Block Bring Broadcast Build Call Cast Catch Change Check Choose "
+    "Clear Clip Close Collect Compare Compile Complete Compute Confirm Connect Continue Convert "
+    "Copy Count Create Cut Decide Declare Decode Define Delay Delete Describe Detect Discard "
+    "Distribute Divide Do Download Drain Draw Drop Emit Empty Encode End Ensure Enter Erase "
+    "Escape Estimate Evaluate Exchange Exclude Expect Export Extend Extract Fetch Fill Find "
+    "Finish Fit Flush Fold Follow Forecast Format Free Freeze Gather Get Give Go Handle Hash Have "
+    "Hold Identify Ignore Import Inform Initialise Insert Install Interpolate Join Judge Keep "
+    "Kill Know Launch Leave Let Limit Link List Listen Load Lock Log Look Make Map Mark Match "
+    "Measure Merge Mirror Move Multiply Name Normalise Note Notify Observe Offer Open Order Pack "
+    "Parse Pass Pause Pick Place Plan Prepare Print Process Propose Prove Publish Put Quote Raise "
+    "Re-raise Reach Read Receive Record Reduce Refuse Register Release Remember Remove Rename "
+    "Reorder Repeat Replace Report Request Reserve Reset Restart Restore Resume Retry Return "
+    "Round Run Sample Save Scale Scan Search See Seed Select Send Serve Set Settle Share Shift "
+    "Show Signal Silence Skip Sleep Sort Split Spread Start Step Stop Store Submit Subtract Sum "
+    "Summarise Suppress Swap Switch Synchronise Take Test Time Train Transform Translate Try Turn "
+    "Undo Unite Unpack Unscale Update Use Validate Verify Visit Wait Wake Warn Watch Weigh Work "
+    "Wrap Write Yield Zero "
+)  # fmt: skip
+VERBS = frozenset(_VERBS.split())
 # Names of functions, classes and fields that are participles or pronouns, or "x of y".
 NAMES = re.compile(
     r"_?(?:told|said|kept|found|heard|unheard|same|alike|whole|of|who|what|hear|tell)"
@@ -58,6 +80,8 @@ def find_in_python(path: Path) -> Iterator[Finding]:
             doc = ast.get_docstring(node)
             if doc:
                 at = node.body[0].lineno
+                if _is_function(node) and doc.split()[0].rstrip(".,:;") not in VERBS:
+                    yield Finding(path, at, "verb", doc.splitlines()[0])
                 yield from _check(path, at, _plain_docstring(doc))
     block, at, last = list[str](), 0, -2
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -71,6 +95,13 @@ def find_in_python(path: Path) -> Iterator[Finding]:
         block.append(token.string.lstrip("#").strip())
         last = line if alone else -2
     yield from _check(path, at, [" ".join(block)])
+
+
+def _is_function(node: ast.AST) -> bool:
+    """Return True for a function or method that is no property, which a noun describes."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return not any("property" in ast.unparse(each) for each in node.decorator_list)
 
 
 def find_names(path: Path) -> Iterator[Finding]:

@@ -1,9 +1,9 @@
 """Images by index, from any source, and folders of images with one folder per class.
 
-A folder keeps an account of the files that were not read.
+For a folder, the files that were not read are counted.
 
-Images stay uint8 and are normalised on the device (motley.tasks.builtin.image): a quarter of the
-bytes through worker processes and over the PCI bus.
+Images stay uint8 and are normalised on the device (motley.tasks.builtin.image). Transfers from
+loader processes and over the PCI bus then take a quarter of the bytes.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _FORMATS = (
     "png", "pnm", "ppm", "tga", "tif", "tiff", "webp",
 )  # fmt: skip
 _FOREIGN = ("#recycle", "$recycle.bin", "@eadir", "__macosx", "desktop.ini", "thumbs.db")
-_GREY_16 = ("PNG", "PPM")  # of these formats PIL gives 16 bits as 32
+_GREY_16 = ("PNG", "PPM")  # formats whose 16-bit pixels PIL returns as 32 bits
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
@@ -38,12 +38,12 @@ _TURNS = {
     6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
 
-# A file too large to be an image is an error; PIL also warns of every photo of half that size.
+# A file too large to be an image raises an error. PIL also warns about photos half that large.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def image_endings() -> tuple[str, ...]:
-    """Return the endings, as ``.png``, of the image files that this Pillow reads."""
+    """Return the file name endings, such as ``.png``, of images that this Pillow reads."""
     known = Image.registered_extensions()
     return tuple(f".{name}" for name in _FORMATS if known.get(f".{name}") in Image.OPEN)
 
@@ -51,24 +51,28 @@ def image_endings() -> tuple[str, ...]:
 def composed(name: str) -> str:
     """Return a name in Unicode's composed form (NFC).
 
-    File systems differ in the form, and the order of files on two hosts would differ too.
+    File systems differ in the form, so the order of files would differ between hosts.
     """
     return unicodedata.normalize("NFC", name)
 
 
 @dataclass(frozen=True)
 class Images:
-    """Training and held-out images, and the facts that a model depends on.
+    """Training and held-out images, and the facts on which a model depends.
 
     Attributes:
-        train, test: an item is an image, PIL or uint8 tensor [C, H, W], and its label.
-        mean, std: per channel, of pixels scaled to 0..1; None: as the model was made for.
-        native_size: pixels a side; None where images differ.
-        augment: a shifted or mirrored image is still of its class. Not so for digits: one
-            of 8 pixels is far to shift, and costs 2 points of accuracy.
-        name_of: how to call training image ``index`` in an error.
-        identity: a hash of all of them, where it is known: a run goes on with the same alone.
-        class_names: by label; empty where they have none.
+        train: training images. An item is an image, PIL or uint8 tensor [C, H, W], and its label.
+        test: held-out images, with items as in ``train``.
+        classes: number of classes.
+        channels: number of channels.
+        mean: mean per channel, of pixels scaled to 0..1; None: as the model was made for.
+        std: standard deviation per channel, of pixels scaled to 0..1; None: as for ``mean``.
+        native_size: pixels per side; None if images differ in size.
+        augment: a shifted or mirrored image keeps its class. False for digits: a shift of one pixel
+            is large in 8 pixels, and costs 2 points of accuracy.
+        name_of: returns the name of training image ``index`` for an error.
+        identity: hash of all images, if it is known. A run continues only with the same hash.
+        class_names: names of the classes by label; empty if they have none.
         account: one line on the files of a folder that were read and that were not; else empty.
     """
 
@@ -86,13 +90,13 @@ class Images:
     account: str = ""
 
     def fingerprint(self) -> str:
-        """Return the numbers of images, and a hash of their list: of labels, and paths if known.
+        """Return the number of images, and a hash of their labels and, if known, their paths.
 
         No image is read. The hash is the same on all hosts, wherever the folder of the images is.
         """
         digest = hashlib.sha256()
         for part in (self.train, self.test):
-            if samples := getattr(part, "samples", None):  # torchvision's, of files
+            if samples := getattr(part, "samples", None):  # torchvision's list of files
                 root = f"{part.root}{os.sep}"  # type: ignore[attr-defined]
                 names = (composed(path.removeprefix(root)) for path, _ in samples)
                 digest.update("\0".join(names).encode())
@@ -105,11 +109,11 @@ class Images:
 
 
 class InMemory:
-    """Images in memory, repeated up to ``length``.
+    """Images in memory, repeated until there are ``length`` samples.
 
     Attributes:
         images: uint8 [n, C, H, W].
-        places: for each sample, the place of its image in ``images``, and its label.
+        places: for each sample, the position of its image in ``images``, and its label.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, length: int | None = None) -> None:
@@ -118,7 +122,7 @@ class InMemory:
 
     @property
     def targets(self) -> list[int]:
-        """The labels, as torchvision calls them."""
+        """The labels, under torchvision's name."""
         return [self.places[index][1] for index in range(len(self))]
 
     def __len__(self) -> int:
@@ -131,7 +135,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class _Places:
-    """See InMemory."""
+    """The positions and labels of the samples of InMemory."""
 
     labels: Sequence[int]
     length: int
@@ -159,7 +163,7 @@ class _OfClasses:
 
     @property
     def targets(self) -> list[int]:
-        """The labels, as torchvision calls them."""
+        """The labels, under torchvision's name."""
         labels: list[int] = self._source.targets  # type: ignore[attr-defined]
         return [self._new[labels[at]] for at in self.chosen]
 
@@ -172,7 +176,11 @@ class _OfClasses:
 
 
 def select_classes(images: Images, classes: Sequence[int]) -> Images:
-    """Return the images of some classes alone; raise MotleyError if there are no such."""
+    """Return the images of some classes only, with new labels in this order.
+
+    Raises:
+        MotleyError: a class does not exist, or there are fewer than two.
+    """
     unknown = [label for label in classes if label >= images.classes]
     if unknown or len(classes) < 2:
         raise MotleyError(
@@ -188,12 +196,16 @@ def select_classes(images: Images, classes: Sequence[int]) -> Images:
 
 
 def is_foreign(name: str) -> bool:
-    """Return True if a file server, an archiver or a system put a file or folder there."""
+    """Return True for files and folders that file servers, archivers or systems create."""
     return name.startswith(".") or name.lower() in _FOREIGN
 
 
 def with_folder(images: Images, folder: Path) -> Images:
-    """Return the images with all those under a folder, unlabelled, as the held-out ones."""
+    """Return the images with all files under a folder as held-out images, without labels.
+
+    Raises:
+        MotleyError: the folder does not exist, or has no images.
+    """
     if not folder.is_dir():
         raise MotleyError(f"--images {folder} is no folder")
     endings = image_endings()
@@ -212,12 +224,16 @@ def with_folder(images: Images, folder: Path) -> Images:
 
 
 def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
-    """Return the pixels of an opened PIL image in these colours, upright as its EXIF tag says.
+    """Return the pixels of an opened PIL image in this mode, upright as its EXIF tag says.
 
-    PIL's convert() would copy an image that has these colours already, and clip 16 bits at 255.
+    PIL's convert() would copy an image that has this mode already, and clip 16-bit pixels at 255.
+
+    Args:
+        image: the opened image.
+        colours: mode of PIL, such as RGB.
 
     Raises:
-        ValueError: its pixels are numbers of an unknown range.
+        ValueError: the pixels are numbers of an unknown range.
     """
     image.load()
     turn = _find_rotation(image)
@@ -235,23 +251,23 @@ def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
 def _find_rotation(image: Image.Image) -> Image.Transpose | None:
     """Return the transposition that makes a loaded image upright, or None.
 
-    Cameras store photos in the orientation of their sensor, and the orientation in a tag. PIL turns
-    a TIFF itself when it loads one.
+    Cameras store photos in the orientation of their sensor, and that orientation in a tag. PIL
+    itself rotates a TIFF when it loads one.
     """
     try:
         return _TURNS.get(int(image.getexif().get(ExifTags.Base.Orientation, 1)))
-    except Exception:  # of any type: metadata that is damaged makes no image unreadable
+    except Exception:  # of any type: damaged metadata does not make an image unreadable
         return None
 
 
 def load_image(path: str) -> Image.Image:
-    """Return the image of a file as torchvision's ImageFolder reads it, in RGB."""
+    """Return the image of a file in RGB, as torchvision's ImageFolder reads it."""
     with Path(path).open("rb") as file:
         return decoded(Image.open(file))
 
 
 class _Files:
-    """Images without labels."""
+    """Image files without labels."""
 
     def __init__(self, files: Sequence[Path], colours: str) -> None:
         self._files, self._colours = files, colours
@@ -264,14 +280,14 @@ class _Files:
 
 
 class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
-    """torchvision's ImageFolder without what other programs leave in a folder.
+    """torchvision's ImageFolder, without files that other programs leave in a folder.
 
-    The names of classes are in Unicode's composed form (NFC), and files are in its order, since
-    file systems differ in it. A link that leads back to a folder above is not followed.
+    The names of classes are in Unicode's composed form (NFC). Files are sorted by that form,
+    because file systems differ in it. A link that leads back to a folder above is not followed.
 
     Attributes:
-        left_out: how many files and folders of each kind are not read; ``8 .gif`` is
-            ``{".gif": 8}``.
+        left_out: number of files and folders of each kind that are not read. For example,
+            ``{".gif": 8}`` stands for 8 GIF files.
 
     Raises:
         OSError: ``root`` is no folder.
@@ -314,7 +330,7 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
         ]  # fmt: skip
 
     def _files(self, folder: str, endings: tuple[str, ...], above: set[str]) -> list[str]:
-        """Return the images below a folder, in the order of torchvision's."""
+        """Return the paths of the images below a folder, in torchvision's order."""
         result = []
         seen = set(above)
         walk = os.walk(folder, onerror=self._count_closed, followlinks=True)

@@ -1,6 +1,7 @@
-"""The one place that imports timm, without W&B.
+"""The only module that imports timm, which it does without importing W&B.
 
-Only timm's own training script needs W&B. Its import takes half a second of each rank's start.
+Only timm's own training script needs W&B. The import of W&B would add half a second to each rank's
+start.
 """
 
 import sys

@@ -1,11 +1,10 @@
 """The loader, which gives every rank its own micro-batches of the global order.
 
-Micro-batches are read ahead and copied to the device that computes them. The order is that of
-motley.data.source.
+Micro-batches are read ahead and copied to the rank's device. motley.data.source defines the order.
 
-Without loader processes the training thread itself reads each micro-batch. With them a thread
-takes each micro-batch as soon as it is made, copies it to the device and holds it ready. The
-training thread then waits only where the processes are late, and that wait is input.
+Without loader processes, the training thread itself reads each micro-batch. With loader processes,
+a thread takes each micro-batch as soon as it is ready, copies it to the device and holds it. The
+training thread then waits only if the processes are late, and this wait counts as input time.
 """
 
 import contextlib
@@ -56,7 +55,7 @@ class Batches:
     """Micro-batches that the training thread reads when it needs them.
 
     Attributes:
-        closed: the pass was ended, at its end or before.
+        closed: the pass has ended, or was stopped early.
     """
 
     def __init__(self, batches: Iterator[Passed | Batch], slots: Slots) -> None:
@@ -70,19 +69,19 @@ class Batches:
         return self._slots.take(next(self._batches))
 
     def read_ahead(self) -> None:
-        """Read the next micro-batch now; called where the device has enough to do meanwhile."""
+        """Read the next micro-batch now. Called while the device has enough work."""
 
     def close(self) -> None:
-        """End the pass: nothing reads or copies any more once this returns."""
+        """End the pass. No thread reads or copies any more when this method returns."""
         self.closed = True
 
 
 class BatchesOnGpu(Batches):
-    """Micro-batches that the training thread reads and a stream of their own copies to the GPU.
+    """Micro-batches that the training thread reads, and a separate stream copies to the GPU.
 
     Args:
         batches: yields the micro-batches.
-        slots: room of the loader processes.
+        slots: shared memory of the loader processes.
         stream: stream for the copies.
     """
 
@@ -106,7 +105,7 @@ class BatchesOnGpu(Batches):
         """See Batches."""
         if self._ready is not None:
             return
-        self._stream.synchronize()  # the copy before is long done
+        self._stream.synchronize()  # the previous copy has finished long ago
         if (result := next(self._batches, None)) is not None:
             with torch.cuda.stream(self._stream):
                 self._ready = self._slots.take(result)
@@ -120,13 +119,14 @@ class BatchesOnGpu(Batches):
 class PrefetchedBatches(Batches):
     """Micro-batches that a thread takes from loader processes and copies to the device.
 
-    The thread begins with the next one when :meth:`read_ahead` says that the device has work for a
-    while: its own Python would delay the first kernels of a step, for which a GPU waits. The thread
-    ends with the pass, with :meth:`close`, or when the last reference to this object is gone.
+    The thread starts with the next micro-batch when :meth:`read_ahead` is called, which means that
+    the device has enough work. Started earlier, the thread's Python code would delay the first
+    kernels of a step, and the GPU would wait. The thread ends with the pass, with :meth:`close`, or
+    when the last reference to this object is gone.
 
     Args:
         batches: yields the micro-batches.
-        slots: room of the loader processes.
+        slots: shared memory of the loader processes.
         stream: stream for the copies to a GPU; None for a CPU.
         workers: number of loader processes, for the message when one dies.
     """
@@ -163,16 +163,16 @@ class PrefetchedBatches(Batches):
         self._exchange.ask()
 
     def close(self) -> None:
-        """See Batches. Wait for a batch that is being made, and leave it."""
+        """See Batches. The thread finishes its current batch, which is then discarded."""
         super().close()
         self._exchange.stop()
         self._thread.join()
 
 
 class _Exchange:
-    """One place through which the prefetching thread passes micro-batches to the training thread.
+    """A queue through which the prefetching thread passes micro-batches to the training thread.
 
-    A batch of None ends the pass. An error of the prefetching thread is raised in the other.
+    None ends the pass. An error of the prefetching thread is raised in the training thread.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class _Exchange:
         self._asked, self._stopped = True, False
 
     def get(self) -> Batch | None:
-        """Wait for the next micro-batch and take it."""
+        """Wait for the next micro-batch and return it, or None at the end of the pass."""
         with self._changed:
             if not self._ready:
                 self.ask()
@@ -191,36 +191,36 @@ class _Exchange:
                 assert self._error is not None
                 raise self._error
             if self._ready[0] is None:
-                return None  # the end of the pass stays, to be found again
+                return None  # the mark stays, so that the next call finds it too
             return self._ready.popleft()
 
     def ask(self) -> None:
-        """Have the thread make the next micro-batch."""
+        """Request the next micro-batch from the prefetching thread."""
         with self._changed:
             self._asked = True
             self._changed.notify_all()
 
     def is_wanted(self) -> bool:
-        """Wait until a micro-batch is asked for and none is ready; False if the pass is to end."""
+        """Wait for a request while no micro-batch is ready. Return False if the thread must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or (self._asked and not self._ready))
             self._asked = False
             return not self._stopped
 
     def put(self, batch: Batch | None) -> None:
-        """Pass a micro-batch."""
+        """Pass a micro-batch, or None for the end of the pass, to the training thread."""
         with self._changed:
             self._ready.append(batch)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Pass an error."""
+        """Pass an error to the training thread."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Have the thread end."""
+        """Make the prefetching thread end."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -232,10 +232,10 @@ def _prefetch(
     stream: torch.cuda.Stream | None,
     exchange: _Exchange,
 ) -> None:
-    """Pass all micro-batches; the body of the thread.
+    """Pass all micro-batches to the training thread; this is the prefetching thread's body.
 
-    A loader process writes into a slot again once the next batch is asked for. The copy from the
-    slot is done by then, since this thread waits for it.
+    A loader process overwrites a slot when the next batch is requested. This thread waits for each
+    copy, so the copy from the slot has finished by then.
     """
     try:
         while exchange.is_wanted():
@@ -253,31 +253,36 @@ def _prefetch(
 
 
 def _used_by(batch: Batch, computing: torch.cuda.Stream) -> Batch:
-    """Keep the memory of a batch, which another stream filled, until this one is past it."""
+    """Mark a batch as used by a stream, so that its memory is not reused before the stream is done.
+
+    Another stream has filled the batch.
+    """
     for tensor in batch.data.values():
         tensor.record_stream(computing)
     return batch
 
 
-_USUAL = 8  # loader processes, where the rate of one has not been measured
-_KEPT = 2**28  # bytes of a process, for its next batch: it makes 256 images 1.2 times as fast
+_USUAL = 8  # loader processes if the rate of one process has not been measured
+_KEPT = 2**28  # freed bytes that a process reuses: it reads 256 images 1.2 times as fast
 
 
 class Loader:
-    """Source of one rank's micro-batches, which worker processes read ahead.
+    """Source of one rank's micro-batches, which loader processes read ahead.
 
     Args:
         samples: the object that reads samples.
         config: the options.
         rank: number of the rank in the process group.
         device: device of the rank.
-        example: samples whose size is that of others; None: any number of processes fits.
-        micro_batch: the most samples of this rank at once.
+        example: batch whose samples have the usual size; None: the memory is not checked.
+        micro_batch: largest number of samples in a micro-batch of this rank.
         readers: number of processes that keep the device busy; None: not measured.
 
     Attributes:
-        note: why there are fewer processes than usual, or too many for the cores; else empty.
-        workers: processes that read. most_workers: that may do so, by the cores of this rank.
+        note: reason why there are fewer processes than usual, or too many for the cores; else
+            empty.
+        workers: current number of loader processes.
+        most_workers: largest number of loader processes, by the cores of this rank.
     """
 
     def __init__(
@@ -294,7 +299,7 @@ class Loader:
         self._samples, self._rank, self._device = samples, rank, device
         self._seed, self._eval_samples = config.seed, config.eval_samples
         self._ramp = make_ramp(config.batch_size)
-        self._sample = 0.0 if example is None else count_bytes(example)  # its bytes
+        self._sample = 0.0 if example is None else count_bytes(example)  # bytes of a sample
         self._micro_batch = micro_batch
         wanted = count_workers(samples, config, device, readers)
         self.workers, self.note = self._that_fit(wanted)
@@ -304,14 +309,14 @@ class Loader:
                 f"({cores}): they take turns, and take time from the training thread; --workers "
                 f"{max(1, spare_cores())} leaves it a core"
             )
-        # A user's own number stays.
+        # A number that the user has chosen stays.
         grows = config.workers is None and samples.needs_workers and not self.note
         self.most_workers = spare_cores() if grows else self.workers
         self._train, self._test = Keyed(samples, True), Keyed(samples, False)
         self._asked = MicroBatchKeys()
         self._slots = self._make_slots()
-        # Torch hands out the same 32 streams in turn, to what follows an all-reduce too, and nearly
-        # none of this priority: with one of those, a step in 16 of two GPUs waited for 6 ms.
+        # Torch hands out the same 32 streams in turn, also for work after an all-reduce, but seldom
+        # one of this priority. With a usual stream, 1 in 16 steps on two GPUs waited for 6 ms.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._loader: DataLoader[Any] | None = self._make_loader()
         self._pass = Batches(iter(()), self._slots)
@@ -321,8 +326,8 @@ class Loader:
     def prepare(self, epoch: int, consumed: int, plan: Plan) -> None:
         """Make loader processes, if there are any, read the first samples of :meth:`steps` now.
 
-        A call of :meth:`steps` with these arguments takes them up if nothing else was read
-        meanwhile.
+        The next call of :meth:`steps` uses these samples if it has the same arguments, and no other
+        pass has started since.
         """
         if self.workers:
             steps = self._make_steps(epoch, consumed, plan)
@@ -371,29 +376,32 @@ class Loader:
         return plan.by_cost(costs)
 
     def test_batches(self, plan: Plan) -> Iterator[Batch]:
-        """This rank's share of the held-out samples, each of them once over all ranks."""
+        """Return this rank's share of the held-out samples.
+
+        All ranks together read each sample once.
+        """
         total = len(self._test)
         count = min(total, self._eval_samples or total)
-        chosen = [number * total // count for number in range(count)]  # a folder's are by class
+        chosen = [number * total // count for number in range(count)]  # folders are sorted by class
         cuts = slices(chosen, replace(plan, grain=1).for_batch(count), self._rank)
         return self._read([[Key(index, 0, held_out=True) for index in cut] for cut in cuts])
 
     def set_workers(self, workers: int) -> None:
-        """Go on with another number of loader processes, as far as memory allows.
+        """Change the number of loader processes, as far as memory allows.
 
-        They begin at the next global batch; called between two.
+        Called between two global batches. The new processes start with the next global batch.
         """
         workers, _ = self._that_fit(workers)
         if workers == self.workers:
             return
         self._pass.close()
-        self._pass, self._loader = Batches(iter(()), self._slots), None  # processes end with them
+        self._pass, self._loader = Batches(iter(()), self._slots), None  # this ends the processes
         self.workers = workers
         self._slots = self._make_slots()
         self._loader = self._make_loader()
 
     def _that_fit(self, workers: int) -> tuple[int, str]:
-        """See :func:`workers_that_fit`."""
+        """Return the number of processes that fit into memory; see :func:`workers_that_fit`."""
         return workers_that_fit(
             workers, self._sample, self._micro_batch, lambda: free_memory(ranks_here())
         )
@@ -403,7 +411,7 @@ class Loader:
         return Slots(self.workers, size, self._device, self._samples.complete)
 
     def _make_loader(self) -> "DataLoader[Any]":
-        train, slots = self._train, self._slots  # not this object, with which they end
+        train, slots = self._train, self._slots  # put() must hold no reference to this object
 
         def put(answers: list[Answer]) -> Passed | Batch:
             return slots.put(train.batch(answers))
@@ -413,19 +421,20 @@ class Loader:
                 Both(self._train, self._test),
                 batch_sampler=self._asked,
                 num_workers=self.workers,
-                persistent_workers=self.workers > 0,  # 8 take a second to start beside a GPU's
+                # Starting 8 processes beside a GPU takes a second.
+                persistent_workers=self.workers > 0,
                 collate_fn=put if self.workers else train.batch,
                 pin_memory=self._device.type == "cuda" and not self.workers,
                 worker_init_fn=_start_worker if self.workers else None,
-                # Fork: what a worker gets need not be pickled. A generator of its own: else each
-                # pass over the data would move the one that drop-out draws from.
+                # With fork, objects need not be pickled for the processes. Without a separate
+                # generator, each pass would draw from the one that drop-out uses.
                 multiprocessing_context="fork" if self.workers else None,
                 generator=torch.Generator(),
                 prefetch_factor=PREFETCH if self.workers else None,
             )
 
     def _read(self, keys: Iterable[list[Key]]) -> "Batches":
-        """One pass; it ends the one before, if that has not ended."""
+        """Start a pass over micro-batches, and end the previous pass."""
         self._pass.close()
         self._asked.keys = keys
         assert self._loader is not None
@@ -445,7 +454,7 @@ class Steps:
 
     Args:
         plans: plan of each global batch.
-        read: begins a pass over this rank's micro-batches, after so many global batches.
+        read: starts a pass over this rank's micro-batches, after a number of global batches.
         rank: number of this rank in the process group.
     """
 
@@ -454,15 +463,15 @@ class Steps:
         self._begun: Batches | None = None
 
     def begin(self) -> None:
-        """Begin to read before the first iteration."""
+        """Start reading before the first iteration."""
         self._begun = self._read(0)
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
-        """Return the plan of each global batch, and its micro-batches with "is it the last"."""
+        """Yield the plan of each global batch, and pairs of a micro-batch and "is it the last"."""
         begun, self._begun = self._begun, None
         batches = begun or self._read(0)
         for done, plan in enumerate(self._plans):
-            if batches.closed:  # there are other loader processes now
+            if batches.closed:  # the loader processes have been replaced
                 batches = self._read(done)
             yield plan, _micro_batches(batches, len(plan.micro_batches[self._rank]))
 
@@ -477,8 +486,9 @@ def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]
 def samples_on(samples: Samples, config: Config, device: torch.device) -> Samples:
     """Return the samples as a rank with this device reads them.
 
-    Loader processes read where a core is left for them: what a GPU does of their work takes 1 % of
-    its time (ViT-B/16, 256 images of 224 pixels, H200). On one core for all they take much more.
+    If a core is free for loader processes, they do all the work. The device's part of the work
+    takes 1 % of a GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single core for all
+    processes would take much longer.
     """
     return samples if config.workers or spare_cores() >= 1 else samples.on(device)
 
@@ -486,7 +496,7 @@ def samples_on(samples: Samples, config: Config, device: torch.device) -> Sample
 def count_workers(
     samples: Samples, config: Config, device: torch.device, readers: int | None = None
 ) -> int:
-    """Return the number of loader processes of this rank, as far as memory allows.
+    """Return the number of loader processes of this rank, before memory is considered.
 
     Args:
         samples: the object that reads samples.
@@ -502,18 +512,21 @@ def count_workers(
 
 
 def spare_cores() -> int:
-    """Cores of this rank besides the one of its training thread."""
+    """Return the number of this rank's cores besides the one of its training thread."""
     return cores_per_rank(ranks_here()) - 1
 
 
 def ranks_here() -> int:
-    """Ranks of this machine, of which each has its part of the cores and the memory."""
+    """Return the number of ranks on this host, which share its cores and memory."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextlib.contextmanager
 def _without_torchs_advice() -> Iterator[None]:
-    """Silence torch's warning about more processes than cores: ours names the option."""
+    """Suppress torch's warning about more processes than cores.
+
+    Motley's own warning also names the option to change.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield

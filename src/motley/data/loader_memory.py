@@ -1,15 +1,16 @@
 """Memory and number of loader processes.
 
-Processes pass batches to their rank through slots, which are made once for the whole run. The
-module limits the number of processes to those that the host has room for, and adds processes during
-a run.
+Loader processes pass batches to their rank through slots in shared memory, which are created once
+for the whole run. The module limits the number of processes to those for which the host has memory.
+The number grows during a run.
 
-A batch in shared memory of its own costs more than its copy: its pages are zeroed, mapped twice
-and given back, at the rank under Python's lock, so that none of its threads can launch a kernel.
-Beside an H100, 256 images of 224 pixels took 30 ms to put there and 5.4 to give back; a copy takes
-6.7.
+A new piece of shared memory for each batch would cost more than a copy of the batch. The system
+must zero the pages, map them twice and free them. The rank does this under Python's lock, so that
+no thread of the rank can launch a kernel meanwhile. Beside an H100, it took 30 ms to pass 256
+images of 224 pixels that way, and 5.4 ms to free their memory. A copy takes 6.7 ms.
 
-A trial of a fraction of a second, before training, says little about the hours that follow.
+The number of processes grows during training, because a trial of a fraction of a second before
+training says little about the hours that follow.
 """
 
 import contextlib
@@ -33,18 +34,18 @@ from motley.data.source import Batch, Tensors
 from motley.errors import MotleyError
 from motley.records.training import StepRecord
 
-PREFETCH = 2  # batches that each process makes ahead
-# A process is asked for another batch once one of its own is taken, and one is taken once that
-# before it is copied. The process therefore writes to a slot that is no longer read.
+PREFETCH = 2  # batches that each process prepares ahead
+# A process is asked for another batch when the rank takes one of its batches. The rank takes a
+# batch when the batch before is copied. The process therefore writes to a slot that is not read.
 OF_EACH = PREFETCH + 1
-_ALIGNED = 64  # bytes; a multiple of every dtype's
+_ALIGNED = 64  # bytes; a multiple of the size of every dtype
 
 
 class Place(NamedTuple):
-    """Where a tensor lies.
+    """The position and layout of a tensor in a slot.
 
     Attributes:
-        offset: bytes, in its slot.
+        offset: bytes from the beginning of the slot.
     """
 
     dtype: torch.dtype
@@ -55,10 +56,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Passed:
-    """A batch that lies in a slot.
+    """A batch whose tensors lie in a slot.
 
     Attributes:
-        slot: its number. batch: without tensors. data: each one's place.
+        slot: number of the slot.
+        batch: the batch without its tensors.
+        data: place of each tensor of the data, by name.
+        weights: place of the weights, or None.
     """
 
     slot: int
@@ -68,13 +72,15 @@ class Passed:
 
 
 class Slots:
-    """Room for the batches of each loader process; the rank makes it before there are any.
+    """Shared memory for the batches of each loader process.
+
+    The rank creates it before it starts the processes.
 
     Args:
         workers: number of loader processes.
         size: largest number of bytes of a batch. A larger batch is passed in memory of its own.
         device: device of the rank. A GPU copies from the slots.
-        complete: the device's work on a batch that it has.
+        complete: the device's work on a batch that was copied to it.
     """
 
     def __init__(
@@ -84,20 +90,21 @@ class Slots:
         device: torch.device,
         complete: Callable[[Tensors], Tensors] = lambda batch: batch,
     ) -> None:
-        # Whole pages, and one for the gaps between its tensors.
+        # Whole pages, and one more for the gaps between tensors.
         self._size = (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
         self._memory = _shared(workers * OF_EACH * self._size) if workers and size else None
-        self._made = 0  # by this process
+        self._made = 0  # batches that this process has put into slots
         self._device, self._complete = device, complete
-        self._known: set[int] = set()  # slots that the GPU knows, or that it cannot
-        self._pins: list[int] = []  # addresses
+        self._known: set[int] = set()  # slots that are pinned, or cannot be pinned
+        self._pins: list[int] = []  # addresses of pinned slots
         weakref.finalize(self, _unpin, self._pins).atexit = False
 
     def put(self, batch: Batch) -> Passed | Batch:
-        """Pass a batch on; in a loader process.
+        """Copy a batch into a slot and return its places; called in a loader process.
 
-        Faults of the batch are raised here. The thread that sends it would print the error, and the
-        rank would wait for the batch until the run counts as stuck.
+        Without a slot that is large enough, return the batch in shared memory of its own. Errors in
+        the batch are raised here. If they were raised in the thread that sends the batch, it would
+        only print them, and the rank would wait until the run counts as stuck.
         """
         tensors = batch.tensors()
         places, size = _places(tensors)
@@ -118,9 +125,9 @@ class Slots:
         )  # fmt: skip
 
     def take(self, found: Passed | Batch) -> Batch:
-        """Return a copy on the device, or an object that was passed otherwise; in the rank.
+        """Return a batch on the device, copied from its slot if it has one; called in the rank.
 
-        On a GPU the copy runs beside the host: ask for the next batch once it is done.
+        On a GPU the copy is asynchronous. Ask for the next batch only after the copy has finished.
         """
         if isinstance(found, Batch):
             batch = found.to(self._device)
@@ -144,7 +151,7 @@ class Slots:
         return flat.as_strided(shape, strides)
 
     def _pin(self, slot: int) -> None:
-        """Where that fails, the copy takes longer."""
+        """Register a slot's memory as pinned with CUDA. If this fails, copies take longer."""
         self._known.add(slot)
         start = self._view(slot, Place(torch.uint8, (1,), (1,), 0)).data_ptr()
         failed = torch.cuda.cudart().cudaHostRegister(start, self._size, 0)  # type: ignore[no-untyped-call]
@@ -156,9 +163,9 @@ class Slots:
 
 
 def _shared(size: int) -> mmap.mmap | None:
-    """Return memory that this process and its children share, or None.
+    """Return memory that this process and its children share, or None if there is too little.
 
-    The system may not grant as much. Each batch has its own memory in this case.
+    Without it, each batch gets shared memory of its own.
     """
     try:
         return mmap.mmap(-1, size)
@@ -167,7 +174,7 @@ def _shared(size: int) -> mmap.mmap | None:
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
-    """One behind the other, and the bytes that they take."""
+    """Place tensors one behind the other; return their places and the bytes that they take."""
     places, end = list[Place](), 0
     for tensor in tensors:
         shape = tuple(tensor.shape)
@@ -183,39 +190,39 @@ def _unpin(pins: Sequence[int]) -> None:
 
 
 _GIB = 2**30
-_USED = 0.8  # of what is free; the rest is for what else a step needs
-_ALONE = 3  # batches at once without processes: the samples, they together, and what is computed
-_TOGETHER = 2  # with them: the one that is computed, and the one that is ready or being copied
-_MADE = 1  # what each process puts together, before it passes it
-_SHARED = "/dev/shm"  # through which a batch is passed that has no slot
-# torch's messages for a process that runs short of it, or is killed for writing past its end.
+_USED = 0.8  # part of the free memory; the rest is for other needs of a step
+_ALONE = 3  # batches held without processes: samples, their batch, and the one being computed
+_TOGETHER = 2  # batches that the rank holds: one being computed, one ready or being copied
+_MADE = 1  # batches that each process is assembling
+_SHARED = "/dev/shm"  # file system through which a batch without a slot is passed
+# Torch's messages for a process that finds /dev/shm full, or is killed for writing past its end.
 _NO_ROOM = re.compile(r"shared memory\(shm\)|Bus error|unable to (allocate|resize|mmap|open).*shm")
 _DIED = re.compile(r"DataLoader worker \(pid.*(killed|exited)")
 
 
 def free_memory(ranks: int) -> float:
-    """Bytes that this rank may use now: its part of what is free on the host.
+    """Return the bytes of free memory on the host that this rank may use now.
 
     Args:
-        ranks: of this host, who may all start their loaders at once.
+        ranks: ranks of this host, which may all start their loaders at once.
     """
     return _USED * psutil.virtual_memory().available / ranks
 
 
 def count_bytes(batch: Batch) -> float:
-    """Return the bytes of one sample."""
+    """Return the mean bytes per sample of a batch."""
     return sum(each.nbytes for each in batch.tensors()) / max(1, len(batch))
 
 
 def held(workers: int) -> int:
-    """Micro-batches in memory at once."""
+    """Return the number of micro-batches that are in memory at once."""
     return (OF_EACH + _MADE) * workers + _TOGETHER if workers else _ALONE
 
 
 def workers_that_fit(
     wanted: int, sample: float, micro_batch: int, free: Callable[[], float]
 ) -> tuple[int, str]:
-    """Return how many of ``wanted`` loader processes fit, and a message if fewer do.
+    """Return how many of ``wanted`` loader processes fit into memory, and a message if fewer do.
 
     Args:
         wanted: number of processes.
@@ -224,7 +231,7 @@ def workers_that_fit(
         free: returns this rank's part of the free memory, in bytes.
 
     Raises:
-        MotleyError: not even this process alone can hold what it reads.
+        MotleyError: a micro-batch does not fit even without loader processes.
     """
     batch = sample * micro_batch
     if not batch:
@@ -250,12 +257,12 @@ def workers_that_fit(
 
 @contextlib.contextmanager
 def explain_workers(workers: int) -> Iterator[None]:
-    """Turn torch's error about a loader process that died, or had no room, into a MotleyError.
+    """Convert torch's error about a loader process that died or had no room into a MotleyError.
 
-    Torch raises it in the main thread at any line, since a signal reports the death.
+    Torch raises the error in the main thread at any line, because a signal reports the death.
 
     Args:
-        workers: loader processes of this rank.
+        workers: number of loader processes of this rank.
     """
     try:
         yield
@@ -280,19 +287,20 @@ def _text(size: float) -> str:
     return f"{size / _GIB:.2f} GiB" if size >= _GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
-WINDOW = 16  # steps that are judged together
-WORTH_IT = 0.03  # of the time, that a rank waits for its samples
-_SETTLING = 4  # steps behind a change, in which new processes make their first batches
-_STALLS = 2  # steps of a window that may have waited for anything, such as a slow file
-_HELPED = 0.8  # of that wait; more is left where the disk or something else is the limit
+WINDOW = 16  # steps that are evaluated together
+WORTH_IT = 0.03  # fraction of time that a rank waits for samples, from which growth is worth it
+_SETTLING = 4  # steps after a change that are ignored, while new processes fill their queues
+_STALLS = 2  # slowest steps of a window, which are ignored: a slow file, for example
+_HELPED = 0.8  # remaining part of the wait above which processes did not help, but disk limits
 
 
 @dataclass(frozen=True)
 class Growth:
-    """A wish for more loader processes.
+    """A request for more loader processes.
 
     Attributes:
-        workers: that there should be. waited: part of the time that the rank waits for samples.
+        workers: wanted number of processes.
+        waited: fraction of the time that the rank waits for samples.
     """
 
     workers: int
@@ -300,9 +308,10 @@ class Growth:
 
 
 class LoaderGrowth:
-    """Decision, from finished steps, when a rank adds loader processes: one, then twice as many.
+    """The decision of one rank, from its finished steps, when to add loader processes.
 
-    The growth stops for good once an addition has not shortened the wait.
+    One process is added first, then doubles their number. The growth stops for good if an addition
+    has not shortened the wait.
 
     Args:
         workers: present number of processes.
@@ -315,13 +324,13 @@ class LoaderGrowth:
     ) -> None:
         self._workers, self._most = workers, most
         self._idle_cores = idle_cores or _idle_cores
-        self._seen = -1  # the last step
-        self._before: float | None = None  # the wait, when processes were added last
-        self._steps: list[tuple[float, float]] = []  # seconds waited, and of the step
+        self._seen = -1  # number of the last step
+        self._before: float | None = None  # fraction waited before processes were added last
+        self._steps: list[tuple[float, float]] = []  # seconds waited, and seconds of the step
         self._skip = _SETTLING
 
     def step(self, record: StepRecord) -> Growth | None:
-        """Take in a finished step of this rank; return a wish, or None."""
+        """Process a finished step of this rank; return a request for more processes, or None."""
         if self._workers >= self._most or record.step == self._seen:
             return None
         self._seen = record.step
@@ -330,7 +339,7 @@ class LoaderGrowth:
             if not self._skip:
                 self._idle_cores()
             return None
-        # While others take longer still, input costs this rank nothing.
+        # Waiting for input costs nothing while other ranks take longer still.
         waited = record.t_data - (record.t_wait or 0.0)
         self._steps.append((waited, record.n_global / record.samples_per_s))
         if len(self._steps) < WINDOW:
@@ -347,7 +356,12 @@ class LoaderGrowth:
         return Growth(self._workers + added, part) if added > 0 else None
 
     def take(self, workers: int, waited: float) -> None:
-        """Go on with so many processes; see :class:`Growth`. Unchanged: no more fit."""
+        """Record the new number of processes, after a request was handled.
+
+        Args:
+            workers: new number of processes. If it is unchanged, no more processes fit.
+            waited: see :class:`Growth`.
+        """
         if workers == self._workers:
             self._most = workers
         self._before, self._workers = waited, workers
@@ -355,7 +369,7 @@ class LoaderGrowth:
 
 
 def _idle_cores() -> float:
-    """Return how many of this process's cores did nothing since the last call."""
+    """Return how many of this process's cores were idle since the last call."""
     own = os.sched_getaffinity(0)
     used = enumerate(psutil.cpu_percent(percpu=True))
     return sum(1 - percent / 100 for core, percent in used if core in own)

@@ -1,15 +1,15 @@
 """One file with all images of a data set, packed once and read through memory mapping.
 
-    64 bytes    "MOTLEYPK", version, where the tail begins, its bytes, its SHA-256
-    images      one after another: RGB pixels, row by row, or files as PIL reads them
-    tail        bytes of the JSON that follows; the JSON; int64 [images, 5], a row an image
+    64 bytes    "MOTLEYPK", version, offset of the tail, bytes of the tail, its SHA-256
+    images      one after another: RGB pixels, row by row, or image files that PIL reads
+    tail        bytes of the JSON that follows; the JSON; int64 [images, 5], one row per image
 
-A row is where an image begins, its bytes, height, width and label; an image that could not be read
-when it was packed has no bytes, and the JSON says why. The first 64 bytes are written last, and a
-file gets its name when it is whole. Nothing in it is run or unpickled.
+A row has the offset of an image, its bytes, height, width and label. An image that could not be
+read when it was packed has 0 bytes, and the JSON has the reason. The first 64 bytes are written
+last, and a file gets its name when it is complete. No content of the file is run or unpickled.
 
-PIL stays the reference: an image that is not shrunk has the pixels that ``--dataset folder``
-reads, and so have the samples that are made of it.
+PIL is the reference: an image that is not shrunk has the same pixels as with ``--dataset folder``,
+and so have the samples that are made from it.
 """
 
 import fcntl
@@ -48,15 +48,18 @@ _AGAIN = "pack it again with: bash setup/stage_cn.sh"
 
 @dataclass(frozen=True)
 class About:
-    """The content of a packed file.
+    """The description of a packed file's content.
 
     Attributes:
-        kept: ``pixels`` or ``jpeg``. longest: pixels of the longest side; None: as they were.
-        classes: their names, by label. train: images to train on; those after them are held out.
-        unreadable: why an image has no bytes, by its number.
-        source: the folder. files, folders: its images' fingerprint, and its folders' times in ns,
-            by their paths in it.
-        images_sha256: of all bytes of images.
+        kept: form of the images, ``pixels`` or ``jpeg``.
+        longest: limit of the longest side in pixels; None: images have their original size.
+        classes: names of the classes, by label.
+        train: number of training images, which come first. All images after them are held out.
+        unreadable: reasons why images have no bytes, by the image's number.
+        source: path of the folder that was packed.
+        files: fingerprint of the paths, sizes and times of the image files.
+        folders: times of the folders in ns, by their paths in ``source``.
+        images_sha256: SHA-256 of the bytes of all images.
     """
 
     kept: str
@@ -72,12 +75,15 @@ class About:
 
 @dataclass(frozen=True)
 class Packed:
-    """An open file.
+    """An open packed file.
 
     Attributes:
-        rows: int64 [images, 5], see above.
-        content: uint8 [bytes], mapped; what is changed in it stays in this process.
-        identity: SHA-256 of what is learnt from: the same wherever the images lay, and when.
+        path: path of the file.
+        about: description of the content.
+        rows: int64 [images, 5]; see this module.
+        content: uint8 [bytes], mapped copy-on-write: changes stay in this process.
+        identity: SHA-256 of the images, labels and classes. The hash does not depend on the
+            path or the time of the source.
     """
 
     path: Path
@@ -88,7 +94,7 @@ class Packed:
 
 
 def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
-    """Write the tail behind the images, then what the file begins with."""
+    """Write the tail behind the images, then the first 64 bytes."""
     received = json.dumps(asdict(about)).encode()
     tail = _LENGTH.pack(len(received)) + received + rows.astype("<i8").tobytes()
     begin = file.seek(0, 2)
@@ -109,11 +115,11 @@ def is_packed(path: Path) -> bool:
 
 
 def open_packed(path: Path) -> Packed:
-    """Open a file; its images are not read.
+    """Open a packed file, and read its tail. No image is read.
 
     Raises:
-        MotleyError: the file is no packed one, of another version, cut short or damaged, by its
-            tail.
+        MotleyError: the file is not a packed one, has another version, is cut short, or its tail is
+            damaged.
     """
     try:
         size = path.stat().st_size
@@ -131,7 +137,12 @@ def open_packed(path: Path) -> Packed:
 
 
 def _tail(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
-    """Where it begins, and what it is."""
+    """Return the offset and the content of the tail.
+
+    Raises:
+        MotleyError: the file is not a packed one, has another version, or has the wrong size.
+        ValueError: the tail does not match its hash.
+    """
     first = file.read(BEGIN)
     if first[: len(_MAGIC)] != _MAGIC:
         raise MotleyError(f"{path} is no packed data set; {_AGAIN}")
@@ -169,7 +180,7 @@ def _parse(tail: bytes) -> tuple[About, NDArray[np.int64]]:
 
 
 def _fits(about: About, rows: NDArray[np.int64], end: int) -> bool:
-    """Return True if all rows are of images within the file."""
+    """Return True if all rows describe images within the file."""
     begin, size, height, width, label = rows.T
     inside = (begin >= BEGIN) & (size >= 0) & (begin <= end) & (size <= end - begin)
     known = (label >= 0) & (label < len(about.classes)) & (height >= 0) & (width >= 0)
@@ -183,9 +194,9 @@ def _identity(about: About, rows: NDArray[np.int64]) -> str:
     return digest.hexdigest()
 
 
-QUALITY = 95  # of JPEGs that are written anew
-_TRIED = 64  # images by which the size of all is judged, where it is not known before
-_AT_ONCE = 32  # images a process, between which all wait for each other: so memory stays small
+QUALITY = 95  # quality of JPEGs that are written
+_TRIED = 64  # images from which the size of all JPEGs is estimated
+_AT_ONCE = 32  # images per process and round; rounds limit the memory
 
 
 @dataclass(frozen=True)
@@ -193,10 +204,13 @@ class Folder:
     """A folder of images, listed as ``--dataset folder`` lists it.
 
     Attributes:
-        paths, labels: of the images to train on, then of those held out.
-        train: how many of them are to train on.
-        files: a fingerprint of all images' paths, sizes and times.
-        folders: the times of all folders with images, in ns, by their paths below ``root``.
+        root: path of the folder.
+        paths: paths of the training images, then of the held-out images.
+        labels: label of each image.
+        classes: names of the classes, by label.
+        train: number of training images.
+        files: fingerprint of all images' paths, sizes and times.
+        folders: times of all folders with images, in ns, by their paths below ``root``.
     """
 
     root: Path
@@ -210,7 +224,12 @@ class Folder:
 
 @dataclass(frozen=True)
 class Keep:
-    """How images are kept: ``pixels`` or ``jpeg``, shrunk to so many pixels of the longest side."""
+    """The form in which images are stored.
+
+    Attributes:
+        kind: ``pixels`` or ``jpeg``.
+        longest: limit of the longest side in pixels; None: images keep their size.
+    """
 
     kind: str = PIXELS
     longest: int | None = None
@@ -221,11 +240,15 @@ class _Image:
     content: bytes
     height: int = 0
     width: int = 0
-    why: str = ""  # it cannot be read
+    why: str = ""  # reason why the image cannot be read
 
 
 def list_folder(root: Path) -> Folder:
-    """List a folder's images; raises MotleyError as ``--dataset folder`` does."""
+    """Return the images of a folder.
+
+    Raises:
+        MotleyError: ``--dataset folder`` would refuse the folder.
+    """
     images = find_dataset("folder").open(root, 0)
     samples = [*images.train.samples, *images.test.samples]  # type: ignore[attr-defined]
     paths = tuple(Path(path) for path, _ in samples)
@@ -245,26 +268,26 @@ def list_folder(root: Path) -> Folder:
 
 
 def has_changed(about: About) -> bool:
-    """Return True if the packed images are here, and have changed.
+    """Return True if the source folder exists on this host, and its images have changed.
 
-    All images are looked at only where the time of a folder is another: an image that was
-    written over in its place is not seen.
+    Files are compared only if the time of a folder has changed. An image that was overwritten in
+    place is therefore not noticed.
     """
     root = Path(about.source)
     try:
         if not (root / "train").is_dir():
-            return False  # it is not seen here
+            return False  # this host does not see the folder
         if all((root / each).stat().st_mtime_ns == at for each, at in about.folders.items()):
             return False
         return list_folder(root).files != about.files
     except PermissionError:
         return False
     except (OSError, MotleyError):
-        return True  # what was there is gone
+        return True  # files or folders are gone
 
 
 def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
-    """Width and height, in proportion, of which none is above ``longest`` or below 1."""
+    """Return width and height, reduced in proportion to at most ``longest`` and at least 1."""
     most = max(size)
     if longest is None or most <= longest:
         return size
@@ -273,10 +296,10 @@ def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
 
 
 def count_bytes(folder: Folder, keep: Keep) -> int:
-    """Return the bytes of all images.
+    """Return the bytes that all images take when packed.
 
-    Pixels are counted exactly, as far as they can be read. The size of JPEGs is estimated from some
-    of them.
+    Pixels are counted exactly, except for unreadable images. The size of JPEGs is estimated from
+    some of them.
     """
     if keep.kind == PIXELS:
         return sum(_pixel_bytes(path, keep.longest) for path in folder.paths)
@@ -292,14 +315,15 @@ def _pixel_bytes(path: Path, longest: int | None) -> int:
     try:
         with Image.open(path) as image:
             width, height = shrunk(image.size, longest)
-    except Exception:  # see motley.data.source.read; it takes no bytes then
+    except Exception:  # see motley.data.source.read; an unreadable image takes no bytes
         return 0
     return 3 * width * height
 
 
 def _read_reduced(path: Path, keep: Keep) -> _Image:
-    """Read one image as from its folder, in the form that the file keeps."""
-    from motley.data.images import load_image  # and torch, which -h of stage_cn.sh need not load
+    """Return one image of a folder in the form in which the packed file stores it."""
+    # This imports torch, which -h of stage_cn.sh does not need.
+    from motley.data.images import load_image
 
     try:
         image = load_image(str(path))
@@ -356,7 +380,11 @@ def pack(
 
 
 def _take(file: IO[bytes], part: Path) -> None:
-    """Have a file alone, and empty, also where a process that was killed has begun it."""
+    """Lock a file and empty it, in case a process that was killed left a part of it.
+
+    Raises:
+        MotleyError: another process has locked the file.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -367,7 +395,7 @@ def _take(file: IO[bytes], part: Path) -> None:
 def _write(
     file: IO[bytes], folder: Folder, keep: Keep, processes: int, tell: Callable[[int], None]
 ) -> dict[int, str]:
-    """Write all images and their rows; return why some are not there, by their numbers."""
+    """Write all images and their rows. Return reasons for missing images, by their numbers."""
     rows = np.zeros((len(folder.paths), 5), np.int64)
     unreadable: dict[int, str] = {}
     digest, at = hashlib.sha256(), BEGIN
@@ -399,5 +427,5 @@ def _read_all_reduced(paths: Sequence[Path], keep: Keep, processes: int) -> Iter
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted ends all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interrupted parent ends its processes
     die_with_parent()

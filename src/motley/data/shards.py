@@ -1,7 +1,7 @@
-"""Images in .tar shards as webdataset writes them, by index.
+"""Images in .tar shards of webdataset, by index.
 
-Where each image lies is found once, by the tar's headers, and read from there: no member is
-unpacked, so what it is called or points to reaches nothing.
+The position of each image is found once, from the tar's headers, and the image is read from there.
+No member is unpacked, so a hostile name or link in a tar has no effect.
 """
 
 import json
@@ -17,23 +17,23 @@ from PIL import Image
 from motley.data.images import decoded
 from motley.errors import MotleyError
 
-# By their endings; of two beside each other the first.
+# Endings of images. If a sample has several images, the first ending in this list counts.
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _MOST_LABEL_BYTES = 1 << 20
-_MOST_CLASSES = 1 << 24  # what is above is another number than a class
+_MOST_CLASSES = 1 << 24  # a larger number is not a class
 
 
 class Shards:
     """Images of .tar files, in the order of the files and within them.
 
-    A sample is the members whose paths are the same up to the first dot of the file's name: an
-    image, and its label in ``.cls``, or in ``.json`` as ``label``. Members without an image are
-    none. A file is opened for each image: processes that are forked share nothing that moves.
+    A sample consists of the members whose paths are equal up to the first dot of the file's name:
+    an image, and its label in ``.cls``, or in ``.json`` as ``label``. Members without an image form
+    no sample. A file is opened for each image, so that forked processes share no file position.
 
     Args:
         paths: paths of the files.
-        label_key: further key in ``.json`` with the label. Members with a label below 0 there are
-            no samples, as in timm.
+        label_key: another key in ``.json`` that has the label. Samples with a label below 0 under
+            that key are left out, as in timm.
 
     Raises:
         MotleyError: a file cannot be read, is cut short, or an image in it has no label.
@@ -42,13 +42,13 @@ class Shards:
     def __init__(self, paths: Sequence[Path], label_key: str = "") -> None:
         self._paths = tuple(paths)
         places = [_places(path, label_key) for path in self._paths]
-        # [images, 4]: where a header, and then an image, begins; its bytes; its label.
+        # [images, 4]: offset of the header, offset of the image, bytes of the image, label.
         self._places = np.concatenate([np.empty((0, 4), np.int64), *places])
         self._shard = np.repeat(np.arange(len(places)), [len(each) for each in places])
 
     @property
     def targets(self) -> list[int]:
-        """The labels, as torchvision calls them."""
+        """The labels, under torchvision's name."""
         result: list[int] = self._places[:, 3].tolist()
         return result
 
@@ -63,7 +63,7 @@ class Shards:
         return decoded(Image.open(BytesIO(content))), label
 
     def name_of(self, index: int) -> str:
-        """Return the shard, and what an image is called in it."""
+        """Return the path of the shard and the name of the image in it."""
         path = self._paths[self._shard[index]]
         with path.open("rb") as file:
             file.seek(self._places[index, 0])
@@ -73,11 +73,14 @@ class Shards:
 
 
 def _places(path: Path, label_key: str) -> NDArray[np.int64]:
-    """Return the header's and content's offset, the size and the label of each image of a shard."""
+    """Return a row for each image of a shard, int64 [images, 4].
+
+    A row has the offset of the header, the offset of the content, the size in bytes and the label.
+    """
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             samples = _samples(tar)
-            # tarfile takes a header that is damaged, or not there, for the end.
+            # tarfile takes a damaged or missing header for the end of the tar.
             file.seek(tar.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError(f"no tar goes on like this at byte {tar.offset}")
@@ -91,7 +94,7 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
                     result.append((image.offset, image.offset_data, image.size, label))
     except MotleyError:
         raise
-    except Exception as error:  # of what a header may say, tarfile's authors did not think of all
+    except Exception as error:  # tarfile raises many types of error for damaged headers
         raise MotleyError(
             f"{path} cannot be read: it is cut short, damaged, or no .tar that is not compressed "
             f"({type(error).__name__}: {error}); copy it anew"
@@ -100,10 +103,13 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
 
 
 def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
-    """Return the members of each sample by their endings; a later one replaces an earlier."""
+    """Return the members of each sample by their endings.
+
+    A later member replaces an earlier one of the same name.
+    """
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member in tar:
-        if member.size < 0:  # tarfile goes back then, and round and round
+        if member.size < 0:  # tarfile would go back, and loop for ever
             raise tarfile.ReadError(f"{member.name!a} would have {member.size} bytes")
         folder, slash, name = member.name.rpartition("/")
         stem, _, ending = name.partition(".")
@@ -115,7 +121,11 @@ def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
 def _label(
     tar: tarfile.TarFile, parts: dict[str, tarfile.TarInfo], key: str, name: str
 ) -> int | None:
-    """None: it is below 0 under a key that was asked for."""
+    """Return the label of a sample, or None if it is below 0 under an explicit ``key``.
+
+    Raises:
+        MotleyError: there is no valid label.
+    """
     kind = "json" if key or "cls" not in parts else "cls"
     try:
         member = parts[kind]

@@ -1,11 +1,11 @@
 """Samples: their global order, the reading of single samples, and micro-batches.
 
-Every rank takes its own share of the order. Any process answers the key of a sample.
+Every rank reads its own share of the order. Any process can read the sample of a key.
 
-An epoch is one permutation drawn from (seed, epoch); a step takes N consecutive entries
-of it, and the ranks take consecutive slices of those. Augmentation draws from (seed,
-epoch, sample index). The samples of a step and their augmentation therefore depend neither
-on the number of ranks nor on their shares, and a run may go on elsewhere.
+An epoch is one permutation drawn from (seed, epoch). A step takes N consecutive entries of it, and
+the ranks take consecutive slices of these. Augmentation draws from (seed, epoch, sample index). The
+samples of a step and their augmentation therefore depend neither on the number of ranks nor on
+their shares. A run may continue on other hosts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,15 +22,19 @@ from motley.plan.plan import Plan
 
 
 def make_seed(*numbers: int) -> int:
-    """Return a 63-bit seed of several numbers, which is equal in all versions of NumPy."""
+    """Return a 63-bit seed derived from several numbers, the same in all versions of NumPy."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def make_seeds(first: int, indices: Sequence[int]) -> list[int]:
-    """Return a 63-bit seed for each index: the SplitMix64 stream of ``first``, at these places.
+    """Return a 63-bit seed for each index: the entry at that index of a SplitMix64 stream.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-    :func:`make_seed` takes 9 us, so a GPU would wait 4 ms for a batch of 450.
+    :func:`make_seed` takes 9 us per seed, so a GPU would wait 4 ms for a batch of 450.
+
+    Args:
+        first: start of the stream.
+        indices: indices into the stream.
     """
     mixed = np.asarray(indices, dtype=np.uint64) + np.uint64(1)
     mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(first)
@@ -45,8 +49,9 @@ class Order:
     """The global order of training samples.
 
     Attributes:
-        samples: number of images in the training set.
-        fraction: part of them that takes part, the same part in every epoch.
+        samples: number of samples in the training set.
+        seed: seed of the permutations.
+        fraction: fraction of the samples that is used, the same samples in every epoch.
     """
 
     samples: int
@@ -59,7 +64,7 @@ class Order:
         return max(1, round(self.samples * self.fraction))
 
     def epoch(self, epoch: int) -> list[int]:
-        """Return indices of one epoch in the order in which they are used, over all ranks."""
+        """Return the indices of one epoch in the order in which all ranks together use them."""
         chosen = self._permutation(self.samples, self.seed)[: self.epoch_samples]
         if self.fraction == 1.0:
             chosen = list(range(self.samples))
@@ -73,10 +78,16 @@ class Order:
 
 
 def slices(order: Sequence[int], plan: Plan, rank: int) -> list[list[int]]:
-    """Return this rank's micro-batches of one global batch ``order``, as ``plan`` cuts it.
+    """Return this rank's micro-batches of one global batch, as lists of indices.
 
-    Where samples stay together in groups of g, these are interleaved, row k * G + j being sample k
-    of group j: so [g, G * channels, ...] is a view, and one call computes all groups' statistics.
+    If samples stay together in groups of g, the groups are interleaved: row k * G + j is sample k
+    of group j. The shape [g, G * channels, ...] is then a view, and one call computes all groups'
+    statistics.
+
+    Args:
+        order: indices of the global batch.
+        plan: plan, which divides the batch among ranks and micro-batches.
+        rank: number of the rank.
     """
     start, cuts = plan.starts[rank], []
     for size in plan.micro_batches[rank]:
@@ -88,7 +99,7 @@ def slices(order: Sequence[int], plan: Plan, rank: int) -> list[list[int]]:
     return cuts
 
 
-Tensors = dict[str, Tensor]  # by name; each has one row a sample
+Tensors = dict[str, Tensor]  # by name; each has one row per sample
 
 
 @dataclass
@@ -96,10 +107,10 @@ class Batch:
     """One micro-batch.
 
     Attributes:
-        data: the task's tensors of its samples, by name; of images: ``images``, uint8
-            [n, C, H, W], and ``labels``, int64 [n]. Without samples: empty.
-        indices: of the samples in the dataset, n of them; n may be 0.
-        weights: of each in the mean, [n], on the CPU; None: 1 each.
+        data: the task's tensors by name, one row per sample; empty without samples. For images:
+            ``images``, uint8 [n, C, H, W], and ``labels``, int64 [n].
+        indices: indices of the n samples in the data set; n may be 0.
+        weights: weight of each sample in the mean, [n], on the CPU; None: 1 each.
         unreadable: names of samples that could not be read.
     """
 
@@ -113,19 +124,19 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """Weight of all its samples together."""
+        """Sum of the weights of all samples."""
         return float(len(self)) if self.weights is None else float(self.weights.sum())
 
     def tensors(self) -> list[Tensor]:
-        """All of them, the weights last."""
+        """Return all tensors of the batch, the weights last."""
         return [*self.data.values(), *([] if self.weights is None else [self.weights])]
 
     def to(self, device: torch.device) -> "Batch":
-        """Return a copy on ``device``; the copy runs beside the host where the memory is pinned."""
+        """Return a copy on ``device``. The copy is asynchronous if the memory is pinned."""
         return self._changed(lambda tensor: tensor.to(device, non_blocking=True))
 
     def __getitem__(self, part: slice) -> "Batch":
-        """Return some of its samples; unreadable ones stay with the first of them."""
+        """Return a part of the batch. Names of unreadable samples stay with the first part."""
         return replace(
             self._changed(lambda tensor: tensor[part]), indices=self.indices[part],
             weights=None if self.weights is None else self.weights[part],
@@ -140,18 +151,18 @@ class Batch:
         return replace(self, data={name: change(tensor) for name, tensor in self.data.items()})
 
 
-class UnreadableSample(Exception):  # noqa: N818 - of the sample, not of the program
-    """A sample cannot be read; the message says why."""
+class UnreadableSample(Exception):  # noqa: N818 - the sample is at fault, not the program
+    """A sample that cannot be read. The message gives the reason."""
 
 
 class Source(Protocol):
-    """Samples that can be asked for by index."""
+    """Samples that are read by index."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int) -> Any:
-        """One, as it is kept; see :func:`read`."""
+        """Return one sample, as it is stored; see :func:`read`."""
 
 
 class Samples(Protocol):
@@ -159,20 +170,20 @@ class Samples(Protocol):
 
     @property
     def needs_workers(self) -> bool:
-        """Reading a sample takes longer than asking another process to."""
+        """Reading a sample takes longer than passing it between processes."""
 
     @property
     def weight(self) -> float:
-        """The number that a usual sample counts in the mean."""
+        """Weight of a usual sample in the mean."""
 
     def data(self, held_out: bool) -> Source:
-        """Training samples, or held-out ones."""
+        """Return the source of the training samples or of the held-out samples."""
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """Return the tensors of an item of the source."""
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
-        """One batch of samples; there is one at least."""
+        """Return one batch of samples, of which there is at least one."""
 
     def weights(self, batch: Tensors) -> Tensor | None:
         """Return the weight of each sample in the mean, [n]; None: ``weight`` each."""
@@ -181,21 +192,27 @@ class Samples(Protocol):
         """Return the samples as a rank with this device reads them."""
 
     def complete(self, batch: Tensors) -> Tensors:
-        """Return a batch on the rank's device, with what :meth:`collate` has left to it."""
+        """Return a batch on the rank's device, after the device's part of the work.
+
+        :meth:`collate` leaves this work to the device.
+        """
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
-        """Time that training samples take, in proportion; None: all the same."""
+        """Return the relative compute time of training samples. None: all are equal."""
 
     def name_of(self, source: Source, index: int) -> str:
-        """How to call a sample in an error."""
+        """Return the name of a sample for an error message."""
 
 
 def read(source: Source, index: int) -> Any:
-    """``source[index]``; raises UnreadableSample, whatever the decoder raised.
+    """Return ``source[index]``.
 
-    Pillow has no type of error of its own: of torn or hostile files its decoders raise OSError,
-    SyntaxError, ValueError, DecompressionBombError, TypeError and, by format, what else their
-    authors did not think of; others do as well. Lack of memory is none of the sample's.
+    Pillow has no error type of its own. Its decoders raise OSError, SyntaxError, ValueError,
+    DecompressionBombError, TypeError and other types for damaged or hostile files, and other
+    libraries do the same. A lack of memory is not the sample's fault, and is raised as it is.
+
+    Raises:
+        UnreadableSample: the decoder raised any other error.
     """
     try:
         return source[index]
@@ -207,7 +224,13 @@ def read(source: Source, index: int) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """A request to a worker: a sample, held out or not, and the seed of its augmentation."""
+    """A request to a loader process for one sample.
+
+    Attributes:
+        index: index of the sample.
+        seed: seed of its augmentation.
+        held_out: the sample is a held-out one.
+    """
 
     index: int
     seed: int
@@ -231,10 +254,10 @@ class Answer:
 
 
 class Keyed(Dataset[Answer]):
-    """Answers keys: reads, and changes under the key's own random numbers.
+    """A data set that reads and augments the samples of keys, each with the key's own seed.
 
-    In training an unreadable sample gives its place to the next readable one, so that the
-    global batch keeps its size; in evaluation it is left out.
+    In training, the next readable sample replaces an unreadable one, so that the global batch keeps
+    its size. In evaluation an unreadable sample is left out.
     """
 
     def __init__(self, samples: Samples, training: bool) -> None:
@@ -245,7 +268,8 @@ class Keyed(Dataset[Answer]):
         return len(self._source)
 
     def __getitems__(self, keys: list[Key]) -> list[Answer]:
-        with torch.random.fork_rng(devices=[]):  # once a batch: it costs more than a digit
+        # Once per batch, because it takes longer than reading a digit.
+        with torch.random.fork_rng(devices=[]):
             return [self[key] for key in keys]
 
     def __getitem__(self, key: Key) -> Answer:
@@ -270,7 +294,11 @@ class Keyed(Dataset[Answer]):
         raise MotleyError(f"no sample can be read; the first: {unreadable[0]}")
 
     def batch(self, samples: list[Answer]) -> Batch:
-        """Return samples put together, those that could be read."""
+        """Return a batch of the samples that could be read.
+
+        Raises:
+            MotleyError: a tensor of the batch does not have one row per sample.
+        """
         content = [each.content for each in samples if each.content is not None]
         data = self._samples.collate(content) if content else {}
         self._check_rows(data, len(content))
@@ -296,7 +324,7 @@ class Keyed(Dataset[Answer]):
 
 
 class Both(Dataset[Answer]):
-    """Training samples and held-out ones, for processes that serve a whole run."""
+    """Training samples and held-out samples, for loader processes that serve a whole run."""
 
     def __init__(self, train: Keyed, test: Keyed) -> None:
         self._train, self._test = train, test
@@ -306,7 +334,7 @@ class Both(Dataset[Answer]):
 
 
 class MicroBatchKeys:
-    """The keys of each micro-batch of the pass that is made now."""
+    """The keys of each micro-batch in the current pass over the data."""
 
     def __init__(self) -> None:
         self.keys: Iterable[list[Key]] = ()
@@ -316,7 +344,11 @@ class MicroBatchKeys:
 
 
 def first_batch(samples: Samples, count: int) -> tuple[Batch, int]:
-    """Return the first training samples, for a trial pass, and their number."""
+    """Return a batch of the first training samples, and the number of all training samples.
+
+    Raises:
+        MotleyError: there are no training samples.
+    """
     keyed = Keyed(samples, training=True)
     check_length(samples, len(keyed), held_out=False)
     keys = [Key(index, index) for index in range(min(count, len(keyed)))]
@@ -324,7 +356,7 @@ def first_batch(samples: Samples, count: int) -> tuple[Batch, int]:
 
 
 def check_length(samples: Samples, length: int, held_out: bool) -> None:
-    """Raise MotleyError if there is nothing to train on, or to judge by."""
+    """Raise MotleyError if there are no samples to train on, or to evaluate with."""
     if not length:
         raise MotleyError(
             f"{type(samples).__name__} has no {'held-out' if held_out else 'training'} samples: "
@@ -333,7 +365,7 @@ def check_length(samples: Samples, length: int, held_out: bool) -> None:
 
 
 def first_sample(samples: Samples) -> Mapping[str, Any]:
-    """Return the first training sample, before it is in a batch."""
+    """Return the first training sample, before collation."""
     (result,) = Keyed(samples, training=True).__getitems__([Key(0, 0)])
-    assert result.content is not None  # in training another one takes its place
+    assert result.content is not None  # in training another sample replaces an unreadable one
     return result.content

@@ -1,19 +1,20 @@
 """Changes to images before and after they are put into a batch.
 
-Single images are changed by parts of torchvision and timm. Mixup and CutMix join neighbours in the
+Transforms of torchvision and timm change single images. Mixup and CutMix combine neighbours in the
 global order. Images that lie on the GPU are shifted and mirrored there.
 
-All draw from generators that are seeded for the sample: torch's by the loader, and here Python's
-and NumPy's, from which timm's parts draw. Samples 2k and 2k + 1 of a global batch are mixed with
-one another, by numbers drawn for the first of them. Each image is therefore decoded once, a pair is
-never cut apart, and the result is the same on any ranks.
+All transforms draw from generators that are seeded for the sample. The loader seeds torch's
+generator. This module seeds Python's and NumPy's, from which timm's transforms draw. Samples 2k and
+2k + 1 of a global batch are mixed with one another, by numbers drawn for the first of them. Each
+image is therefore decoded once, both images of a pair are in one micro-batch, and the result does
+not depend on the ranks.
 
 Sources: Zhang et al., "mixup", 2018; Yun et al., "CutMix", 2019; timm.data.mixup for the choice
 between them.
 
-A rank that has one core, and shares it, cannot read as fast as its GPU computes. Images in memory
-that are shifted and mirrored, and no more, do not need it to: the host draws three numbers for each
-image, and the GPU copies the pixels. They equal the host's bit by bit.
+A rank with a part of one core cannot read as fast as its GPU computes. If images in memory are only
+shifted and mirrored, the GPU can do that instead. The host draws three numbers per image, and the
+GPU copies the pixels. The result equals the host's bit by bit.
 """
 
 import math
@@ -41,16 +42,20 @@ Transform = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Look:
-    """How a model wants its images, and what else is done to training images.
+    """The preparation of images for a model, and the augmentation of training images.
 
     Attributes:
-        size: pixels a side. mean, std: of a channel, of pixels scaled to 0..1.
-        interpolation: of a resize. crop: part of a held-out image's side that is seen; crop_mode:
-            timm's way to make it square: center, border or squash.
-        augment: random crops and flips, where images are still of their class then.
+        size: side of the images in pixels.
+        mean: mean of each channel, of pixels scaled to 0..1.
+        std: standard deviation of each channel, of pixels scaled to 0..1.
+        interpolation: interpolation for resizing.
+        crop: fraction of a held-out image's side that is used.
+        crop_mode: timm's way to make an image square: center, border or squash.
+        augment: random crops and flips are applied, if they keep the class of the images.
         auto: timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; empty: none.
-        jitter: of brightness, contrast and saturation. erase: probability of a rectangle of noise.
-        boxes: training images will exchange boxes, as CutMix has them do.
+        jitter: strength of random changes in brightness, contrast and saturation.
+        erase: probability that a rectangle is replaced by noise.
+        boxes: training images exchange boxes, as in CutMix.
     """
 
     size: int
@@ -71,14 +76,14 @@ class Look:
 
     @property
     def _changes_enlarged(self) -> bool:
-        """True if training images are changed at the model's size, and so are enlarged before."""
+        """True if augmentation works at the model's size, so that images are enlarged before it."""
         return bool(self.auto or self.jitter or self.erase or self.boxes)
 
     def for_training(self, images: Images) -> Transform:
         """Return the transform from an image to uint8 [C, H, W], for training.
 
-        The result has ``size`` pixels per side, or fewer if all images have so few.
-        :meth:`enlarged` does the rest then.
+        The result has ``size`` pixels per side, or fewer if all images have fewer. In that case
+        :meth:`enlarged` enlarges it later.
         """
         steps = [self._framing(images)]
         if self.auto:
@@ -91,7 +96,10 @@ class Look:
         return seeded(whole) if self.auto or self.erase else whole
 
     def for_evaluation(self, images: Images) -> Transform:
-        """Return the transform of a held-out image: timm's own, bit by bit, unless it is small."""
+        """Return the transform of a held-out image: timm's own, bit by bit.
+
+        Small images of a known size only become tensors.
+        """
         if images.native_size is not None and images.native_size <= self.size:
             return v2.ToImage()  # type: ignore[no-any-return]
         usual = timm.data.create_transform(
@@ -101,7 +109,7 @@ class Look:
         )  # fmt: skip
 
         def changed(image: Any) -> Tensor:
-            # PIL and torch resize to pixels that differ by a level here and there.
+            # The results of PIL and torch differ by one level in some pixels.
             pixels: Tensor = usual(
                 v2.functional.to_pil_image(image) if isinstance(image, Tensor) else image
             )
@@ -110,10 +118,10 @@ class Look:
         return changed
 
     def enlarged(self, pixels: Tensor) -> Tensor:
-        """Return a batch in the size of the model, [n, C, size, size]; float, if it was smaller.
+        """Return a batch in the model's size, [n, C, size, size]; float if it was smaller.
 
-        Pixels are not rounded: devices differ in the last bit, and rounding would make a level of
-        it. Overshoot of a cubic filter is cut off, as for uint8.
+        Pixels are not rounded: devices differ in the last bit, and rounding could turn that into a
+        full level. Overshoot of a cubic filter is clipped, as for uint8.
 
         Args:
             pixels: 0 to 255, [n, C, H, W], on any device.
@@ -125,10 +133,10 @@ class Look:
         return large.clamp_(0, 255)
 
     def _fit(self, native: int, whole: bool = False) -> list[Transform]:
-        """Return the transforms from images of a known size to the model's.
+        """Return the transforms from images of a known size to the model's size.
 
-        Small ones are left to the device: enlarged from 32 to 224 pixels a side, they would be 50
-        times the bytes on their way to it.
+        The device enlarges small images. Enlarged here from 32 to 224 pixels per side, an image
+        would be 50 times the bytes to transfer.
 
         Args:
             native: pixels per side of the images.
@@ -173,7 +181,7 @@ class Look:
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
 
         def erase_image(image: Tensor) -> Tensor:
-            # timm's noise is of a normalised image.
+            # timm adds noise to a normalised image.
             noised: Tensor = erase((image - mean) / std)
             return (noised * std + mean).round().clamp(0, 255).to(torch.uint8)
 
@@ -181,7 +189,7 @@ class Look:
 
 
 class ShiftAndFlip:
-    """torchvision's RandomCrop of a padded image and RandomHorizontalFlip, in half the time.
+    """RandomCrop of a padded image and RandomHorizontalFlip, twice as fast as torchvision's.
 
     The random numbers are equal to torchvision's, and so are the pixels, bit by bit.
 
@@ -206,7 +214,11 @@ class ShiftAndFlip:
         return down, right, float(torch.rand(1)) < 0.5
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
-        """Uint8 [C, size, size], of uint8 [C, size, size] or of PIL's."""
+        """Return a randomly shifted and mirrored image, uint8 [C, size, size].
+
+        Args:
+            image: uint8 tensor [C, size, size], or an image of PIL.
+        """
         pixels = image if isinstance(image, Tensor) else v2.functional.pil_to_tensor(image)
         down, right, mirrored = self.draw()
         result = torch.zeros_like(pixels, memory_format=torch.contiguous_format)
@@ -219,7 +231,7 @@ class ShiftAndFlip:
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:
-    """Return where a shifted row of pixels lands, and which of its pixels do."""
+    """Return the slices to which and from which the pixels of a shifted row are copied."""
     return (
         slice(max(0, shift), size + min(0, shift)),
         slice(max(0, -shift), size - max(0, shift)),
@@ -227,12 +239,12 @@ def _overlap(shift: int, size: int) -> tuple[slice, slice]:
 
 
 class RandomCropAndFlip:
-    """torchvision's RandomResizedCrop and RandomHorizontalFlip of one image, in half the time.
+    """RandomResizedCrop and RandomHorizontalFlip of one image, twice as fast as torchvision's.
 
     The random numbers are equal to torchvision's, and so are the pixels, bit by bit.
 
-    Only what is cropped is copied, pixel by pixel as the fastest of torch's kernels wants it; and
-    no image is asked at every step what it is.
+    Only the crop is copied, into channels-last order, which the fastest of torch's kernels needs.
+    The type of an image is checked once, and not at every step.
     """
 
     def __init__(self, look: Look) -> None:
@@ -242,7 +254,11 @@ class RandomCropAndFlip:
         self._log_ratio = torch.log(torch.tensor(self._usual.ratio)).tolist()
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
-        """Uint8 [C, size, size], of uint8 [C, H, W] or of PIL's whose colours are a byte each."""
+        """Return a random crop, resized and randomly mirrored, uint8 [C, size, size].
+
+        Args:
+            image: uint8 tensor [C, H, W], or an image of PIL with one byte per channel.
+        """
         top, remaining, height, width = self._box(image)
         mirrored = float(torch.empty(1).uniform_()) < 0.5
         if isinstance(image, Tensor):
@@ -260,9 +276,10 @@ class RandomCropAndFlip:
         return result.flip(-1) if mirrored else result
 
     def _box(self, image: Image.Image | Tensor) -> tuple[int, int, int, int]:
-        """Return top, left, height and width of a part.
+        """Return top, left, height and width of a random part of an image.
 
-        The method falls back on torchvision if the first part that it draws does not fit in.
+        torchvision draws the part if the first part that this method draws does not fit into the
+        image.
         """
         height, width = image.shape[1:] if isinstance(image, Tensor) else image.size[::-1]
         before = torch.default_generator.get_state()
@@ -278,7 +295,7 @@ class RandomCropAndFlip:
 
 
 def _posterize(image: Any, bits: int, **known: Any) -> Any:
-    """Reduce an image to ``bits`` bits per colour, but to one at least.
+    """Reduce an image to ``bits`` bits per channel, but to one at least.
 
     For the largest change timm passes 0 bits, which Pillow 12 refuses. Earlier versions made the
     image all black.
@@ -287,7 +304,7 @@ def _posterize(image: Any, bits: int, **known: Any) -> Any:
 
 
 def seeded(transform: Transform) -> Transform:
-    """Return the transform with Python's and NumPy's generators seeded from torch's.
+    """Return the transform, with Python's and NumPy's generators seeded from torch's.
 
     The loader seeds torch's generator for the sample.
     """
@@ -314,11 +331,13 @@ def _seeded_by_torch() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mixing:
-    """How.
+    """The options of mixup and CutMix.
 
     Attributes:
-        mixup, cutmix: alpha of the Beta distribution of the weights; 0: not done.
-        probability: that a pair is mixed at all. switch: that it is by CutMix, where both are done.
+        mixup: alpha of the Beta distribution of mixup's weights; 0: no mixup.
+        cutmix: alpha of the Beta distribution of CutMix's weights; 0: no CutMix.
+        probability: probability that a pair is mixed.
+        switch: probability that a mixed pair is mixed by CutMix, if both methods are used.
     """
 
     mixup: float = 0.0
@@ -331,7 +350,7 @@ class Mixing:
 
         Returns:
             Four numbers, fp32 [4]: 1 for CutMix and 0 for mixup, the weight of the sample's own
-            image, and the middle of a box, 0 to 1.
+                image, and the y and x of a box's middle, 0 to 1.
         """
         chance, kind, y, x = torch.rand(4).tolist()
         if chance >= self.probability:
@@ -343,11 +362,11 @@ class Mixing:
 
 
 def pairs(n: int, grain: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows of a micro-batch that are mixed; a ragged batch may leave one row over.
+    """Yield pairs of rows of a micro-batch that are mixed. One row of an odd batch may be left.
 
     Args:
         n: number of rows.
-        grain: rows per interleaved group; see motley.data.source.
+        grain: samples per interleaved group; see motley.data.source.
     """
     groups = n // grain if n % grain == 0 else 1
     for group in range(groups):
@@ -362,10 +381,11 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, 
         images: uint8 [n, C, H, W], changed in place.
         labels: label of each image, [n].
         drawn: numbers of :meth:`Mixing.draw` for each image, [n, 4].
-        grain: rows per interleaved group; see motley.data.source.
+        grain: samples per interleaved group; see motley.data.source.
 
     Returns:
-        The images, both labels, and ``own``, the weight of the first of them, fp32 [n].
+        ``images``, ``labels``, ``partners``, the label of each other image, and ``own``, the weight
+            of ``labels``, fp32 [n].
     """
     partners, own = labels.clone(), torch.ones(len(labels))
     for one, other in pairs(len(labels), grain):
@@ -382,7 +402,7 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, 
 
 
 def _exchange_box(one: Tensor, other: Tensor, weight: float, y: float, x: float) -> float:
-    """Exchange a box of two images, in place; the part of each that is left."""
+    """Exchange a box of two images, in place; return the fraction of an image that stays."""
     height, width = one.shape[-2:]
     side = math.sqrt(1 - weight)
     rows, columns = _span(y, side, height), _span(x, side, width)
@@ -398,15 +418,16 @@ def _span(middle: float, side: float, length: int) -> slice:
     return slice(max(0, math.ceil(at - half)), min(length, math.ceil(at + half)))
 
 
-_MOST = 2**28  # bytes of a GPU, with the margin that images are shifted into
+_MOST = 2**28  # bytes of images on a GPU, including the margin for shifts
 
 
 def resident(
     samples: Samples, source: Source, transform: Transform, device: torch.device
 ) -> "ResidentImages | None":
-    """Return the object that reads these training images from the device, or None.
+    """Return the object that reads these training images from the device's memory, or None.
 
-    The device may be too small for the images, or unable to make their changes.
+    None is returned if the images are too large for the device, or if the transform is not a shift
+    and flip alone.
     """
     if not isinstance(source, InMemory) or not isinstance(transform, ShiftAndFlip):
         return None
@@ -421,7 +442,7 @@ class ResidentImages:
     """The samples of an image task whose training images lie on one GPU; see Samples.
 
     Args:
-        samples: the task; it reads the held-out samples.
+        samples: the task, which reads the held-out samples.
         source: the training images.
         shift: the transform of training images.
         device: the GPU.
@@ -434,21 +455,21 @@ class ResidentImages:
     ) -> None:
         self._samples, self._source, self._shift = samples, source, shift
         self.weight = samples.weight
-        # With a margin of zeros, every shifted image is a part of its own.
+        # With a margin of zeros, every shifted image is a part of its padded image.
         self._pool = functional.pad(source.images.to(device), [shift.padding] * 4)
         channels, height, width = source.images.shape[1:]
         self._channels, self._rows, self._columns = (
             torch.arange(count, device=device) for count in (channels, height, width)
         )
-        if device.type == "cuda":  # a stream of their own copies batches
+        if device.type == "cuda":  # batches are copied on another stream
             torch.cuda.synchronize(device)
 
     def data(self, held_out: bool) -> Source:
-        """See Samples; a training sample is the place of its image, and its label."""
+        """See Samples. A training sample is the position of its image, and its label."""
         return self._samples.data(held_out=True) if held_out else self._source.places
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """See Samples; ``cut`` is place, shift down, shift to the right, and 1 if mirrored."""
+        """See Samples. ``cut`` is position, shift down, shift right, and 1 if mirrored."""
         if not training:
             return self._samples.sample(item, training)
         place, label = item

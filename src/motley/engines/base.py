@@ -1,4 +1,4 @@
-"""The part of an engine that is no step: its model and optimizer, evaluation, and state."""
+"""The part of an engine outside of its step: model, optimizer, evaluation, and state."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,10 +35,13 @@ from motley.tasks.model import TaskModel
 
 @contextlib.contextmanager
 def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
-    """Set up a pass through a model, forward and backward, for a rank that may have no samples.
+    """Set all gradients of a forward and backward pass to zero, if the rank has no samples.
 
-    Without samples, all gradients become zeros, whatever is computed: 0 times what is not finite
-    would not be.
+    The gradients are replaced, because a factor of 0 would leave NaN where values are not finite.
+
+    Args:
+        net: the network.
+        empty: the rank has no samples. False: nothing is changed.
     """
     hooks: list[RemovableHandle] = []
 
@@ -49,7 +52,7 @@ def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
 
     if empty:
         units = {net, *(part for part in net.modules() if isinstance(part, FSDPModule))}
-        # FSDP gives a module the parameters that it computes with just before it does.
+        # FSDP creates the parameters of a module just before the module computes.
         hooks += [unit.register_forward_pre_hook(silence) for unit in units]
     try:
         yield
@@ -84,9 +87,9 @@ def name_types(dtypes: Iterable[torch.dtype]) -> str:
 
 @torch.no_grad()
 def score(model: TaskModel, batch: Batch) -> Tensor:
-    """Return the sums of the task's scores, in order of ``model.score_names``.
+    """Return the sums of the task's scores, in order of ``model.score_names``, float64 [k + 2].
 
-    The weight and the number of the samples follow: float64 [k + 2].
+    The last two numbers are the weight and the number of the samples.
     """
     model.eval()
     scores = model(batch.data, scored=True)
@@ -116,10 +119,10 @@ class EngineBase:
 
     @cached_property
     def average(self) -> ParameterAverage | None:
-        """Average of the parameters, None without ``--model-ema``. See :class:`Engine`.
+        """Moving average of the parameters, None without ``--model-ema``. See :class:`Engine`.
 
-        The average is made at the first access. An engine may still replace the parameters' tensors
-        while it is built.
+        The average is created at the first access, because an engine may still replace the
+        parameters' tensors while it is built.
         """
         config = self._context.config
         if not config.model_ema:
@@ -134,7 +137,7 @@ class EngineBase:
         return {name: each.detach() for name, each in self._trained.items()}
 
     def sync_parameters(self) -> None:
-        """See :class:`Engine`. Parameters always are; what batch norms have seen is not."""
+        """See :class:`Engine`. Only the statistics of batch norms differ between ranks here."""
         if self._model.statistics:
             self._model.statistics.unite(self.on_change)
             self.on_same()
@@ -164,7 +167,7 @@ class EngineBase:
         self.on_same()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See :class:`Engine`. In halves if memory does not do for the whole."""
+        """See :class:`Engine`. The batch is divided in halves if memory is too small for it."""
         if not self.replicated:
             return self._evaluate_together(batch)
         if not len(batch):
@@ -219,7 +222,7 @@ class EngineBase:
         return []
 
     def _global_state(self) -> State:
-        # All ranks hold the same, so rank 0 alone copies it.
+        # All ranks hold the same state, so only rank 0 copies it.
         return self._held_state(snapshot) if dist.get_rank() == 0 else State()
 
     def _load_global(self, state: State) -> None:
@@ -231,7 +234,7 @@ class EngineBase:
         self._go_on_beside(state)
 
     def _go_on_beside(self, state: State) -> None:
-        """Load the state beside the parameters, once those are loaded."""
+        """Load the state besides the parameters, once the parameters are loaded."""
         if self._model.statistics:
             self._model.statistics.reset()
         if self.average:
@@ -282,4 +285,4 @@ class EngineBase:
         return []
 
     def reconfigure(self, plan: Plan) -> None:
-        """See :class:`Engine`. Each micro-step gets all that it needs of the plan as arguments."""
+        """See :class:`Engine`. Micro-steps get all that they need of a plan as arguments."""

@@ -1,12 +1,12 @@
 """Engines of ``--strategy ddp``: DistributedDataParallel, and an engine without overlap.
 
-Both train with unequal shares. DistributedDataParallel sends the gradient while the backward pass
+Both support unequal shares. DistributedDataParallel sends the gradient while the backward pass
 still runs. The other engine sends it after the last backward pass, or not at all.
 
-DDP's gradients are views of its buckets, which are filled with zeros before a step, and into which
-each is added by a kernel of its own: 0.9 of 73 ms for ViT-B/16 on an H200. Without overlap a
-gradient is the tensor that the backward pass makes, its memory is free between two steps, and many
-are copied by one kernel into the message.
+DDP's gradients are views of its buckets. The buckets are filled with zeros before a step, and each
+gradient is added by its own kernel. This takes 0.9 of 73 ms for ViT-B/16 on an H200. Without
+overlap, a gradient is the tensor that the backward pass creates. Its memory is free between two
+steps, and one kernel copies many gradients into the message.
 """
 
 import contextlib
@@ -44,7 +44,10 @@ def _sum_bucket(
 
 
 class DdpEngine(ReducingEngine):
-    """Implements Engine. DDP's own average over ranks, wrong for unequal shares, is not used."""
+    """The engine that wraps DistributedDataParallel. Implements Engine.
+
+    DDP's own average over ranks is not used, because it is wrong for unequal shares.
+    """
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context, str(context.plan.buckets))
@@ -54,9 +57,9 @@ class DdpEngine(ReducingEngine):
     def _wrap(self) -> None:
         buckets = self._context.plan.buckets
         each = None if buckets is None else self._mib / buckets
-        # A model that is compiled as a whole is cut where DDP's buckets end, so that they are sent
-        # meanwhile. There is no cut for a single rank, nor where the buckets are smaller than
-        # torch's first.
+        # A model that is compiled as a whole is divided at the ends of DDP's buckets, so that they
+        # are sent during the backward pass. There is no division for a single rank, nor for
+        # buckets that are smaller than torch's first bucket.
         cuts = (
             self._model.task.compiles_whole
             and self._context.size > 1
@@ -69,34 +72,38 @@ class DdpEngine(ReducingEngine):
             gradient_as_bucket_view=True,
             bucket_cap_mb=each,
         )
-        # Each rank has them alike, and after a pass that broke off not all would send them.
+        # Buffers are equal on all ranks. After a broken-off pass not all ranks would send them.
         self._ddp.broadcast_buffers = False
         self._buckets: dict[int, Bucket] = {}
-        self._sent = 0  # buckets, in a step
-        self._broken_off = False  # DDP takes no other backward pass then
-        # DDP's own code holds what it calls, unseen by Python's collector: not the engine, which
-        # would never be let go of, nor its memory.
+        self._sent = 0  # number of buckets that were sent in this step
+        self._broken_off = False  # if True, DDP cannot run another backward pass
+        # DDP's C++ code holds the hook's state, unseen by Python's garbage collector. A reference
+        # to the engine would keep the engine and its memory for ever.
         self._ddp.register_comm_hook(weakref.ref(self), _sum_bucket)
         self._fix_buckets()
 
     def sum_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Add up a bucket of DDP's over all ranks, while the backward pass goes on."""
+        """Add up one of DDP's buckets over all ranks while the backward pass continues.
+
+        Returns:
+            A future with the sum.
+        """
         own = Bucket(bucket.index(), bucket.buffer(), bucket.gradients(), bucket.is_last())
         if own.final:
             self.clock.lap("compute", ready=True)
         self._buckets[own.place] = own
         future = self._add_up(own)
-        self._sent += 1  # if memory had ended, it would be sent again
+        self._sent += 1  # counted last: after a memory error the bucket is sent again
         return future
 
     def _fix_buckets(self) -> None:
-        # DDP rebuilds its buckets after the first backward pass, in the order in which
-        # gradients came, and that changes the order of sums. One sample makes it do so
-        # before step 1; else a resumed run would differ from an unbroken one by rounding.
+        # DDP rebuilds its buckets after the first backward pass, in the order in which gradients
+        # arrived. This changes the order of sums. A pass over one sample triggers it before step 1.
+        # Otherwise a resumed run would differ from an unbroken one by rounding.
         with warnings.catch_warnings():
             # The first gradients are not views of the buckets yet, and DDP says so.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            reducer, self._reducer = self._reducer, Unsent()  # over a slow link it takes seconds
+            reducer, self._reducer = self._reducer, Unsent()  # sending takes seconds on a slow link
             # Code compiled here would fit a batch of one sample only.
             with torch.compiler.set_stance("force_eager"):
                 for _ in range(2):
@@ -122,9 +129,9 @@ class DdpEngine(ReducingEngine):
         return losses.detach()
 
     def _without(self) -> list[str]:
-        """Return the names of the parameters that hold up the next bucket.
+        """Return the names of the parameters that delay the next bucket.
 
-        A gradient that is a view of DDP's bucket is all zeros in that case.
+        Their gradients, which are views of DDP's bucket, are all zeros.
         """
         places = {grad.data_ptr() for grad in self._buckets[self._sent].grads}
         return [
@@ -133,7 +140,7 @@ class DdpEngine(ReducingEngine):
         ]  # fmt: skip
 
     def _send(self) -> None:
-        # Gradients are views of these, and DDP's own hook would sum the very same.
+        # Gradients are views of these buckets, which DDP's own hook would sum.
         buckets = [self._buckets[index] for index in range(self._sent, len(self._buckets))]
         for future in [self._add_up(bucket) for bucket in buckets]:
             future.wait()
@@ -146,7 +153,7 @@ class DdpEngine(ReducingEngine):
         super()._after_step(stepped, broken_off, factor)
 
     def _wrap_anew(self) -> None:
-        del self._ddp  # which takes its hooks off, and gives its buckets back
+        del self._ddp  # removes its hooks and frees its buckets
         self._buckets.clear()
         self.optimizer.zero_grad(set_to_none=True)
         try:
@@ -164,14 +171,14 @@ _BUCKET = 2**25  # numbers; twice as many took two H200s 5 % longer, half as man
 
 
 class NoOverlapEngine(ReducingEngine):
-    """Implements Engine."""
+    """The engine that sends gradients after the last backward pass. Implements Engine."""
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context, "no_overlap")
         # A single rank need not send, but --wire may ask it to round its gradient.
         self._sends = context.size > 1 or not context.plan.wire.is_exact
         self._groups = grouped(self._parameters, _BUCKET)
-        self._absent: list[int] = []  # places of parameters without a gradient, in this step
+        self._absent: list[int] = []  # indices of parameters without a gradient in this step
         self._may_lack = any(all_gather_object(bool(model.sometimes_unused)))
         self._late = all(all_gather_object(self._may_read_late()))
         if context.size > 1:
@@ -189,10 +196,10 @@ class NoOverlapEngine(ReducingEngine):
 
     @property
     def reads_late(self) -> bool:
-        """True if the outcome of a step may be read after the next step has begun. See Engine.
+        """True if the outcome of a step may be read after the next step has started. See Engine.
 
         The host itself changes a dynamic loss scale and an average, and drops gradients that no
-        rank had. Each of them needs the outcome at once.
+        rank has. Each of these needs the outcome immediately.
         """
         return self._late and not (self.scale.dynamic or self.average or self._may_lack)
 
@@ -205,13 +212,13 @@ class NoOverlapEngine(ReducingEngine):
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         losses: Tensor = self._model(batch.data)
-        if len(batch):  # else it would make gradients of zeros
+        if len(batch):  # without samples the pass would allocate gradients of zeros
             self._backward(losses.sum() * (self.scale.value / self._nominal_weight))
         self.clock.lap("compute", ready=last)
         return losses.detach()
 
     def _abandon(self, last: bool) -> None:
-        self._zero_gradients()  # there is no room for them, and no rank will step
+        self._zero_gradients()  # no memory is left for gradients, and no rank will step
 
     def _send(self) -> None:
         if not self._sends:
@@ -228,10 +235,10 @@ class NoOverlapEngine(ReducingEngine):
                 raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")
             _fill(bucket.grads, parameters)
             future = self._begin_sum(bucket)
-            self._note_own(parameters)  # while it travels
+            self._note_own(parameters)  # while the bucket is sent
             is_rounded = bucket.flat.dtype != as_real(parameters[0]).dtype
             if not is_rounded:
-                _take(parameters, bucket.grads)  # the memory of what they were is needed
+                _take(parameters, bucket.grads)  # frees the memory of the old gradients
             sent.append((future, parameters, bucket.grads, is_rounded))
         for future, parameters, sums, is_rounded in sent:
             future.wait()
@@ -258,7 +265,12 @@ class NoOverlapEngine(ReducingEngine):
 
 
 def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Put the parameters' gradients there; zeros where there are none."""
+    """Copy the parameters' gradients into tensors, with zeros for missing gradients.
+
+    Args:
+        places: tensors to write to.
+        parameters: parameters with their gradients.
+    """
     made = [(place, p.grad) for place, p in zip(places, parameters, strict=True)]
     pairs = [(place, as_real(grad)) for place, grad in made if grad is not None]
     if pairs:
@@ -269,7 +281,12 @@ def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
 
 
 def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-    """Have these as gradients; what was rounded goes where a gradient is already."""
+    """Set the parameters' gradients to these sums; rounded sums are copied into old gradients.
+
+    Args:
+        parameters: the parameters.
+        sums: sum of the gradients of each parameter.
+    """
     rounded = []
     for parameter, summed in zip(parameters, sums, strict=True):
         result = summed
@@ -285,7 +302,7 @@ def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def _broadcast(tensors: Sequence[Tensor]) -> None:
-    """Have rank 0's on all ranks; all call it."""
+    """Copy rank 0's values to all ranks, in place; all ranks call it."""
     for group in grouped(tensors, _BUCKET):
         flat = torch.cat([tensor.flatten() for tensor in group])
         dist.broadcast(flat, src=0)

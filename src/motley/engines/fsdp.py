@@ -1,10 +1,11 @@
 """The FSDP engine: torch's fully_shard, a few blocks at a time, with unequal shares.
 
-Each rank keeps a part of every parameter, of its gradient and of the optimizer's memory. Blocks'
-parameters are gathered before they compute, and their gradient is scattered after it; so every
-micro-batch communicates, and all ranks take equally many. The optimizer steps on this rank's own
-part of each parameter as on a plain tensor: Python dispatches each operation on a DTensor, which
-takes an AdamW of a ViT-B ten times as long as the step itself (pytorch#134191).
+Each rank keeps a part of every parameter, of its gradient and of the optimizer's state. The
+parameters of blocks are gathered before the blocks compute, and their gradient is scattered
+afterwards. Every micro-batch therefore communicates, and all ranks have the same number of
+micro-batches. The optimizer steps this rank's own part of each parameter as a plain tensor. For a
+DTensor, Python dispatches each operation, which takes ten times as long as the step of AdamW for a
+ViT-B itself (pytorch#134191).
 """
 
 import contextlib
@@ -49,11 +50,11 @@ from motley.text import name_some
 
 
 class LocalShards:
-    """Puts plain tensors, which share their memory, in the place of an optimizer's parameters.
+    """Plain tensors in place of an optimizer's DTensors, with which they share memory.
 
     Args:
-        optimizer: which does to a number what it does whatever the tensor around it, or to a row;
-            it has taken no step yet.
+        optimizer: optimizer that steps each number, or each row, independently of the rest of the
+            tensor. The optimizer has taken no step yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -64,19 +65,19 @@ class LocalShards:
 
     def with_gradients(self) -> Sequence[Tensor]:
         """Return the parts, each with its gradient."""
-        with torch.no_grad():  # then a DTensor's part costs nothing
+        with torch.no_grad():  # makes to_local() of a DTensor cheap
             for whole, own in zip(self._whole, self._own, strict=True):
                 own.grad = None if whole.grad is None else own_rows(whole.grad)
         return self._own
 
     def zero_gradients(self) -> None:
-        """Drop the gradients of DTensors and plain tensors."""
+        """Drop the gradients of both DTensors and plain tensors."""
         for each in (*self._whole, *self._own):
             each.grad = None
 
     @contextlib.contextmanager
     def put_together(self) -> Iterator[None]:
-        """Give the optimizer DTensors for a while, as its state is saved and loaded."""
+        """Give the optimizer DTensors for the time of the context, to save or load its state."""
         self._exchange(self._own, self._whole)
         try:
             yield
@@ -99,7 +100,7 @@ class LocalShards:
 
 def _like(value: Any, old: Tensor, new: Tensor) -> Any:
     """Convert an optimizer's value for one parameter to the form of another parameter."""
-    if not isinstance(value, Tensor) or not is_by_rows(value.shape, old.shape):  # a step, say
+    if not isinstance(value, Tensor) or not is_by_rows(value.shape, old.shape):  # such as a step
         return value
     return rows_as(value, new) if isinstance(new, DTensor) else own_rows(value)
 
@@ -108,11 +109,12 @@ _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class FsdpEngine(SynchronousEngine):
-    """Implements Engine, and HoldsParts.
+    """The engine that wraps torch's fully_shard. Implements Engine and HoldsParts.
 
-    FSDP averages gradients over ranks, so each loss carries a factor W/N. They are scattered in
-    what the wire mode says. Parameters are gathered in 16 bits where all ranks compute in the same,
-    which rounds what autocast would not, such as a norm's scale, and in fp32 else.
+    FSDP averages gradients over ranks, so each loss has a factor W/N. Gradients are scattered in
+    the wire mode's dtype. Parameters are gathered in 16 bits if all ranks compute in the same
+    16-bit type, otherwise in fp32. In 16 bits, values are rounded that autocast would not round,
+    such as a norm's scale.
     """
 
     traits = TRAITS
@@ -154,7 +156,7 @@ class FsdpEngine(SynchronousEngine):
             "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share
         )
         self._blocks = model.task.blocks(model.net)
-        self._called: set[str] = set()  # blocks, in the present pass
+        self._called: set[str] = set()  # blocks that the current pass has called
         for name, block in self._blocks.items():
             block.register_forward_pre_hook(partial(_note_call, self._called, name))
         blocks = list(self._blocks.values())
@@ -162,11 +164,11 @@ class FsdpEngine(SynchronousEngine):
         numbers = [sum(p.numel() for p in each.parameters()) for each in blocks]
         for piece in map(blocks.__getitem__, self.traits.gathered.cut(numbers)):
             model.fill(*piece)
-            # A block alone as itself.
+            # A single block is passed as a module, not as a list.
             fully_shard(piece[0] if len(piece) == 1 else piece, **options)
         model.fill(model.net)
         fully_shard(model.net, **options)
-        super().__init__(model, context)  # its optimizer is to have the sharded parameters
+        super().__init__(model, context)  # creates the optimizer, after parameters are sharded
         traits, by_rows = self.optimizer_traits, find_row(context.config.opt) > 1
         plain = not (traits.wraps or traits.nests) and (by_rows or is_elementwise(context.config))
         self._shards = LocalShards(self.optimizer) if plain else None
@@ -185,13 +187,13 @@ class FsdpEngine(SynchronousEngine):
                 no_second_try(error, self.device, self.traits.words, instead)
             raise
         if any(each.grad is None for each in self._parameters):
-            # The others wait for what this rank has not scattered.
+            # The other ranks wait for gradients that this rank has not scattered.
             raise found_unused(self._model, "--strategy fsdp", without_gradient(self._model.net))
         self.clock.lap("compute", ready=last)
         return losses.detach()
 
     def _check_called(self) -> None:
-        """Raise MotleyError if a block was left out, which the other ranks gather with this one."""
+        """Raise MotleyError if the pass left out a block, which all ranks must gather together."""
         if left_out := [name for name in self._blocks if name not in self._called]:
             raise found_unused(self._model, "--strategy fsdp", left_out)
 
@@ -205,7 +207,7 @@ class FsdpEngine(SynchronousEngine):
             super()._zero_gradients()
 
     def _norm(self, norms: Tensor) -> Tensor:
-        return norms.square().sum().sqrt()  # each rank's is of its part
+        return norms.square().sum().sqrt()  # each rank has the norm of its part
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -218,7 +220,7 @@ class FsdpEngine(SynchronousEngine):
             self._reshard()
 
     def _reshard(self) -> None:
-        """Let go of what a pass without a backward pass has left gathered."""
+        """Release parameters that remain gathered after a forward pass without a backward pass."""
         for part in self._model.net.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -256,7 +258,7 @@ class FsdpEngine(SynchronousEngine):
         return rows_of_rank(shape[0], self._context.rank, self._context.size)
 
     def _load_rows(self, state: State) -> None:
-        # The model first: its tensors need not lie beside those of the optimizer.
+        # The model is loaded first, to free its tensors before those of the optimizer come.
 
         def shared(kinds: Sequence[str]) -> State:
             result = {}
@@ -270,17 +272,17 @@ class FsdpEngine(SynchronousEngine):
             self.memory.load(shared(("optimizer",)))
 
     def _as_held(self, value: Tensor, own: Tensor | None) -> Tensor:
-        """Return the rows of a parameter as this rank holds them."""
+        """Return the rows of a parameter as a DTensor, if this rank holds the parameter as one."""
         if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.to_local().shape):
             return value
         return rows_as(value.to(own.device), own)
 
     def _put_together(self) -> contextlib.AbstractContextManager[None]:
-        """Give the optimizer whole parameters for a while."""
+        """Give the optimizer DTensors for the time of the context."""
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:
-        """Cut whole tensors as the parameters of ``net`` are."""
+        """Return the state with whole tensors sharded as the parameters of ``net`` are."""
 
         def share(key: str, value: Tensor) -> Tensor:
             own = find_parameter(key, net)

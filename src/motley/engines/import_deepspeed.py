@@ -1,9 +1,10 @@
-"""The one place that imports DeepSpeed, and has it be quiet.
+"""The only module that imports DeepSpeed, and it suppresses DeepSpeed's messages.
 
-By itself it prints warnings on every rank that say nothing here, and on a CPU compiles, for half a
-minute and with headers that a host may lack, what is for inference.
+By default DeepSpeed prints warnings on every rank that do not apply here. On a CPU it compiles code
+for inference, which takes half a minute and headers that a host may lack.
 
-Importing this raises MotleyError where DeepSpeed is absent, or is one that trains wrong.
+Importing this module raises MotleyError if DeepSpeed is absent, or is a version that trains
+wrongly.
 """
 
 import importlib.metadata
@@ -17,12 +18,12 @@ from packaging.version import Version
 
 from motley.errors import MotleyError
 
-# Before, stage 3 over gloo waits for the last of the parameters that it gathers alone, and computes
-# with what the others were; stages 1 to 3 do not look for overflow of fp32 gradients.
+# In earlier versions, stage 3 over gloo waits only for the last parameter that it gathers, and
+# computes with old values of the others. Stages 1 to 3 do not detect overflow of fp32 gradients.
 _LEAST = "0.19.8"
 _INSTALL = f"install {_LEAST} or later on all hosts, as bash setup/install_cn.sh does"
 
-try:  # not by importing it: a folder deepspeed/ beside the script would answer
+try:  # an import might find a folder deepspeed/ beside the script
     _installed = importlib.metadata.version("deepspeed")
 except importlib.metadata.PackageNotFoundError:
     raise MotleyError(f"DeepSpeed is not installed here; {_INSTALL}") from None
@@ -33,10 +34,10 @@ if Version(_installed) < Version(_LEAST):
     )
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would warn that it guessed so
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it DeepSpeed warns of a guess
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA"
 
-import deepspeed as _deepspeed  # noqa: E402  # once it is known to be right
+import deepspeed as _deepspeed  # noqa: E402  # after the check of its version
 from deepspeed import comm, utils  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 
@@ -44,6 +45,6 @@ __all__ = ["DeepSpeedZeroConfig", "comm", "deepspeed", "utils"]
 
 deepspeed: Any = _deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-utils.logger.setLevel(logging.ERROR)  # 40 lines a rank on its own configuration
+utils.logger.setLevel(logging.ERROR)  # 40 lines per rank about its configuration
 # DeepSpeed calls functions that newer torch has renamed.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -1,15 +1,15 @@
-"""Local SGD: each rank takes optimizer steps of its own, and now and then parameters are averaged.
+"""Local SGD: each rank takes its own optimizer steps, and parameters are averaged at intervals.
 
-In an averaging round each rank sends its progress since the last round, weighted by the samples
-that it has used. The sum travels while the next steps are computed. In the next averaging round it
-takes the place of a rank's own progress. With z the parameters that all ranks agree on, d_i the
-progress of rank i and n_i its samples,
+In an averaging round, each rank sends its progress since the last round, weighted by the samples
+that it has used. The sum travels while the next steps are computed. In the next averaging round, it
+replaces a rank's own progress. With z the parameters on which all ranks agree, d_i the progress of
+rank i and n_i its samples,
 
     x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one averaging round later,
 
-which hides the wire if it takes no longer than the steps between two rounds. No rank waits for
-another that is late by less. Losses and times travel with the progress. A gradient is computed from
-a rank's own samples alone, so the result differs from training on one machine.
+which hides the wire if a transfer takes no longer than the steps between two rounds. A rank that is
+late by less time does not delay the others. Losses and times travel with the progress. A gradient
+is computed from a rank's own samples alone, so the result differs from training on one host.
 """
 
 import math
@@ -36,7 +36,7 @@ _TOLD = 4  # numbers that each rank sends at an averaging round
 
 
 class LocalEngine(StepEngine):
-    """Implements Engine."""
+    """The engine for Local SGD. Implements Engine."""
 
     traits = EngineTraits(additions=(Addition.LOCAL_STEPS,), spares_slow_rank=False)
     loss_weight = 1
@@ -51,12 +51,12 @@ class LocalEngine(StepEngine):
                 f"{context.plan.wire} does; choose another --wire, or an optimizer such as adamw"
             )
         self._plan, self._sync_every = context.plan, context.plan.wire.sync_every
-        self._heard: Tensor | None = None  # received, and not yet returned to the loop
+        self._heard: Tensor | None = None  # received table that is not yet returned to the loop
         self._agreed = self._vector()
         dist.broadcast(self._agreed, src=0)
         self._begin()
 
-    # -- parameters as one vector: real [numbers], of the widest of their types
+    # -- parameters as one vector: real [numbers], in the widest of their types
 
     def _vector(self) -> Tensor:
         return torch.cat([as_real(each.detach()).flatten() for each in self._parameters])
@@ -66,13 +66,13 @@ class LocalEngine(StepEngine):
         _copy_into(self._parameters, vector)
 
     def _begin(self) -> None:
-        """Begin a round, in which all ranks start from the same parameters."""
+        """Start a round, in which all ranks have the same parameters."""
         self._take(self._agreed)
-        self._start = self._agreed.clone()  # this rank's, at the last averaging round
-        self._sum: Tensor | None = None  # of all progress until then, on its way
-        self._steps = 0  # since
-        self._used = 0.0  # what was trained on since, by weight
-        self._loss_sum = torch.zeros((), device=self._context.device)  # of these
+        self._start = self._agreed.clone()  # this rank's parameters at the last averaging round
+        self._sum: Tensor | None = None  # all-reduce of the progress until then, still running
+        self._steps = 0  # steps since that round
+        self._used = 0.0  # weight of the samples used since that round
+        self._loss_sum = torch.zeros((), device=self._context.device)  # losses of these samples
 
     # -- a step of this rank
 
@@ -80,7 +80,7 @@ class LocalEngine(StepEngine):
         losses = torch.zeros(0, device=self._context.device)
         if len(batch):
             losses = self._model(batch.data)
-            # Scaled as in other engines, whose loss scale is searched for; step() makes it a mean.
+            # The scaling is that of other engines, as in the search for the loss scale.
             self._backward(losses.sum() * (self.scale.value / self._nominal_weight))
         self.clock.lap("compute")
         return losses.detach()
@@ -89,7 +89,7 @@ class LocalEngine(StepEngine):
         scale, weight = self.scale.value, self._weight
         norm, overflow = None, False
         averages = self._steps + 1 == self._sync_every
-        if averages:  # while all is as after the step before, should a lost rank be waited for
+        if averages:  # before anything changes, as this may wait for a lost rank
             self._land()
             self.clock.lap("sync")
         self.on_change()
@@ -106,7 +106,7 @@ class LocalEngine(StepEngine):
                 norm, overflow = None, True
             self.scale.update(overflow)
             if overflow and not math.isfinite(loss := float(loss_sum)):
-                return StepResult(loss, None, True, scale, ())  # the loop says of which samples
+                return StepResult(loss, None, True, scale, ())  # the loop reports the samples
             if overflow and not self.scale.may_clear:
                 raise NotFiniteError(
                     f"the gradient is not finite at the loss scale {scale:g}, though the loss "
@@ -133,7 +133,7 @@ class LocalEngine(StepEngine):
     def _average(self, ready_s: float = 0.0) -> None:
         """Apply the sum of the last averaging round, and send this rank's progress for the next.
 
-        The sum has arrived already.
+        The sum must have arrived already.
         """
         own = self._agreed.new_zeros(self._context.size, _TOLD)
         own[self._context.rank] = torch.stack([
@@ -149,30 +149,30 @@ class LocalEngine(StepEngine):
         self._loss_sum.zero_()
 
     def _land(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for the all-reduce of the last averaging round, if one is running."""
         if self._sum is None:
             return
         self._landed.wait()
-        self._work.wait()  # it lets go of what was sent
+        self._work.wait()  # releases the tensor that was sent
         if self._copies:
             torch.cuda.synchronize(self._context.device)
         progress, received = torch.split(
             self._sum, [len(self._agreed), len(self._sum) - len(self._agreed)]
         )
-        # A row for each rank, fp32 [ranks, 4]: the sum of its losses and its samples since the
-        # round before; ready_s; and a flag if it has no memory.
+        # One row per rank, fp32 [ranks, 4]: the sum of its losses and the weight of its samples
+        # since the round before, ready_s, and a flag for a memory error.
         table = received.view(-1, _TOLD)
         self._agreed.add_(progress / table[:, 1].sum().clamp(min=1))
         self._sum = None
-        if self._heard is not None:  # two averaging rounds, and no step between them
+        if self._heard is not None:  # two averaging rounds without a step between them
             table = torch.cat([self._heard[:, :2] + table[:, :2],
                                torch.maximum(self._heard[:, 2:], table[:, 2:])], dim=1)  # fmt: skip
         self._heard = table
 
     def sync_parameters(self) -> None:
-        """Run an averaging round and wait for its sum. See Engine.
+        """Run an averaging round, and wait for its sum. See Engine.
 
-        The optimizer's memory is averaged too, for a run that continues from a checkpoint.
+        The optimizer's state is averaged too, for a run that continues from a checkpoint.
         """
         super().sync_parameters()
         if self._steps == 0 and self._sum is None:
@@ -184,7 +184,7 @@ class LocalEngine(StepEngine):
         self._synchronize_start()
 
     def unite(self) -> None:
-        """See Engine: the mean of what all ranks hold, by their shares of the batch."""
+        """See Engine. The mean is weighted by the ranks' shares of the batch."""
         self._agreed = self._vector() * self._share
         dist.all_reduce(self._agreed)
         self._synchronize_start()
@@ -194,7 +194,7 @@ class LocalEngine(StepEngine):
         return self._plan.counts[self._context.rank] / self._plan.global_batch
 
     def _synchronize_start(self) -> None:
-        """Begin a round from the same parameters on all ranks, and average their other state."""
+        """Start a round from the same parameters on all ranks, and average their other state."""
         with self._changing():
             self._begin()
         self._average_memory()
@@ -203,7 +203,7 @@ class LocalEngine(StepEngine):
         scale.value, scale.good_steps = min(values), int(min(steps))
 
     def _average_memory(self) -> None:
-        # This rank may have had no samples yet, or none that use some parameters.
+        # This rank may lack slots, if it had no samples yet, or none that use some parameters.
         known = [set(slots) for slots in all_gather_object(list(self.memory.slots()))]
         missing = set.union(*known) - known[self._context.rank]
         if missing:
@@ -219,11 +219,11 @@ class LocalEngine(StepEngine):
             if not (codec and codec.is_extra(slot))
         ]  # fmt: skip
         saved += [(group, key) for group, changed in groups for key in sorted(changed)]
-        if self.average:  # of each rank's own; it is linear
+        if self.average:  # a mean of the ranks' averages is right, because averages are linear
             own = self.average
             saved += [(d, key) for d in (own.tensors, own.numbers) for key in sorted(d)]
         tensors = [each[key] for each, key in saved if isinstance(each[key], Tensor)]
-        for many in (True, False):  # moments, and counts of steps
+        for many in (True, False):  # moments first, then step counters
             some = [tensor for tensor in tensors if (tensor.dim() > 0) == many]
             if not some:
                 continue
@@ -238,17 +238,17 @@ class LocalEngine(StepEngine):
                         codec.narrow(memory[name], slots)
         numbers = [
             (each, key) for each, key in saved if type(each[key]) in (int, float)
-        ]  # of steps
+        ]  # step counters
         if numbers:
             table = all_gather_floats([float(each[key]) for each, key in numbers])
             for (each, key), column in zip(numbers, zip(*table, strict=True), strict=True):
                 each[key] = type(each[key])(max(column))
 
     def _step_of_size_0(self, names: set[str], counts: bool) -> None:
-        """Make the optimizer create state for parameters that it has not stepped yet.
+        """Create missing state of the optimizer by a step of size 0.
 
         Args:
-            names: names of the parameters.
+            names: names of the parameters that the optimizer has not stepped yet.
             counts: True if a parameter group that counts its steps counts this one.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
@@ -264,7 +264,7 @@ class LocalEngine(StepEngine):
             if not counts:
                 group.update(was)
             group["lr"] = rate
-        self._take(self._agreed)  # MADGRAD's parameters are a mean, which rounds
+        self._take(self._agreed)  # MADGRAD computes parameters as a mean, with rounding
 
     def reconfigure(self, plan: Plan) -> None:
         """See Engine."""
@@ -288,6 +288,6 @@ def _copy_into(tensors: Sequence[Tensor], vector: Tensor) -> None:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """Return a tensor's numbers, real [numbers], in 32 bits at least."""
+    """Return a tensor's numbers as a real vector, [numbers], in fp32 or fp64."""
     real = as_real(value).flatten()
     return real if real.dtype == torch.float64 else real.float()

@@ -1,17 +1,17 @@
 """The state of a model and its optimizer by the names of parameters.
 
-The state consists of tensors, of plain values, of tensors that are cut over ranks along their first
-dimension, and of an exponential moving average.
+The state consists of tensors, of plain values, of tensors that are sharded over ranks along their
+first dimension, and of an exponential moving average.
 
-Most optimizers keep tensors alone, a few of each parameter. Some keep a step in a parameter group
-(LAMB, Adan, Lookahead), Python numbers (RAdam, MARS), lists of tensors, or random numbers of their
-own (Kron). All of it goes into a checkpoint: tensors under names, the rest as JSON, which keeps
-types.
+Most optimizers have only tensors as state, a few per parameter. Some store a step in a parameter
+group (LAMB, Adan, Lookahead), Python numbers (RAdam, MARS), lists of tensors, or their own random
+numbers (Kron). A checkpoint contains all of it: tensors under names, and other values as JSON,
+which preserves types.
 
     average <- d * average + (1 - d) * parameters    after each step that was taken.
 
-Parameters alone are averaged, as torch.optim.swa_utils does: the running statistics of batch norms
-are averages already. Source of the decay d and its warm-up: timm.utils.ModelEmaV3.
+Only parameters are averaged, as in torch.optim.swa_utils. The running statistics of batch norms are
+averages already. Source of the decay d and its warm-up: timm.utils.ModelEmaV3.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from motley.errors import MotleyError
 
 
 def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
-    """Return True if a tensor that an optimizer keeps of a parameter is cut with it.
+    """Return True if an optimizer's tensor for a parameter is sharded along with the parameter.
 
-    Such a tensor has the parameter's shape, or as many rows in a matrix of its own, as the scales
-    of blocks of numbers.
+    This holds if the tensor has the parameter's shape, or is a matrix with as many rows, such as
+    the scales of blocks of numbers.
     """
     if torch.Size(shape) == torch.Size(parameter):
         return True
@@ -40,26 +40,29 @@ def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the rows of a rank, as torch.chunk cuts: from the first to before the second."""
+    """Return the range of rows of a rank, as torch.chunk divides them.
+
+    The range is the first row, and the row after the last.
+    """
     each = -(-rows // ranks)
     first = min(rank * each, rows)
     return first, min(first + each, rows)
 
 
 def own_rows(value: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor."""
+    """Return this rank's rows of a tensor; an unsharded tensor is returned as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
-    """Return this rank's rows as a part of a whole tensor, cut as the parameter is.
+    """Return this rank's rows as a DTensor that is sharded as the parameter is.
 
-    The part is on the device where the rows are now, which is the host's memory where a GPU's
-    parameters are kept there.
+    The result is on the device of the rows. This is the host's memory if parameters of a GPU are
+    offloaded.
     """
     shape = torch.Size((parameter.shape[0], *value.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(  # takes them to the mesh's device
+    whole = DTensor.from_local(  # moves the rows to the mesh's device
         value, parameter.device_mesh, parameter.placements, run_check=False, shape=shape,
         stride=stride,
     )  # fmt: skip
@@ -67,25 +70,25 @@ def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Return a whole tensor on the CPU; for a sharded one all ranks must call it."""
+    """Return a whole tensor on the CPU. For a sharded tensor all ranks must call it."""
     return _gather_tensor(value).cpu()
 
 
 def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
     """Return a copy on the CPU that shares no memory with the tensor.
 
-    Training may go on while the copy is written to a file.
+    Training may continue while the copy is written to a file.
 
     Args:
         value: the tensor. A DTensor is gathered first.
-        pinned: use memory that a GPU writes to several times as fast. Making some waits for all
-            work that the GPU has queued.
+        pinned: use pinned memory, to which a GPU writes several times as fast. Allocating it waits
+            for all work that the GPU has queued.
     """
     whole = _gather_tensor(value)
     if not whole.is_cuda:
         return whole.clone()
     if pinned:
-        with contextlib.suppress(RuntimeError):  # there is no room for it
+        with contextlib.suppress(RuntimeError):  # too little memory can be pinned
             return torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True).copy_(whole)
     return whole.cpu()
 
@@ -100,7 +103,7 @@ def _gather_tensor(value: Tensor) -> Tensor:
 
 
 def select_part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Return the tensors of one part, without the name of the part before theirs.
+    """Return the tensors of one part, with the part's name removed from their names.
 
     Args:
         tensors: tensors by name.
@@ -126,7 +129,7 @@ def model_state(net: nn.Module, keep: Callable[[Tensor], Tensor] = on_cpu) -> di
 def fill_tied(net: nn.Module, state: dict[str, Tensor]) -> None:
     """Store a tied parameter under all its names in a :func:`model_state`.
 
-    A state that was gathered under the first name alone has old values under the others.
+    A state that was gathered under the first name alone has old values under the other names.
     """
     first: dict[nn.Parameter, str] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
@@ -134,7 +137,11 @@ def fill_tied(net: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
-    """Continue from :func:`model_state`; MotleyError if it is of another model."""
+    """Restore the result of :func:`model_state`.
+
+    Raises:
+        MotleyError: the state is of another model.
+    """
     try:
         net.load_state_dict(select_part(state, "model"))
     except RuntimeError as error:
@@ -154,7 +161,7 @@ def other_model_error(said: str) -> MotleyError:
 
 
 def find_parameter(key: str, net: nn.Module) -> nn.Parameter | None:
-    """Return the parameter that a tensor of a state belongs to, by any of its names, or None."""
+    """Return the parameter to which a tensor of a state belongs, by any of its names, or None."""
     kind, _, name = key.partition(".")
     try:
         return net.get_parameter(name.rpartition(".")[0] if kind == "optimizer" else name)
@@ -171,7 +178,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Continue from :func:`random_state`."""
+    """Restore the result of :func:`random_state`."""
     torch.set_rng_state(state["rng.cpu"])
     if device.type == "cuda" and "rng.cuda" in state:
         torch.cuda.set_rng_state(state["rng.cuda"], device)
@@ -190,17 +197,17 @@ def seed_random(seed: int, device: torch.device) -> None:
 
 JsonDict = dict[str, Any]
 
-_OPTIONS = ("params", "lr", "initial_lr")  # of a group; the schedule writes the rates
+_OPTIONS = ("params", "lr", "initial_lr")  # fields of a group that are not state
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a model and its optimizer, as a checkpoint keeps it.
+    """The state of a model and its optimizer, as a checkpoint contains it.
 
     Attributes:
         tensors: ``model.<name>`` and ``optimizer.<name>.<slot>``, on the CPU.
-        plain: other values of the optimizer, as JSON: ``slots`` of a parameter by name,
-            ``groups`` of parameters, and ``own``, of no parameter.
+        plain: other values of the optimizer, as JSON: ``slots`` of each parameter by name,
+            ``groups`` of parameters, and ``own`` values that belong to no parameter.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -208,10 +215,10 @@ class State:
 
 
 class OptimizerMemory:
-    """Reader and writer of an optimizer's state, to be made before its first step.
+    """Reader and writer of an optimizer's state, to be created before its first step.
 
-    The options decide the values that a parameter group holds then, also after a resume. Values
-    that change later are saved.
+    At that time the options decide the values in a parameter group, also after a resume. Only
+    values that change later are saved.
     """
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -224,17 +231,17 @@ class OptimizerMemory:
         ]
 
     def slots(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's own slots, to be read and changed, by parameter.
+        """Return the optimizer's own slots by parameter; they may be changed.
 
-        They are empty before its first step. Do not call it where an engine has put other tensors
-        into the parameters' place.
+        They are empty before the first step. Do not call this method while an engine has replaced
+        the optimizer's parameters by other tensors.
         """
-        state = self._optimizer.state_dict()["state"]  # a wrapper's is not in its attribute
+        state = self._optimizer.state_dict()["state"]  # the attribute of a wrapper lacks it
         names = [name for group in self._names for name in group]
         return {names[number]: slots for number, slots in sorted(state.items())}
 
     def changed(self) -> list[JsonDict]:
-        """Return the values of each parameter group that have changed, as a step counter."""
+        """Return the values of each parameter group that have changed, such as a step counter."""
         return [
             {key: value for key, value in group.items()
              if key not in _OPTIONS and (key not in options or options[key] != value)}
@@ -242,12 +249,12 @@ class OptimizerMemory:
         ]  # fmt: skip
 
     def state(self, keep: Callable[[Tensor], Tensor] = on_cpu) -> State:
-        """Return ``optimizer.<parameter>.<slot>`` and the rest.
+        """Return ``optimizer.<parameter>.<slot>`` and the plain values.
 
-        Where parameters are cut, all ranks must call it.
+        If parameters are sharded, all ranks must call this method.
 
         Args:
-            keep: what to take of each tensor.
+            keep: returns the value to store for each tensor.
         """
         tensors: dict[str, Tensor] = {}
         plain: JsonDict = {}
@@ -265,10 +272,10 @@ class OptimizerMemory:
         return State({name: keep(tensor) for name, tensor in tensors.items()}, plain)
 
     def groups(self, tensors: dict[str, Tensor]) -> list[JsonDict]:
-        """Return :meth:`changed` as JSON, each with the parameters of its group.
+        """Return :meth:`changed` as JSON, each with the names of the parameters in its group.
 
         Args:
-            tensors: gets those among them.
+            tensors: receives the tensors among the values.
         """
         return [
             {"parameters": names,
@@ -278,10 +285,10 @@ class OptimizerMemory:
         ]  # fmt: skip
 
     def load(self, state: State) -> None:
-        """Continue from :meth:`state`.
+        """Restore the result of :meth:`state`.
 
-        Tensors keep their type, and move to the device of their parameter. Slots of more bits, or
-        fewer, are converted; see motley.engines.optimizers.
+        Tensors keep their type, and move to the device of their parameter. Slots of other precision
+        are converted; see motley.engines.optimizers.
         """
         state = State(convert(state.tensors, self._optimizer), state.plain)
         names = [name for group in self._names for name in group]
@@ -295,12 +302,12 @@ class OptimizerMemory:
             for key, text in state.plain.get("own", {}).items() if key in packed
         }  # fmt: skip
         self._optimizer.load_state_dict(packed)
-        for name, result in self.slots().items():  # torch makes all of them like the parameter
+        for name, result in self.slots().items():  # torch converts all to the parameter's type
             saved = self._convert_slots(name, state)
             result.update({slot: _like(value, saved[slot]) for slot, value in result.items()})
 
     def load_groups(self, state: State) -> None:
-        """Continue with what the groups of :meth:`state` keep, and with nothing else."""
+        """Restore only the values of parameter groups in the result of :meth:`state`."""
         groups = zip(self._optimizer.param_groups, self._get_groups(state), strict=True)
         for group, saved in groups:
             group.update(saved)
@@ -327,12 +334,12 @@ class OptimizerMemory:
 
 
 def select_slots(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of one parameter, by slot; ``<slot>.<place>`` of a list."""
+    """Return the tensors of one parameter by slot; those of a list as ``<slot>.<place>``."""
     return select_part(tensors, f"optimizer.{name}")
 
 
 def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON; its tensors are put into ``tensors``, and named."""
+    """Return a value as JSON. Its tensors are added to ``tensors`` under names."""
     if isinstance(value, Tensor):
         tensors[key] = value
         return {"tensor": key}
@@ -349,7 +356,7 @@ def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that :func:`_describe` has described."""
+    """Return the value from its description by :func:`_describe`."""
     if not isinstance(said, dict):
         return said
     ((kind, content),) = said.items()
@@ -362,7 +369,7 @@ def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _like(value: Any, saved: Any) -> Any:
-    """Return a value as it was saved; a tensor on the device where it is now."""
+    """Return the loaded value with the types that were saved, on its present device."""
     if isinstance(saved, Tensor):
         return value.to(saved.dtype)
     if isinstance(saved, list | tuple):
@@ -372,7 +379,7 @@ def _like(value: Any, saved: Any) -> Any:
     return saved
 
 
-Named = Mapping[str, Any]  # a Tensor by name; DTensors are theirs too
+Named = Mapping[str, Any]  # tensors by name, DTensors among them
 
 
 def trained(net: nn.Module) -> dict[str, nn.Parameter]:
@@ -381,12 +388,12 @@ def trained(net: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class ParameterAverage:
-    """An exponential moving average of the tensors that this rank holds, whole ones or parts.
+    """An exponential moving average of the tensors that this rank holds, whole or sharded.
 
     Args:
-        held: the tensors that the optimizer changes, by the names of their parameters.
+        held: returns the tensors that the optimizer changes, by the names of their parameters.
         decay: decay d of the average.
-        warmup: True: begin with a smaller decay, 1 - (1 + step) ^ (-2/3).
+        warmup: True: start with a smaller decay, 1 - (1 + step) ^ (-2/3).
 
     Attributes:
         tensors: the average, by name.
@@ -401,13 +408,13 @@ class ParameterAverage:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin with the parameters as they are now."""
+        """Start the average from the current parameters."""
         self.tensors = {name: each.detach().clone() for name, each in self._held().items()}
         self.numbers = {"updates": torch.zeros((), dtype=torch.int64)}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the parameters as they are now, after a step."""
+        """Update the average by the current parameters, after a step."""
         self.numbers["updates"] += 1
         decay, updates = self._decay, int(self.numbers["updates"])
         if self._warmup:
@@ -419,9 +426,9 @@ class ParameterAverage:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange the average and the parameters.
+        """Exchange the values of the average and the parameters.
 
-        Two exchanges restore both to the bit.
+        A second exchange restores both to the bit.
         """
         for name, parameter in self._held().items():
             average = self.tensors[name]
@@ -440,15 +447,15 @@ class ParameterAverage:
         """Return ``ema.<name>``, and ``ema_numbers.updates``; all ranks must call it.
 
         Args:
-            keep: what to take of each tensor.
+            keep: returns the value to store for each tensor.
         """
         return _prefixed("ema", self.tensors, keep) | _prefixed("ema_numbers", self.numbers, keep)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from :meth:`state`, cut as this rank holds it.
+        """Restore the result of :meth:`state`, sharded as this rank holds the parameters.
 
-        The average begins with the parameters if the state has none.
+        If the state has no average, the average starts from the parameters.
         """
         self.begin()
         for prefix, own in (("ema", self.tensors), ("ema_numbers", self.numbers)):

@@ -43,16 +43,19 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
     """Build timm's optimizer ``--opt``, without weight decay on norms and biases.
 
     Args:
-        net: the network. Its parameters are optimised.
+        net: the network, whose parameters are optimised.
         config: the options.
-        fused: use one kernel where the optimizer has one: 3.6 times faster on a CPU too. Complex
-            numbers have no such kernel.
+        fused: use a fused kernel if the optimizer has one, which is 3.6 times faster on a CPU too.
+            Complex parameters have no such kernel.
+
+    Raises:
+        MotleyError: timm has no such optimizer, or it cannot be built.
     """
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.layer_decay is not None:
         options["layer_decay"] = config.layer_decay
     try:
-        # Kron's own random numbers, which are alike on all ranks, in place of torch's.
+        # "deterministic": Kron draws its own random numbers, equal on all ranks.
         ways: tuple[dict[str, Any], ...] = ({"fused": True}, {"deterministic": True})
         fused = fused and not any(each.is_complex() for each in net.parameters())
         for more in ways[not fused :]:
@@ -71,9 +74,9 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
 
 
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
-    """Return a module with one parameter of so many numbers and a gradient of zeros.
+    """Return a module with one parameter of this many numbers, and a gradient of zeros.
 
-    The numbers fill whole rows if the optimizer steps rows.
+    If the optimizer steps rows, the number is rounded up to whole rows.
     """
     row = find_row(config.opt)
     shape = (-(-numbers // row), row) if row > 1 else (numbers,)
@@ -83,24 +86,24 @@ def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
     return part
 
 
-_LOOKS_BACK = 6  # steps after which Lookahead does, and keeps a copy
+_LOOKS_BACK = 6  # steps after which Lookahead updates its slow weights
 _STEPS = _LOOKS_BACK + 1
 _MORE = 2
-_USUAL_SLOTS = 2.0  # Adam's
-_LARGE = 0.1  # a rate at which even LARS makes steps that are more than rounding
-_ROWS, _WIDE, _ODD = 32, 64, 61  # of the matrix on each rank; of the vector, a prime
+_USUAL_SLOTS = 2.0  # those of Adam
+_LARGE = 0.1  # learning rate at which even the steps of LARS exceed rounding errors
+_ROWS, _WIDE, _ODD = 32, 64, 61  # rows per rank and columns of the matrix; length of the vector
 _CHOOSE = "choose another one, such as adamw, sgd, lion or muon"
 
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """The properties of an optimizer that an engine depends on.
+    """The properties of an optimizer that matter to an engine.
 
     Attributes:
-        fused: it may be asked for one kernel, where it has one.
-        wraps: it steps another optimizer, which keeps the state.
-        nests: it keeps lists of tensors.
-        counts: it keeps a value of a parameter group, such as a step.
+        fused: a fused kernel may be requested.
+        wraps: the optimizer steps another optimizer, which has the state.
+        nests: the state contains lists of tensors.
+        counts: the optimizer changes a value of a parameter group, such as a step counter.
     """
 
     fused: bool
@@ -111,11 +114,13 @@ class OptimizerTraits:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an engine gives each rank a part of every parameter.
+    """The way in which an engine gives each rank a part of every parameter.
 
     Attributes:
-        words: who does, for the user. ranks: so many. cut: does it to a module.
-        share: makes of a whole state, which is like that of the module, what it loads.
+        words: name of the engine for the user.
+        ranks: number of ranks.
+        cut: shards the parameters of a module.
+        share: converts a whole state to the form that a sharded module loads.
     """
 
     words: str
@@ -130,9 +135,9 @@ class _Trial:
     Args:
         config: the options. ``--opt`` names the optimizer.
         device: device of the layer.
-        rows: rows of the layer's matrix. Torch sums equal parts otherwise than parts of several
-            sizes. The trial therefore has a matrix of equal parts, and a vector.
-        fused: True: use one kernel where the optimizer has one.
+        rows: rows of the layer's matrix. Torch sums equal parts in another way than unequal parts,
+            so the layer has a matrix, which is divided evenly, and a vector.
+        fused: True: use a fused kernel if the optimizer has one.
         sharding: how ranks shard tensors; None: whole tensors.
     """
 
@@ -156,7 +161,7 @@ class _Trial:
         self.memory = OptimizerMemory(self.net, self.optimizer)
 
     def steps(self, first: int, count: int) -> None:
-        """Take steps with gradients that depend on the step and the parameters alone."""
+        """Take steps with gradients that depend only on the step and the parameters."""
         for step in range(first, first + count):
             for parameter in self.net.parameters():
                 parameter.grad = (parameter.detach() * 3 + step).sin()
@@ -182,21 +187,23 @@ def try_optimizer(
 ) -> OptimizerTraits:
     """Try the optimizer on a small layer: step, save, load and step again.
 
-    The random numbers of this process are left unchanged.
+    The random state of this process is left unchanged.
 
     Args:
         config: the options. ``--opt`` names the optimizer.
         device: device of the layer.
-        sharding: how ranks shard tensors. The optimizer is tried on shards too, and all ranks call
-            this function. None: whole tensors alone.
+        sharding: how ranks shard tensors. The optimizer is then tried on shards too, and all ranks
+            call this function. None: whole tensors only.
+
+    Returns:
+        The optimizer's traits.
 
     Raises:
-        MotleyError: ``--opt`` cannot step, would draw other random numbers on each rank, would
-            not go on to the bit from what a checkpoint keeps of it, or would be another one where
-            a rank has a part of each tensor.
+        MotleyError: ``--opt`` fails to step, draws random numbers that differ between ranks, does
+            not continue bit by bit from a checkpoint, or computes something else on shards.
     """
-    rows = _ROWS * (sharding.ranks if sharding else 2)  # Adafactor takes small ones whole
-    config = dataclasses.replace(config, lr=_LARGE)  # the user's may make numbers infinite
+    rows = _ROWS * (sharding.ranks if sharding else 2)  # Adafactor does not factor small matrices
+    config = dataclasses.replace(config, lr=_LARGE)  # the user's rate may lead to infinities
     whole, traits = _try(config, device, rows, True, None)
     if sharding is None:
         return traits
@@ -217,10 +224,10 @@ def try_optimizer(
 def _try(
     config: Config, device: torch.device, rows: int, fused: bool, sharding: Sharding | None
 ) -> tuple[dict[str, Tensor], OptimizerTraits]:
-    """Return the parameters at the end, whole, and the traits that were seen."""
+    """Return the whole parameters after the trial, and the optimizer's traits."""
     before = random_state(device)
     try:
-        with torch.compiler.set_stance("force_eager"):  # what is tried is worth no compiling
+        with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the trial
             straight, resumed = (_Trial(config, device, rows, fused, sharding) for _ in range(2))
             straight.steps(0, _STEPS)
             _check_random(config, before, random_state(device))
@@ -253,12 +260,12 @@ def _try(
 
 
 def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
-    """Step a small copy of each kind of parameter that is not fp32, or has no dimension.
+    """Step a small copy of each kind of trained parameter that is not fp32, or is a scalar.
 
-    The random numbers of this process are left unchanged.
+    The random state of this process is left unchanged.
 
     Raises:
-        MotleyError: ``--opt`` cannot step one of them.
+        MotleyError: ``--opt`` cannot step one of these parameters.
     """
     unusual: dict[tuple[torch.dtype, int], str] = {}
     for name, parameter in net.named_parameters():
@@ -268,7 +275,8 @@ def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
     for (dtype, dim), name in unusual.items():
         part = nn.Module()
         part.weight = nn.Parameter(torch.ones((2,) * dim, dtype=dtype, device=device))
-        part.beside = nn.Parameter(torch.ones(2, 2, device=device))  # LAMB takes a norm over both
+        # LAMB computes a norm over both.
+        part.beside = nn.Parameter(torch.ones(2, 2, device=device))
         for parameter in part.parameters():
             parameter.grad = torch.ones_like(parameter)
         try:
@@ -286,7 +294,7 @@ def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return an error's type and first words."""
+    """Return an error's type and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -299,14 +307,14 @@ def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Te
 
 
 def is_elementwise(config: Config) -> bool:
-    """Return True if ``--opt`` steps each number alone, whatever the tensor around it.
+    """Return True if ``--opt`` steps each number independently of the tensor around it.
 
-    The answer comes from a trial on a small tensor, which draws no random numbers. AdamW steps
-    each number alone; LAMB and MARS look at whole tensors.
+    The result comes from a trial on a small tensor, which draws no random numbers. AdamW steps each
+    number independently. LAMB and MARS use whole tensors.
     """
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    # In fp64 and in large steps, of which even LARS makes enough to exceed rounding. Halves
-    # unlike each other; vectors have no decay.
+    # The trial is in fp64 and with large steps, so that even those of LARS exceed rounding errors.
+    # The two halves differ from each other. Vectors have no decay.
     values = torch.linspace(0.1, 2, 64 * 64, dtype=torch.float64).reshape(64, 64)
     config = dataclasses.replace(config, lr=0.1)
     plain = dataclasses.replace(config, weight_decay=0.0)
@@ -319,8 +327,8 @@ def is_elementwise(config: Config) -> bool:
             here = net.weight.detach()
             net.weight.grad = (
                 (here.square() * 5 + step).sin(),
-                signs.repeat(values.numel() // 2).view_as(values),  # at a right angle, nearly
-                torch.where(values > 1, 1.0, signs[step // 3 % 2]),  # one half turns round
+                signs.repeat(values.numel() // 2).view_as(values),  # almost orthogonal
+                torch.where(values > 1, 1.0, signs[step // 3 % 2]),  # one half changes sign
             )[step % 3]
             with torch.compiler.set_stance("force_eager"):
                 optimizer.step()
@@ -336,10 +344,10 @@ def is_elementwise(config: Config) -> bool:
 
 
 def kept_numbers(config: Config) -> float:
-    """Return how many numbers of 32 bits the optimizer keeps of each number of a parameter.
+    """Return how many numbers of 32 bits the optimizer stores per number of a parameter.
 
-    The answer comes from a trial on a small layer, which draws no random numbers: a resumed run
-    continues with those of the checkpoint.
+    The result comes from a trial on a small layer. The trial draws no random numbers, because a
+    resumed run continues with the random state of the checkpoint.
     """
     layer = nn.Module()
     row = find_row(config.opt)
@@ -352,21 +360,21 @@ def kept_numbers(config: Config) -> float:
         with torch.compiler.set_stance("force_eager"):
             for _ in range(_LOOKS_BACK):
                 optimizer.step()
-    except Exception:  # made for GPUs alone; what is estimated here must not end a run
+    except Exception:  # an optimizer may need a GPU, and an estimate must not end a run
         return _USUAL_SLOTS
     saved = memory.state().tensors.values()
     return sum(value.nbytes for value in saved) / layer.weight.nbytes
 
 
-_FALLS = ("cosine", "tanh", "poly")  # until the end of the schedule
-_EPOCHS = 30  # default of --epochs, of which the default --warmup-epochs are a part
+_FALLS = ("cosine", "tanh", "poly")  # schedules that fall until their end
+_EPOCHS = 30  # default of --epochs, to which the default of --warmup-epochs relates
 
 
 def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Scheduler:
     """Build the schedule of the learning rate: linear warm-up, then ``--sched``.
 
-    Cosine, tanh and poly end with the schedule at ``--min-lr``. The schedule counts steps: timm
-    takes its epochs in any unit.
+    Cosine, tanh and poly end with the schedule at ``--min-lr``. The schedule counts steps, because
+    timm accepts any unit as an epoch.
     """
     steps_an_epoch, total = length.steps_an_epoch, schedule_steps(config, length)
     warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
@@ -387,7 +395,7 @@ def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Sched
 
 
 def schedule_steps(config: Config, length: Length) -> int:
-    """Return the updates after which the schedule ends: those of all epochs, or of the run."""
+    """Return the number of updates after which the schedule ends: all epochs, or the run."""
     total = length.steps_an_epoch * config.epochs
     if config.schedule_ends_with_run and config.max_steps is not None:
         total = min(total, math.ceil(length.updates_at(config.max_steps)))
@@ -395,7 +403,10 @@ def schedule_steps(config: Config, length: Length) -> int:
 
 
 def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
-    """Return a sentence if the run ends before the rate has fallen, or before ``--max-steps``."""
+    """Return a sentence if the run ends before the rate has fallen, or before ``--max-steps``.
+
+    Otherwise return an empty string.
+    """
     last = length.last_step(state)
     if config.schedule_ends_with_run and config.max_steps is not None and last < config.max_steps:
         return (
@@ -430,6 +441,6 @@ def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) ->
 
 
 def get_rate(optimizer: Optimizer) -> float:
-    """Return ``--lr`` as the schedule has it now, of a parameter group whose rate is not scaled."""
+    """Return the current value of ``--lr`` in the schedule, without the scale of a group."""
     group = optimizer.param_groups[0]
     return float(group["lr"] / group.get("lr_scale", 1.0))

@@ -1,4 +1,4 @@
-"""The end of memory: its detection, its report, and the retry in halves."""
+"""Out-of-memory errors: their detection, their report, and the retry in halves."""
 
 import gc
 import os
@@ -13,16 +13,16 @@ from motley.cluster.gpus import MIB, amd_uuid_at, read_gpu_processes
 from motley.errors import NoMemoryError
 from motley.faults import says_no_memory
 
-_PLACE = ("domain", "bus", "device")  # on the PCI bus
+_PLACE = ("domain", "bus", "device")  # parts of an address on the PCI bus
 
 Found = TypeVar("Found")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return True if an allocation failed: on a GPU, in one of its libraries, or on the machine.
+    """Return True if an allocation failed: on a GPU, in a GPU library, or on the host.
 
-    A failure in a collective does not count: the other ranks have gone on, so nothing can be done
-    again.
+    A failure in a collective does not count. The other ranks have continued, so the pass cannot be
+    repeated.
     """
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
@@ -34,16 +34,17 @@ def out_of_memory(error: BaseException) -> bool:
 def set_aside() -> None:
     """Exclude all present objects from later garbage collections.
 
-    Once a model has been compiled, a collection takes 50 ms, in the midst of a step.
+    After a model has been compiled, a garbage collection takes 50 ms, in the middle of a step.
     """
     gc.collect()
     gc.freeze()
 
 
 def release() -> None:
-    """Give back what is held and not used, but for what was set aside.
+    """Free memory that is cached but unused, except objects of :func:`set_aside`.
 
-    Not from within the handler of the error: that holds all that the failed pass had made.
+    Do not call this function in the handler of the error, because the error holds all tensors of
+    the failed pass.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -51,12 +52,12 @@ def release() -> None:
 
 
 def release_all() -> None:
-    """Release memory as :func:`release` does, and also objects that were set aside.
+    """Release memory as :func:`release` does, including objects of :func:`set_aside`.
 
-    Call this function where all ranks do so, or where no rank waits for this one.
+    Call this function only if all ranks do so, or if no rank waits for this one.
 
-    Python examines all imported objects too, and no thread sends a heartbeat meanwhile: for half a
-    second, or fifteen where other programs leave this one a twentieth of a processor.
+    Python then examines all imported objects. Meanwhile no thread sends a heartbeat. This takes
+    half a second, or fifteen seconds if other programs leave only a twentieth of a core.
     """
     gc.unfreeze()
     release()
@@ -64,7 +65,12 @@ def release_all() -> None:
 
 
 def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
-    """Compute a part of a batch, in as many pieces as memory makes necessary."""
+    """Compute a part of a batch in as few pieces as memory allows, and return their results.
+
+    Args:
+        compute: computes the rows of a slice.
+        part: the rows to compute.
+    """
     try:
         return [compute(part)]
     except (RuntimeError, MemoryError) as error:
@@ -77,7 +83,7 @@ def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """Return the allocator's words and the processes that hold the memory, in one line."""
+    """Return the allocator's message and the processes that use the memory, in one line."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]  # CUDA adds advice
     if device.type != "cuda":
         return f"{text}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
@@ -93,10 +99,10 @@ def shortage(error: BaseException, device: torch.device) -> str:
 
 
 def get_uuid(device: torch.device) -> str:
-    """Return a GPU's UUID as its driver spells it.
+    """Return a GPU's UUID as its driver writes it.
 
-    For AMD's GPUs torch returns another number, so the GPU at the same place on the PCI bus is
-    asked for its own.
+    For AMD's GPUs torch returns another number. The UUID is then read from the driver, for the GPU
+    at the same address on the PCI bus.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
@@ -107,15 +113,18 @@ def get_uuid(device: torch.device) -> str:
 
 
 def no_second_try(error: BaseException, device: torch.device, words: str, instead: str) -> NoReturn:
-    """Raise the error for memory that ran out in a pass that communicates.
+    """Raise the error for a pass that ran out of memory and cannot be repeated.
 
-    Such a pass cannot be repeated.
+    A pass that communicates cannot be repeated.
 
     Args:
         error: the error of the pass.
         device: device whose memory ran out.
         words: what the engine does in such a pass, as its traits say.
         instead: name of an engine to use instead.
+
+    Raises:
+        NoMemoryError: always.
     """
     raise NoMemoryError(
         f"{shortage(error, device)}; the step cannot be repeated with smaller micro-batches, since "

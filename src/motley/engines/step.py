@@ -1,7 +1,7 @@
 """The step of an engine: forward, backward, send, agree on overflow, clip, update.
 
-All ranks take a step, or none does. DDP and FSDP add gradients up by a wire mode, in buckets; see
-motley.comm.reducer.
+Either all ranks take a step, or none does. DDP and FSDP add up gradients by a wire mode, in
+buckets; see motley.comm.reducer.
 """
 
 import math
@@ -34,13 +34,13 @@ from motley.plan.wire import Addition, EngineTraits
 from motley.tasks.model import TaskModel
 from motley.tasks.task import weighs
 
-LEAST_CORRECTION = 1e-30  # of a gradient by its weight: if nothing counts it is 0, and stays so
+LEAST_CORRECTION = 1e-30  # least divisor by weight: without weight the gradient is and stays 0
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients together, a scalar; not finite if any entry is not.
 
-    Sharded gradients count with this rank's part.
+    For sharded gradients, only this rank's part counts.
     """
     return torch.nn.utils.get_total_norm(_gradients(parameters))
 
@@ -87,9 +87,9 @@ def unscale_and_clip(
     """Multiply all gradients by :func:`clip_factor` in place, in one pass."""
     factor = clip_factor(norm, scale, most, correction)
     grads = _gradients(parameters)
-    if factor is None or not grads:  # memory may have ended before there were any
+    if factor is None or not grads:  # memory may have run out before the first gradient
         return
-    # The factor has the widest type: in bf16 it would be wrong by up to 0.4 %.
+    # The factor has fp32 at least: in bf16 its error would be up to 0.4 %.
     factor = factor.to(grads[0].device)
     for alike in by_type(grads):
         wide = alike[0].dtype in (torch.float32, torch.float64)
@@ -99,16 +99,16 @@ def unscale_and_clip(
 class StepEngine(EngineBase):
     """The frame of a step, the same in all engines, whatever the wire between ranks.
 
-    A subclass has ``traits``, as its :class:`EngineFactory`, and these methods:
+    A subclass has ``traits``, like its :class:`EngineFactory`, and these methods:
 
-    - ``_accumulate`` is :meth:`Engine.accumulate` where memory suffices.
+    - ``_accumulate`` is :meth:`Engine.accumulate` without the handling of memory errors.
 
-    - ``_abandon`` leaves values that are not finite where memory did not suffice.
+    - ``_abandon`` leaves gradients that are not finite after memory ran out.
 
-    - ``_send`` sends the gradients that the last backward pass has not sent and the other ranks
-      wait for.
+    - ``_send`` sends the gradients that the last backward pass has not sent, and for which other
+      ranks wait.
 
-    - ``_step`` does the rest.
+    - ``_step`` does the rest of the step.
     """
 
     traits: EngineTraits
@@ -116,18 +116,21 @@ class StepEngine(EngineBase):
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
-        # Gloo copies to a GPU in a stream of its own, for which no future waits.
+        # Gloo copies to a GPU in its own stream, and its futures do not wait for this stream.
         self._copies = context.device.type == "cuda" and dist.get_backend() != "nccl"
-        self._short = ""  # of memory, in this step: what was found
-        self._step_losses: list[Tensor] = []  # of this step's micro-batches
-        # Where samples count differently, losses are divided by what the batch usually weighs, and
-        # the gradient is corrected once all ranks know of its true weight.
+        self._short = ""  # description of a memory error in this step
+        self._step_losses: list[Tensor] = []  # losses of this step's micro-batches
+        # If samples differ in weight, losses are divided by the usual weight of a batch. The
+        # gradient is corrected as soon as all ranks have the true weight.
         self._weighs = weighs(model.task)
-        self._weight = 0.0  # of this rank's samples, in this step
-        self._nominal_weight = 1.0  # of the global batch, in this step
+        self._weight = 0.0  # weight of this rank's samples in this step
+        self._nominal_weight = 1.0  # usual weight of the global batch in this step
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
-        """Return each sample's loss, detached; backpropagate their sum / _nominal_weight."""
+        """Return each sample's loss, detached, after a backward pass.
+
+        The backward pass starts from the sum of the losses over ``_nominal_weight``.
+        """
         raise NotImplementedError
 
     def _abandon(self, last: bool) -> None:
@@ -137,11 +140,11 @@ class StepEngine(EngineBase):
         pass
 
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """Finish the global batch; exchange this rank's numbers with the others on the way."""
+        """Finish the global batch, and exchange this rank's numbers with the others in between."""
         raise NotImplementedError
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
-        """See :class:`Engine`. Another user may have taken the memory that was free before."""
+        """See :class:`Engine`. Another program may have taken memory that was free before."""
         losses = None
         self._nominal_weight = n_global * self._model.task.weight
         self._weight += batch.weight
@@ -180,7 +183,7 @@ class StepEngine(EngineBase):
     def launch_step(self, late: bool) -> LaunchedStep:
         """See :class:`Engine`."""
         losses, self._step_losses = torch.cat(self._step_losses), []
-        short, average = bool(self._short), self.average  # which begins before the first step
+        short, average = bool(self._short), self.average  # created here, before the first step
         launched = self._launch(losses.sum(), self.clock.ready_s, late)
         laps = self.clock.cut() if late else None
 
@@ -198,19 +201,20 @@ class StepEngine(EngineBase):
         return replace(launched, read=read)
 
     def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
-        """Begin :meth:`_step`; where nothing can be read late, take it."""
+        """Start a step. If no outcome can be read late, take the whole step."""
         result = self._step(loss_sum, ready_s)
         return LaunchedStep(lambda: result, wait=mark_now(self.device))
 
     def drop_gradients(self) -> None:
-        """See :class:`Engine`. Only for what :attr:`reads_late`."""
+        """See :class:`Engine`. Needed only if :attr:`reads_late` can be True."""
         raise NotImplementedError
 
     def _losses(self, forward: Callable[[Tensors], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each sample's loss, fp32 [n], and their sum; where every pass communicates.
+        """Return each sample's loss, fp32 [n], and their sum, if every pass communicates.
 
-        A rank without samples computes one nevertheless, silenced (see motley.engines.base):
-        only a real pass takes part in all that the others do, in their order.
+        A rank without samples computes one sample, whose gradient is set to zero (see
+        motley.engines.base). Only a real pass takes part in all collectives of the other ranks, in
+        their order.
         """
         if not len(batch):
             losses = forward(self._model.blank())
@@ -227,38 +231,42 @@ class StepEngine(EngineBase):
         return math.fsum(weights) if self._weighs else None
 
     def _find_oom_ranks(self, ranks: Sequence[float]) -> dict[int, str]:
-        """Return :attr:`StepResult.oom_ranks` if a flag in ``ranks`` is set; all ranks call it."""
+        """Return :attr:`StepResult.oom_ranks`; all ranks call it.
+
+        Args:
+            ranks: one flag per rank, nonzero if the rank ran out of memory.
+        """
         if not any(ranks):
             return {}
         result, self._short = all_gather_object(self._short), ""
         return {rank: words for rank, words in enumerate(result) if words}
 
     def _update(self) -> None:
-        """Have the optimizer change the parameters."""
+        """Change the parameters by a step of the optimizer."""
         self.optimizer.step()
 
 
 class SynchronousEngine(StepEngine):
-    """The step of DDP and FSDP. A subclass makes gradients and adds them up."""
+    """The step of DDP and FSDP. A subclass computes gradients and adds them up."""
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
-        # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
-        # SGD's momentum would begin as whatever is in memory if the first step is skipped.
+        # Torch's fused optimizers can skip a step on the device, for torch.amp.GradScaler. If they
+        # skip the first step, SGD's momentum stays uninitialised memory.
         skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
-        # They also divide the gradient while they read it, by a number of 32 bits.
+        # They also divide the gradient while they read it, by an fp32 number.
         self._divides = self._skips_by_itself and all(
             parameter.dtype == torch.float32 for parameter in self._parameters
         )
-        self._may_lack = False  # on some rank a parameter had no gradient in some step
-        self._broken_off = False  # a backward pass that communicates
+        self._may_lack = False  # True after a parameter had no gradient on some rank in some step
+        self._broken_off = False  # True if a backward pass that communicates was broken off
 
     def _norm(self, norms: Tensor) -> Tensor:
         """Return the norm of the gradient, a scalar, from the norms of all ranks, fp64 [ranks].
 
-        All use rank 0's: unlike devices round differently, and a clip factor that differs in
-        one bit would drive the ranks apart.
+        All ranks use rank 0's norm. Unlike devices round differently, and clip factors that differ
+        in one bit would make the ranks' parameters diverge.
         """
         return norms[0]
 
@@ -270,11 +278,11 @@ class SynchronousEngine(StepEngine):
         return 0.0
 
     def _lacking(self) -> Sequence[int]:
-        """Return the places, among the parameters, of those that had no gradient on this rank."""
+        """Return the indices of the parameters that had no gradient on this rank."""
         return ()
 
     def _stepped(self) -> Sequence[Tensor]:
-        """Return the tensors that the optimizer steps, with their gradients."""
+        """Return the tensors that the optimizer changes, with their gradients."""
         return self._parameters
 
     def _zero_gradients(self) -> None:
@@ -306,8 +314,8 @@ class SynchronousEngine(StepEngine):
         )  # fmt: skip
         if not alone:
             self.clock.lap("sync")  # a rank whose host is late keeps the others here
-        copy = begin_copy(table)  # on its way while the GPU does what follows
-        if lacking:  # then others may lack the same, and no rank has a gradient of it
+        copy = begin_copy(table)  # asynchronous, while the GPU does the work below
+        if lacking:  # possibly no rank has a gradient of such a parameter
             copy.wait()
             if bool(copy.table[:, 7].all()):
                 self._drop_absent_gradients(lacking)
@@ -324,10 +332,10 @@ class SynchronousEngine(StepEngine):
         else:
             unscale_and_clip(stepped, *given)
         if self._skips_by_itself:
-            if copy.is_done():  # nothing holds the device back: it steps now
+            if copy.is_done():  # the device will not wait, and changes parameters now
                 self.on_change()
-            # Queued before the host knows: it waits for the table only, which is on its way
-            # already, and queues the next step while the GPU still works on this one.
+            # The update is queued before the host has the table. The host then only waits for the
+            # table, and queues the next step while the GPU still works on this one.
             found_inf = (~norms.isfinite().all()).float()
             found_inf = found_inf.to(self._parameters[0].device)
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -343,11 +351,11 @@ class SynchronousEngine(StepEngine):
     def _drop_absent_gradients(self, lacking: Sequence[int]) -> None:
         """Remove the gradients of parameters for which no rank has one.
 
-        Neither momentum nor weight decay moves these parameters then, as on one machine. All ranks
-        call this method, because each of them lacks some gradient.
+        Neither momentum nor weight decay then moves these parameters, just as on one host. All
+        ranks call this method, because each of them lacks some gradient.
 
         Args:
-            lacking: places of the parameters that :meth:`_lacking` gives on this rank.
+            lacking: indices of the parameters from :meth:`_lacking` on this rank.
         """
         absent = torch.zeros(len(self._parameters), device=self._wire_device())
         absent[list(lacking)] = 1.0
@@ -368,7 +376,7 @@ class SynchronousEngine(StepEngine):
             late: True if the next step has been queued already.
         """
         if late:
-            self.clock.on_phase(Phase.ALL_REDUCE)  # the others may not have launched it yet
+            self.clock.on_phase(Phase.ALL_REDUCE)  # other ranks may not have launched the step yet
         copy.wait()
         if not late:
             self.on_change()
@@ -404,7 +412,7 @@ class SynchronousEngine(StepEngine):
 
 
 def _was_taken(copy: Copy) -> bool | None:
-    """See LaunchedStep."""
+    """Return :attr:`LaunchedStep.taken` from the copy of the table."""
     if not copy.is_done():
         return None
     return bool(copy.table[:, 1].isfinite().all()) and not bool(copy.table[:, 3].any())
@@ -413,8 +421,8 @@ def _was_taken(copy: Copy) -> bool | None:
 class ReducingEngine(SynchronousEngine):
     """A synchronous engine with a reducer. A subclass fills buckets and sends them.
 
-    The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses, so buckets are
-    added up and never divided: no rank's share enters anywhere else.
+    The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses. Buckets are
+    therefore added up and never divided, and no rank's share enters anywhere else.
     """
 
     traits = EngineTraits(additions=(Addition.NUMBERS, Addition.BUCKETS))
@@ -423,14 +431,21 @@ class ReducingEngine(SynchronousEngine):
     equal_micro_steps = False
 
     def __init__(self, model: TaskModel, context: EngineContext, layout: str) -> None:
-        """Args: layout: of buckets; what a wire mode keeps of one is of no use to another."""
+        """Create the engine.
+
+        Args:
+            model: the model.
+            context: the facts that the engine is built with.
+            layout: name of the division into buckets. State that a wire mode keeps is valid for one
+                layout only.
+        """
         super().__init__(model, context)
         wire = context.plan.wire
         if wire.addition is Addition.BUCKETS:
             check_types(model, (torch.float32,), f"--wire {wire}", "--wire exact")
         self._reducer: Reducer = context.plan.wire.reducer(context.device)
-        self._keeps = f"wire.{context.plan.wire}.{layout}"  # between steps
-        self._own_norms: list[Tensor] = []  # of what was sent, as it was before
+        self._keeps = f"wire.{context.plan.wire}.{layout}"  # name of the state between steps
+        self._own_norms: list[Tensor] = []  # norms of buckets before the all-reduce
 
     def _add_up(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         if self._context.size > 1:  # the sum no longer has the norms of single ranks
@@ -449,7 +464,7 @@ class ReducingEngine(SynchronousEngine):
 
     def _rank_state(self) -> dict[str, Tensor]:
         saved = self._reducer.state()
-        if saved:  # in the unit of the loss scale
+        if saved:  # the state is scaled by the loss scale
             saved["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
         return super()._rank_state() | {
             f"{self._keeps}.{name}": value for name, value in saved.items()

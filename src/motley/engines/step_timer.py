@@ -1,4 +1,4 @@
-"""Where one rank's time goes, in laps; on a GPU without waiting for it."""
+"""The time of one rank by activity, in laps. On a GPU it is measured without a wait."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 
 from motley.faults import Phase
 
-# The host's phase after each lap. After a lap of the loop's own Python it is the phase before.
+# The host's phase after each lap. A lap of the loop's own Python does not change the phase.
 _AFTER = {
     "data": Phase.FORWARD,
     "compute": Phase.DATA,
@@ -17,19 +17,20 @@ _AFTER = {
     "opt": Phase.DATA,
 }
 HOST = "host"
-LAPS = (HOST, *_AFTER)  # all names; together they are the step
+LAPS = (HOST, *_AFTER)  # all names; these laps together are the step
 
 
 class Clock:
-    """Cuts one rank's time into named laps that sum to the whole.
+    """A clock that divides one rank's time into named laps, which sum to the whole.
 
-    On a GPU the laps are of the device's own stream, by events, so that work queued
-    ahead is counted where it runs and nothing has to be waited for.
+    On a GPU, events in the device's stream mark the laps. Work that was queued ahead counts when it
+    runs, and the host need not wait.
 
     Attributes:
-        on_phase: called with the phase that the host begins.
-        at_once: the time at which the rank was ready travels within the step, not with the next:
-            all ranks compute on CPUs, whose times are known at once.
+        on_phase: called with the phase that the host starts.
+        at_once: the time at which the rank was ready is sent within the same step. This is possible
+            if all ranks compute on CPUs, whose times are known immediately. Otherwise it is sent
+            with the next step.
     """
 
     at_once = False
@@ -40,15 +41,15 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Drop all laps; the next one starts now."""
+        """Discard all laps; the next lap starts now."""
         self._marks: list[tuple[str, Any]] = [("", self._now())]
         self._last: Laps | None = None
 
     @property
     def ready_s(self) -> float:
-        """Seconds from the begin of the last step until this rank's own gradient was ready.
+        """Seconds from the start of the last step until this rank's own gradient was ready.
 
-        Unless ``at_once`` is set, the value after a pause is 0.0.
+        With ``at_once`` it is the current step. Otherwise the value after a pause is 0.0.
         """
         if self.at_once:
             return Laps(self._marks).ready_s
@@ -59,14 +60,15 @@ class Clock:
 
         Args:
             name: name of the lap, in a step one of LAPS.
-            ready: True if this rank's gradient is complete and those of the others are needed now.
+            ready: True if this rank's gradient is complete, and it needs those of the other ranks
+                now.
         """
         self._marks.append((name, self._now()))
         if name != HOST:
             self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
 
     def cut(self) -> "Laps":
-        """Return the laps of the step that is done; the next starts where the last one ended."""
+        """Return the laps of the finished step. The next step starts where the last lap ended."""
         self._last, self._marks = Laps(self._marks), [("", self._marks[-1][1])]
         return self._last
 
@@ -79,14 +81,17 @@ class Clock:
 
 
 class Laps:
-    """The laps of one step; reading one on a GPU waits until the device has been there."""
+    """The laps of one step.
+
+    Reading them on a GPU waits until the device has passed the last mark.
+    """
 
     def __init__(self, marks: list[tuple[str, Any]]) -> None:
         self._marks = marks
 
     @property
     def ready_s(self) -> float:
-        """Seconds until the last lap of computing, when this rank's own gradient was ready."""
+        """Seconds until the end of the last compute lap, when the rank's gradient was ready."""
         last = max((place for place, (name, _) in enumerate(self._laps) if name == "compute"),
                    default=-1)  # fmt: skip
         return sum(seconds for _, seconds in self._laps[: last + 1])

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON configuration: read, checked, and filled in from the plan.
+"""DeepSpeed's JSON configuration: read, checked, and completed from the plan.
 
-DeepSpeed ignores a key that it does not know, so a misspelt one (``micro_batch_per_gpu``)
-silently means the default. Here it is an error with the nearest right key.
+DeepSpeed ignores a key that it does not know, so a misspelt key (``micro_batch_per_gpu``) silently
+leads to the default. Here it is an error that names the nearest valid key.
 """
 
 import json
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 STAGES = (0, 1, 2, 3)
 
-# Keys that these scripts fill in from the plan where the file says "auto".
+# Keys that are filled in from the plan if the file has "auto".
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
-# Elements that DeepSpeed sends at once: it sets room for all of them aside, in every step, so
-# no more than the model has, or BUCKET.
+# Numbers of elements that DeepSpeed sends at once. DeepSpeed allocates memory for them in every
+# step, so the number is limited to the model's parameters, and to BUCKET.
 _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
-BUCKET = 50_000_000  # numbers, of a gradient
+BUCKET = 50_000_000  # numbers of a gradient
 
-# --offload, and the stage from which on DeepSpeed can.
+# Values of --offload, and the lowest stage at which DeepSpeed supports each.
 OFFLOADS = {"optimizer": 1, "parameters": 3}
 
-_WIRE = "communication_data_type"  # what --wire sets
+_WIRE = "communication_data_type"  # the key that --wire sets
 
-# Keys that the file may have besides; from DeepSpeed's page on its configuration.
+# Further keys that the file may have, from DeepSpeed's documentation of its configuration.
 _ALLOWED = (
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
     "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
@@ -76,25 +76,27 @@ class ZeroOptions:
 
 
 def config_path(options: ZeroOptions) -> Path:
-    """Return ``--deepspeed-config``, or the path of ours for ``--stage``."""
+    """Return the path in ``--deepspeed-config``, or that of Motley's file for ``--stage``."""
     own = PACKAGE / "engines" / "zero_configs" / f"zero{options.stage or 0}.json"
     return Path(options.deepspeed_config or own)
 
 
 def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> dict[str, Any]:
-    """Read DeepSpeed's configuration for this rank.
+    """Return DeepSpeed's configuration for this rank.
 
-    Ranks may differ in micro-batch and accumulation: DeepSpeed checks that batch = micro
-    x accumulation x ranks on each rank's own numbers, so ``train_batch_size`` is left out
-    and each rank has its own.
+    Ranks may differ in micro-batch and accumulation. DeepSpeed checks batch = micro x accumulation
+    x ranks with each rank's own numbers. ``train_batch_size`` is therefore left out, and each rank
+    has its own.
 
     Args:
-        path: the JSON file; "auto" where a number comes from the plan, the options or the model.
+        path: path of the JSON file. The file has "auto" where a number comes from the plan, the
+            options or the model.
         context: plan, options and rank of this run.
-        parameters: numbers in the model.
+        parameters: number of parameters in the model.
 
     Raises:
-        MotleyError: not JSON, an unknown key, or a number that contradicts the plan.
+        MotleyError: the file is not JSON, or has an unknown key, or a number that contradicts the
+            plan.
     """
     from motley.engines.import_deepspeed import DeepSpeedZeroConfig  # slow
 
@@ -107,7 +109,7 @@ def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> d
     _check_stage(path, zero, context.config.group(ZeroOptions).stage)
     for key in _BUCKETS:
         if zero.get(key) == "auto":
-            zero[key] = min(BUCKET, parameters + parameters % 2)  # it takes no odd one
+            zero[key] = min(BUCKET, parameters + parameters % 2)  # DeepSpeed needs an even number
     _fill_sizes(path, content, context)
     _fill_wire(path, content, context)
     content.setdefault("steps_per_print", 10**9)
@@ -115,7 +117,7 @@ def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> d
 
 
 def _check_stage(path: Path, zero: Mapping[str, Any], asked: int | None) -> None:
-    """Raise MotleyError unless the file's stage is ``--stage``, and fits the rest of the file."""
+    """Raise MotleyError if the file's stage contradicts ``--stage`` or the rest of the file."""
     if asked is not None and asked != zero.get("stage", 0):
         raise MotleyError(
             f"--stage {asked}, but {path} says zero_optimization.stage {zero.get('stage', 0)}; "
@@ -149,7 +151,11 @@ def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -
 
 
 def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
-    """Fill in ``--wire``; raise MotleyError where the file says something else."""
+    """Fill in the dtype of ``--wire``.
+
+    Raises:
+        MotleyError: the file has another dtype.
+    """
     wire = context.plan.wire
     if content.setdefault(_WIRE, wire.dtype) not in ("auto", wire.dtype):
         raise MotleyError(
@@ -159,13 +165,17 @@ def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") ->
     content[_WIRE] = wire.dtype
     if content["zero_optimization"].get("stage", 0) == 0:
         content["gradient_clipping"] = 0.0  # the engine clips; see motley.engines.zero_engine
-        # In 16 bits, divided before the sum, which might overflow: the loss scale is found for
-        # what each rank sends.
+        # In 16 bits, gradients are divided before the sum, which could overflow. The search for
+        # the loss scale only considers what each rank sends.
         content.setdefault("prescale_gradients", wire.dtype != "fp32")
 
 
 def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
-    """Fill in ``--offload``; raise MotleyError if this stage or device has none of it to move."""
+    """Fill in ``--offload``.
+
+    Raises:
+        MotleyError: this stage or device has no such state to move.
+    """
     zero = content["zero_optimization"]
     what, stage = context.config.group(ZeroOptions).offload, zero.get("stage", 0)
     if what == "none":
@@ -178,7 +188,7 @@ def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> N
             f"--stage {least}"
         )
     for each, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
-        if each == what or what == "parameters":  # whose optimizer is then in the host, too
+        if each == what or what == "parameters":  # "parameters" includes the optimizer
             if key in zero:
                 raise MotleyError(f"--offload {what}, but {path} has {key}; leave out one of them")
             zero[key] = {"device": "cpu", "pin_memory": True}
@@ -186,7 +196,11 @@ def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> N
 
 
 def read_stage(path: Path) -> int:
-    """Read the ZeRO stage of a file; raise MotleyError if it is no JSON, or says none of ours."""
+    """Return the ZeRO stage in a file.
+
+    Raises:
+        MotleyError: the file is no JSON, or its stage is not 0 to 3.
+    """
     zero = _read(path).get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise MotleyError(f"{path}: zero_optimization is {zero}, and should be a JSON object")
@@ -197,7 +211,7 @@ def read_stage(path: Path) -> int:
 
 
 def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
-    """Return the state that ``--offload`` or the file keeps in the host's memory."""
+    """Return the names of the state that ``--offload`` or the file keeps in the host's memory."""
     path = config_path(options)
     stage, zero = read_stage(path), _read(path).get("zero_optimization", {})
     result = {
@@ -209,7 +223,7 @@ def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
         return STATE[:1] if parameters else ()
     if parameters:
         return STATE
-    return STATE[1:] if stage > 1 else STATE[2:]  # a whole gradient stays where it is made
+    return STATE[1:] if stage > 1 else STATE[2:]  # a whole gradient stays on the GPU
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """The DeepSpeed engines: ZeRO with unequal shares and one loss scale.
 
-At stage 3 each rank keeps a part of every parameter, from the initial numbers on.
+DeepSpeed runs with fp32 parameters and without its own mixed precision. Autocast is inside the
+model, and the loss scale is Motley's, the same number on every rank.
 
-DeepSpeed runs with fp32 parameters and without its own precision: autocast is inside the model,
-and the loss scale is Motley's, the same number on every rank. Operations that DeepSpeed runs for
-each parameter by itself in a step are run here for all at once. A GPU is idle meanwhile: at stage 3
-for a third of a step of ViT-L/16 on two H100s, at stage 1 for 4 of 163 ms. At stage 3 the model is
-cut block by block, so that no rank ever holds the whole of it.
+Some operations of a step, which DeepSpeed runs separately for each parameter, are run here for all
+parameters at once. A GPU would be idle meanwhile: at stage 3 for a third of a step of ViT-L/16 on
+two H100s, at stage 1 for 4 of 163 ms. At stage 3 each rank keeps a part of every parameter, from
+the initial numbers on. The model is sharded block by block, so that no rank ever holds the whole of
+it.
 """
 
 import contextlib
@@ -54,21 +55,21 @@ from motley.tasks.model import TaskModel
 def work_at_once(optimizer: Any, device: torch.device) -> None:
     """Replace per-parameter operations in DeepSpeed's optimizer of stage 1, 2 or 3 by joint ones.
 
-    DeepSpeed takes the norm of each gradient separately, in fp64. At stage 3 it gathers parameters
-    that are too small to be cut after each step, one by one. They are gathered here with the block
-    that needs them first, in one message.
+    DeepSpeed computes the norm of each gradient separately, in fp64. At stage 3 it gathers
+    parameters that are too small to be sharded after each step, one by one. Here these parameters
+    are gathered with the block that needs them first, in one message.
 
     Args:
         optimizer: DeepSpeed's optimizer, changed in place.
         device: device on which ranks communicate.
     """
-    optimizer.persistent_parameters = []  # of stage 3 alone
+    optimizer.persistent_parameters = []  # used at stage 3 alone
     group = optimizer.dp_process_group
 
     def get_grad_norm_direct(
         gradients: Sequence[Tensor], params: Sequence[Tensor], norm_type: float = 2.0
     ) -> Tensor:
-        """Return the norm of all ranks' parts, a scalar; -1, as DeepSpeed has it, if not finite."""
+        """Return the norm over all ranks' parts, a scalar; -1 if not finite, as in DeepSpeed."""
         own = [each for each in gradients if not getattr(each, "_zero_padding", False)]
         # A rank may have no part of a few small parameters.
         total = torch.nn.utils.get_total_norm(own, norm_type).to(device)
@@ -83,16 +84,17 @@ def work_at_once(optimizer: Any, device: torch.device) -> None:
 def take_in_order(optimizer: Any, parameters: Sequence[Tensor]) -> None:
     """Make DeepSpeed's optimizer of stage 2 or 3 take gradients in one order on all ranks.
 
-    DeepSpeed lays gradients side by side as they arrive, and adds up what lies at one place on all
-    ranks. Autocast and torch.compile change the order of arrival, so ranks of which some do so
-    would add up unlike parameters, silently. A gradient that arrives before its turn waits.
+    DeepSpeed stores gradients side by side as they arrive, and adds up those at the same place over
+    all ranks. Autocast and torch.compile change the order of arrival. If only some ranks use them,
+    unlike parameters would be added up silently. Here a gradient that arrives before its turn
+    waits.
 
     Args:
         optimizer: DeepSpeed's optimizer, changed in place.
         parameters: the trained parameters in the order of the model. Each has a gradient in each
             pass.
     """
-    name = "process_gradients"  # of stage 2
+    name = "process_gradients"  # method of stage 2
     if not hasattr(optimizer, name):
         name = "reduce_ready_partitions_and_remove_grads"
     take = getattr(optimizer, name)
@@ -120,14 +122,14 @@ def _nothing(value: Tensor) -> Tensor:
 
 
 class ZeroEngine(StepEngine):
-    """Implements Engine for stages 0 to 2; see Zero3Engine for stage 3.
+    """The engine for stages 0 to 2 of ZeRO. Implements Engine. For stage 3 see Zero3Engine.
 
-    DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
-    ``scale_wrt_gas=False`` keeps DeepSpeed's own accumulation count out of it.
+    DeepSpeed averages gradients over ranks, so each loss has a factor W/N. With
+    ``scale_wrt_gas=False`` DeepSpeed's own accumulation count has no effect.
 
-    Stage 0 steps our optimizer as it is, once all ranks have the norm, have agreed on overflow,
-    unscaled and clipped. Stages 1 to 3 do that themselves on their partitions; they get the
-    scale before each backward pass.
+    At stage 0, Motley's optimizer is stepped directly, after all ranks have the norm, have agreed
+    on overflow, and have unscaled and clipped. At stages 1 to 3 DeepSpeed does this on its
+    partitions. DeepSpeed gets the scale before each backward pass.
     """
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
@@ -154,7 +156,7 @@ class ZeroEngine(StepEngine):
             super().__init__(model, context)
         self._check_optimizer()
         self.loss_weight = context.size
-        # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
+        # DeepSpeed uses GPU number LOCAL_RANK, which is wrong if each rank sees only its own GPU.
         local = int(os.environ["LOCAL_RANK"])
         index = local if context.device.index is None else context.device.index
         self._engine, *_ = deepspeed.initialize(
@@ -168,22 +170,22 @@ class ZeroEngine(StepEngine):
             work_at_once(self._engine.optimizer, context.device)
         if self._stage >= 2:
             take_in_order(self._engine.optimizer, self._parameters)
-        # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
+        # At stages 0 and 1 this engine starts the reduction itself, to measure when compute ends.
         self._engine.enable_backward_allreduce = self._stage >= 2
 
     def _prepared(self, config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-        """Return the model, before it gets an optimizer, in this context.
+        """Prepare the model, and return a context in which the optimizer is created.
 
         Args:
-            config: DeepSpeed's.
+            config: configuration of DeepSpeed.
         """
         return contextlib.nullcontext()
 
     def _check_optimizer(self) -> None:
         """Raise MotleyError if ``--opt`` does not work with this stage.
 
-        Such an optimizer is another one where it is cut, keeps what cannot be saved, or counts
-        wrong.
+        Reasons are that the optimizer computes something else on partitions, has state that cannot
+        be saved, or counts steps wrongly.
         """
         traits, stage = self.optimizer_traits, self._stage
         others = ["torch_dist/train_vit.py", "an optimizer such as adamw"]
@@ -295,23 +297,26 @@ class ZeroEngine(StepEngine):
         self._engine.step()
 
     def _correction(self, rows: Sequence[Sequence[float]]) -> float:
-        """Return the gradient's divisor besides the scale, from the weights of all ranks."""
+        """Return the gradient's divisor besides the loss scale, from the weights of all ranks."""
         if not self._weighs:
             return 1.0
         return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._nominal_weight)
 
     def _step_stage_0(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool, float]:
-        """Take a step of stage 0: overflow, unscale, clip and step, alike on all ranks.
+        """Take a step of stage 0: agree on overflow, unscale, clip and step, the same on all ranks.
+
+        Args:
+            told: numbers of this rank that all ranks exchange.
 
         Returns:
-            The numbers of each rank and its norm; True if any is not finite; and the gradient's
-            divisor besides the scale.
+            The numbers of each rank and its norm; True if any norm is not finite; and the
+                gradient's divisor besides the loss scale.
         """
         gathered = all_gather([*told, gradient_norm(self._parameters)]).cpu()
         overflow = not bool(gathered[:, 4].isfinite().all())
         correction = self._correction(gathered.tolist())
         self.on_change()
-        if overflow:  # not even with no gradients: some optimizers count their steps
+        if overflow:  # a step without gradients would be counted by some optimizers
             self._engine.zero_grad()
         else:
             unscale_and_clip(
@@ -322,7 +327,7 @@ class ZeroEngine(StepEngine):
         return gathered.tolist(), overflow, correction
 
     def _global_state(self) -> State:
-        # Stages 1 to 3 put their partitions together.
+        # At stages 1 to 3, partitions are gathered.
         if self._stage == 0:
             return super()._global_state()
         first = self._context.rank == 0
@@ -330,10 +335,10 @@ class ZeroEngine(StepEngine):
         return state if first else State()
 
     def _put_together(self, keep: Callable[[Tensor], Tensor]) -> State:
-        """Return :meth:`state` from stage 1 on; all ranks call it.
+        """Return :meth:`state` at stage 1 and above; all ranks call it.
 
         Args:
-            keep: what this rank takes of each tensor.
+            keep: returns the value that this rank stores for each tensor.
         """
         net = self._model.net
         groups: dict[str, Tensor] = {}
@@ -345,7 +350,7 @@ class ZeroEngine(StepEngine):
         return state
 
     def _replicated_state(self) -> State:
-        # From stage 1 on no rank has another's part of the optimizer.
+        # From stage 1 on, the optimizer's state is sharded.
         if self._stage == 0:
             return super()._replicated_state()
         return State(
@@ -364,9 +369,9 @@ class ZeroEngine(StepEngine):
             return
         state = State(decode(state.tensors), state.plain)
         if any(name.startswith("optimizer.") for name in state.tensors):
-            # A step with a gradient of zeros: partitions get their slots only by stepping. The
-            # step decays the weights, so they are loaded after it. Not where no step was taken yet:
-            # the slots would count this one.
+            # Partitions get their slots only by a step, here with a gradient of zeros. The step
+            # decays the weights, so they are loaded afterwards. If the checkpoint has no slots, no
+            # step was taken yet, and this one must not be counted.
             with silenced(self._model.net, empty=True):
                 self._backward(self._forward(self._model.blank(), last=True).sum())
             self._send()
@@ -377,33 +382,34 @@ class ZeroEngine(StepEngine):
 
 
 def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
-    """Cut each parameter, and keep only this rank's part. All ranks call this function.
+    """Divide each parameter among the ranks, and keep only this rank's part.
 
-    A block gets its numbers, if it has none yet, and is cut before the next one. Parameters outside
-    of blocks are handled module by module.
+    All ranks call this function. Each block gets its missing numbers and is sharded before the next
+    block. Parameters outside of blocks are handled module by module.
 
     Args:
         model: the model.
-        config: DeepSpeed's configuration.
+        config: configuration of DeepSpeed.
     """
     blocks = list(model.task.blocks(model.net).values())
-    if blocks and _backward_reaches_blocks(model, blocks):  # a block's are then gathered together
+    if blocks and _backward_reaches_blocks(model, blocks):  # gathers a block's parameters together
         utils.set_z3_leaf_modules(model, list({type(block) for block in blocks}))
     backend = deepspeed.get_accelerator().communication_backend_name()
-    comm.init_distributed(backend, dist_init_required=False)  # as it does itself, but later
+    comm.init_distributed(backend, dist_init_required=False)  # DeepSpeed would do it too late
     with _on(model.device):
         for part in (*blocks, *reversed(list(model.net.modules()))):  # children before parents
             model.fill(part)
             if not all(hasattr(each, "ds_id") for each in part.parameters()):
-                # DeepSpeed fills the configuration in, hence the copy.
+                # DeepSpeed changes the configuration, hence the copy.
                 deepspeed.zero.Init(module=part, config_dict_or_path=deepcopy(dict(config)))
 
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to a device's index for a while, because DeepSpeed cuts on that GPU.
+    """Set LOCAL_RANK to a device's index for the time of the context.
 
-    The two differ where each rank sees its own GPU alone.
+    DeepSpeed shards on the GPU with the number LOCAL_RANK, which is wrong if each rank sees only
+    its own GPU.
     """
     before = os.environ["LOCAL_RANK"]
     if device.index is not None:
@@ -415,10 +421,10 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
-    """Return True if the backward pass goes on before each block.
+    """Return True if the backward pass continues before each block.
 
-    DeepSpeed releases the parameters of a block too early if the backward pass ends in it, as where
-    the layers before it are not trained.
+    If the backward pass ends in a block, DeepSpeed releases the block's parameters too early. This
+    happens if the layers before the block are not trained.
     """
     result = []
 
@@ -437,7 +443,7 @@ def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> b
 
 @contextlib.contextmanager
 def true_shapes(net: nn.Module) -> Iterator[None]:
-    """Give cut parameters their true shape for a while, in no memory.
+    """Give sharded parameters their true shape for the time of the context, without memory.
 
     An optimizer distinguishes by the shape between matrices, which decay, and vectors.
     """
@@ -453,15 +459,15 @@ def true_shapes(net: nn.Module) -> Iterator[None]:
 
 
 class Zero3Engine(ZeroEngine):
-    """Implements Engine, and HoldsParts."""
+    """The engine for stage 3 of ZeRO. Implements Engine and HoldsParts."""
 
     def _prepared(self, config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-        """See ZeroEngine. A model that no rank could hold whole is cut before DeepSpeed sees it."""
+        """See ZeroEngine. The model is sharded first, as it may be too large for one rank."""
         cut_model(self._model, config)
         return true_shapes(self._model.net)
 
     def _held(self) -> Named:
-        """See EngineBase. No rank holds a whole parameter between two passes."""
+        """See EngineBase. Each rank holds only a part of a parameter between two passes."""
         parts: dict[str, Any] = self._trained
         return {name: each.ds_tensor for name, each in parts.items()}
 
@@ -469,7 +475,7 @@ class Zero3Engine(ZeroEngine):
         return AverageOfParts(self._trained, self._held, decay, warmup)
 
     def _rows(self) -> State:
-        # DeepSpeed's parts end within a row, so a parameter is put together, and each rank takes
+        # DeepSpeed's parts may end within a row, so each parameter is gathered, and each rank takes
         # its rows.
         rank, ranks = dist.get_rank(), dist.get_world_size()
 

@@ -1,4 +1,7 @@
-"""Conversion of DeepSpeed's partitions to whole tensors and back, as checkpoints have no ranks."""
+"""Conversion of DeepSpeed's partitions to whole tensors and back.
+
+Checkpoints contain whole tensors, so that they do not depend on the number of ranks.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,9 +31,9 @@ Optimizer = torch.optim.Optimizer
 def gather_state(
     zero: Any, optimizer: Optimizer, net: nn.Module, keep: Callable[[Tensor], Tensor]
 ) -> State:
-    """Return the model of stages 1 to 3, and the optimizer's state of each parameter.
+    """Return the state of stages 1 to 3: the model, and the optimizer's slots of each parameter.
 
-    All ranks call this function. One whole tensor at a time is put together.
+    All ranks call this function. Tensors are gathered one at a time.
 
     Args:
         zero: DeepSpeed's optimizer, which wraps ``optimizer``.
@@ -53,10 +56,10 @@ def gather_state(
 
 
 def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
-    """Continue from :func:`gather_state`.
+    """Restore the result of :func:`gather_state`.
 
-    Each rank has the whole state, or of cut tensors the rows :func:`rows_in`. The optimizer must
-    have its slots already.
+    Each rank has the whole state, or only the rows :func:`rows_in` of sharded tensors. The
+    optimizer must have its slots already.
     """
     *_, of_each = _slots(zero, optimizer)
     if any(map(_is_cut, net.parameters())):
@@ -69,11 +72,11 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
         else:
             utils.safe_set_full_fp32_param(parameter, parameter.detach())
         for slot, value in select_slots(name, state.tensors).items():
-            if slot not in of_each:  # a step, say
+            if slot not in of_each:  # such as a step counter
                 for slots in optimizer.state.values():
                     if isinstance(slots[slot], Tensor):
                         slots[slot].copy_(value)
-                    else:  # an older checkpoint's
+                    else:  # from an older checkpoint
                         slots[slot] = value.item()
             elif _is_cut(parameter):
                 utils.safe_set_local_optimizer_state(parameter, _own_part(value, parameter), slot)
@@ -86,12 +89,12 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
 
 @torch.no_grad()
 def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load this rank's part of each parameter at stage 3, and buffers whole.
+    """Load this rank's part of each parameter at stage 3, and whole buffers.
 
     Raises:
-        MotleyError: they are of another model.
+        MotleyError: the tensors are of another model.
     """
-    own = net.state_dict()  # of a parameter, nothing
+    own = net.state_dict()  # parameters are empty here
     if wrong := sorted(own.keys() ^ tensors.keys()):
         raise other_model_error(f"{wrong[0]} is in one of the two alone")
     parameters: dict[str, Any] = dict(net.named_parameters())
@@ -100,16 +103,17 @@ def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if tensors[name].shape not in (shape, (last - first, *shape[1:])):
             raise other_model_error(f"{name} has another shape, {tuple(tensors[name].shape)}")
         _held(parameter).copy_(_own_part(tensors[name], parameter))
-        parameter.partition()  # a small one may still be whole, as it was
+        parameter.partition()  # DeepSpeed may still hold a whole small parameter with old values
     for name, buffer in net.named_buffers():
         if name in own:
             buffer.copy_(tensors[name])
 
 
 def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Return the slots of this rank's partition.
+    """Return the slots of this rank's partition, in three groups.
 
-    They are scalars (AdamW's step), plain numbers (RAdam's), and the names of tensor slots.
+    These are scalar tensors (as AdamW's step), plain numbers (as RAdam's step), and the names of
+    all other tensors.
     """
     if optimizer.state and hasattr(zero, "bit16_groups"):
         # DeepSpeed 0.19.8 links parameters to slots after the first parameter group's first
@@ -134,7 +138,7 @@ def _gather_parameter(parameter: nn.Parameter) -> Tensor:
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
-    """Return True if each rank has a part of it alone: stage 3."""
+    """Return True if each rank has only a part of the parameter, as at stage 3."""
     return hasattr(parameter, "ds_id")
 
 
@@ -145,10 +149,10 @@ def _held(parameter: Any) -> Tensor:
 
 
 def rows_in(parameter: Any) -> tuple[int, int]:
-    """Return the rows of a parameter of stage 3 that this rank has a part of.
+    """Return the range of rows of a stage-3 parameter of which this rank has a part.
 
-    The range is from the first to before the second. Parts are equally many numbers, and end within
-    a row.
+    The range is the first row, and the row after the last. All parts have the same number of
+    entries, so a part may end within a row.
     """
     rows, count = parameter.ds_shape[0], parameter.ds_tensor.ds_numel
     row, begin = parameter.ds_numel // rows, count * dist.get_rank()
@@ -157,9 +161,9 @@ def rows_in(parameter: Any) -> tuple[int, int]:
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's part of a whole tensor, or of its rows :func:`rows_in`.
+    """Return this rank's part of a whole tensor, or of its rows :func:`rows_in`, flat.
 
-    All parts have one length. Zeros fill up the last one.
+    All parts have the same length. The last one is padded with zeros.
     """
     count = parameter.ds_tensor.ds_numel
     begin = count * dist.get_rank()
@@ -170,7 +174,7 @@ def _own_part(value: Tensor, parameter: Any) -> Tensor:
 
 
 class AverageOfParts(ParameterAverage):
-    """The average of stage 3's partitions, of which each rank has one."""
+    """The moving average of parameters at stage 3, where each rank holds one partition."""
 
     def __init__(
         self,
@@ -184,7 +188,10 @@ class AverageOfParts(ParameterAverage):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """See ParameterAverage. DeepSpeed gets the values too: it keeps small parameters whole."""
+        """See ParameterAverage. DeepSpeed gets the values too.
+
+        DeepSpeed holds whole copies of small parameters.
+        """
         held = self._held()
         for name, parameter in self._parameters.items():
             whole = self._gathered(name, parameter)
@@ -210,7 +217,7 @@ class AverageOfParts(ParameterAverage):
         super().load({**tensors, **own})
 
     def _gathered(self, name: str, parameter: Any) -> Tensor:
-        """Return one average, of all ranks' parts."""
+        """Return the whole average of one parameter, gathered from all ranks."""
         parts = gather_parts(self.tensors[name].flatten())
         whole: Tensor = parts[: parameter.ds_numel].view(parameter.ds_shape)
         return whole

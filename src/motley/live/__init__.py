@@ -1,1 +1,1 @@
-"""A run that goes on: its records, followed while they are written, and their meaning."""
+"""Records of a run, followed while they are written, and their interpretation."""

@@ -1,4 +1,4 @@
-"""A follower of one run's records while they are written; it reads only what is new."""
+"""A follower of one run's records while they are written, which reads only new data."""
 
 import json
 import os
@@ -16,19 +16,20 @@ from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder, upgrade_record
 from motley.records.training import read_workers
 
-MOST = 256 * 1024  # bytes that are read at once; of more the end, and samples of what is before it,
-# unless all is asked for: then the rest is read by the next look
-SAMPLES, _SAMPLE = 96, 4096  # how many, and bytes of each: a line or two
+# Bytes that are read at once. If there are more, the end is read, and sampled lines before it. If
+# every line is needed, the rest is read by the next call instead.
+MOST = 256 * 1024
+SAMPLES, _SAMPLE = 96, 4096  # number of sampled lines, and bytes read for each
 
 
 @dataclass(frozen=True)
 class Appended:
-    """The lines that were appended to a file since the last look.
+    """The lines that were appended to a file since the last read.
 
     Attributes:
-        lines: whole ones, without their end.
-        anew: the file was cut or replaced; these lines are all that it holds.
-        more: the file holds more, for the next look; where every line is read.
+        lines: complete lines, without line ends.
+        anew: the file was truncated or replaced; these lines are all of its content.
+        more: the file has further lines for the next read. Only if every line is read.
     """
 
     lines: list[bytes]
@@ -37,14 +38,14 @@ class Appended:
 
 
 class Tail:
-    """Reader of the lines that were appended since the last look.
+    """Reader of the lines that were appended to a file since the last read.
 
     An incomplete line is kept until its end arrives.
 
     Args:
         path: path of the file.
-        samples: number of lines that are read of a part that is too long. They are evenly spread,
-            and the first line of the file is among them. None: every line is read, part by part.
+        samples: number of lines that are read from a part that is too long. They are evenly spread,
+            and include the first line of the file. None: every line is read, part by part.
     """
 
     def __init__(self, path: Path, samples: int | None = SAMPLES) -> None:
@@ -55,17 +56,21 @@ class Tail:
         self._heard = 0.0
 
     def silent_s(self, clock: float) -> float:
-        """Seconds since the file last grew, by the clock of the looks."""
+        """Return the seconds since the file last grew.
+
+        Args:
+            clock: monotonic seconds now.
+        """
         return clock - self._heard
 
     def look(self, clock: float, wall: float) -> Appended:
-        """Return new lines; none if the file is missing or cannot be read.
+        """Return new lines; none if the file is missing or unreadable.
 
         Args:
             clock: monotonic seconds.
-            wall: seconds since the epoch, for the age of a file that is seen for the first time.
+            wall: seconds since the epoch, for the age of a file that is read for the first time.
         """
-        # Each read opens the file: only then does an NFS client ask for its size.
+        # Each read opens the file, because only then an NFS client requests its size.
         try:
             with self._path.open("rb", buffering=0) as file:
                 about = os.fstat(file.fileno())
@@ -94,7 +99,7 @@ class Tail:
         new = os.pread(file, size - begin, begin)
         data = self._torn + new
         if begin > self._offset:
-            data = data.partition(b"\n")[2]  # it begins somewhere in a line
+            data = data.partition(b"\n")[2]  # the data may begin within a line
         self._offset = begin + len(new)
         whole, _, torn = data.rpartition(b"\n")
         self._torn = torn if len(torn) <= MOST else b""
@@ -102,7 +107,7 @@ class Tail:
 
 
 def _sampled(file: int, begin: int, end: int, samples: int) -> list[bytes]:
-    """Return the first whole line after each of some places, evenly spread."""
+    """Return the first complete line after each of ``samples`` positions, evenly spread."""
     lines, reached = list[bytes](), 0
     for index in range(samples):
         place = begin + (end - begin) * index // samples
@@ -117,32 +122,35 @@ def _sampled(file: int, begin: int, end: int, samples: int) -> list[bytes]:
     return lines
 
 
-_EVENTS, _SAMPLES = 100, 120  # that are kept; of a device
-_AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines of steps that a look reads: of all, of a rank
-_BEGUN = 3  # steps, after which every host has written something
-LAST_WORDS_S = 5.0  # after the end is in run.json
-_ANOTHER_GROUP = ("fault", "resume", "lost")  # trains from then on, and from an earlier step
+_EVENTS, _SAMPLES = 100, 120  # events that are kept; samples of a device that are kept
+_AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines per read: of all ranks, of a rank, before them
+_BEGUN = 3  # steps after which every host has written a record
+LAST_WORDS_S = 5.0  # seconds after the end in run.json in which last records arrive
+_ANOTHER_GROUP = ("fault", "resume", "lost")  # after these, another group of ranks trains
 _ASK_AGAIN_S = 5.0  # between checks of a silent run's lock, which shows that the run is alive
 
 K = TypeVar("K", int, str)
 
 
 class RunFollower:
-    """The known state of one run.
+    """The current state of one run, from its records.
 
     Args:
-        run: its folder, which may still be without records.
-        copies: of the files that other hosts have in folders of their own, by the same names.
+        run: folder of the run, which may have no records yet.
+        copies: folders with copies of files of other hosts, under the same names.
 
     Attributes:
-        about: run.json; empty before it is there. problem: why it cannot be read, or empty.
-        slow_link: a sentence on the slowest link, if it is slower than the others; or empty.
-        looks: how many there were. wall: seconds since the epoch, at the last one.
-        tracks: of each rank that writes its steps.
-        devices: the last samples of each host's devices, by the device's number, empty for a CPU.
-        troubles: why another host's records cannot be copied, by host.
-        unread: why a GPU log cannot be read, by host.
-        events: the last ones. evaluation: the last one, or None.
+        about: content of run.json; empty before it exists.
+        problem: reason why run.json cannot be read, or empty.
+        slow_link: sentence on the slowest link, if it is slower than the others; or empty.
+        looks: number of times that all records were read.
+        wall: seconds since the epoch at the last read.
+        tracks: steps of each rank that writes records.
+        devices: last samples of each host's devices, by the device's number, empty for a CPU.
+        troubles: reason why another host's records cannot be copied, by host.
+        unread: reason why a GPU log cannot be read, by host.
+        events: the last events.
+        evaluation: the last evaluation, or None.
     """
 
     def __init__(self, run: RunFolder, copies: Sequence[RunFolder] = ()) -> None:
@@ -165,10 +173,10 @@ class RunFollower:
         self.looks = 0
 
     def look(self, clock: float, wall: float) -> None:
-        """Read what is new.
+        """Read all new records.
 
         Args:
-            clock: monotonic seconds, in which silence is measured; the wall's may jump.
+            clock: monotonic seconds, which measure silence, as the wall clock may jump.
             wall: seconds since the epoch.
         """
         self.clock, self.wall = clock, wall
@@ -187,10 +195,10 @@ class RunFollower:
         self._look_at_run()
 
     def glance(self, clock: float, wall: float) -> bool:
-        """Read the new steps of the leading rank; return True if a look at all ranks is worth it.
+        """Read the new steps of the leading rank; return True if all records should be read now.
 
-        This is so if some rank has just become slower, because a look at all ranks shows which one,
-        or if an event has been recorded.
+        This is the case if some rank has just become slower, because the records of all ranks show
+        which one, or if an event has been recorded.
         """
         rank = self._leading() if self.about.get("status") == "running" else None
         if rank is None:
@@ -201,10 +209,10 @@ class RunFollower:
         return received or bool(since_slower(self.tracks[rank])[0])
 
     def may_change(self, clock: float) -> bool:
-        """Return True if a look may find anything.
+        """Return True if a read may find new records.
 
-        The records of a run that has ended change together with its run.json, and soon after, when
-        the last records arrive.
+        The records of a run that has ended change only together with its run.json, and shortly
+        afterwards, when the last records arrive.
         """
         ended = self.about.get("status") not in (None, "running")
         return not ended or clock - self._asked < LAST_WORDS_S or self._signature() != self._seen
@@ -220,7 +228,7 @@ class RunFollower:
         return files_in(self._folders, files)
 
     def _lines(self, path: Path, wall: float, samples: int = SAMPLES) -> list[JsonDict]:
-        """Return new objects of a file of them; what is torn is left out."""
+        """Return the new objects in a file of JSON lines. Damaged lines are left out."""
         new = self._tail(path, samples).look(self.clock, wall)
         if new.anew and path == self.run.events_file:
             self.events.clear()
@@ -242,7 +250,7 @@ class RunFollower:
                 self.tracks[rank].add(step)
 
     def _look_at_devices(self, host: str, path: Path, wall: float) -> None:
-        tail = self._logs[host] = self._tail(path, samples=1)  # its first line has the columns
+        tail = self._logs[host] = self._tail(path, samples=1)  # the first line names the columns
         new = tail.look(self.clock, wall)
         if new.anew or path not in self._rows:
             self._rows[path] = GpuRows(path)
@@ -251,7 +259,7 @@ class RunFollower:
         for line in new.lines:
             try:
                 sample = self._rows[path].read(line.decode(errors="replace"))
-            except MotleyError as error:  # its first line is none of ours
+            except MotleyError as error:  # the first line is not that of a GPU log
                 self.unread[host] = str(error)
                 return
             if sample is not None:
@@ -260,7 +268,7 @@ class RunFollower:
     def _look_at_run(self) -> None:
         seen = self._signature()
         if not seen:
-            return  # it is not there yet, or not now
+            return  # the file does not exist yet, or is being replaced
         late = self.clock - self._asked > _ASK_AGAIN_S and self.silent_s() > _ASK_AGAIN_S
         if seen == self._seen and not (late and self.about.get("status") == "running"):
             return
@@ -276,7 +284,7 @@ class RunFollower:
             self.about, self.slow_link = read, slow_link(read)
 
     def _record_arrivals(self, before: JsonDict, now: JsonDict) -> None:
-        """Hosts that train now and did not before, and the other way round: events of our own."""
+        """Append events of hosts that have started or stopped training, which no record has."""
         was, are = trained_hosts(before), trained_hosts(now)
         if not was or not are:
             return
@@ -289,21 +297,21 @@ class RunFollower:
     # -- silence
 
     def silent_s(self) -> float:
-        """Seconds since any rank has written a step; infinite before the first."""
+        """Return the seconds since any rank wrote a step; about infinite before the first step."""
         return min((tail.silent_s(self.clock) for tail in self._steps.values()), default=1e9)
 
     def rank_silent_s(self, rank: int) -> float | None:
-        """Since this rank has; None where it writes none here."""
+        """Return the seconds since a rank wrote a step; None if its records are not here."""
         tail = self._steps.get(rank)
         return None if tail is None else tail.silent_s(self.clock)
 
     def host_silent_s(self, host: str) -> float | None:
-        """Since the logger of its devices has written; None where it writes none here."""
+        """Return the seconds since a host's GPU logger wrote; None if its log is not here."""
         tail = self._logs.get(host)
         return None if tail is None else tail.silent_s(self.clock)
 
     def silence_s(self) -> dict[int, float]:
-        """Seconds since the first rank last received from each silent rank."""
+        """Return the seconds since the first rank last received a message from each silent rank."""
         since = dict[int, float]()
         for line in self.events:
             kind, rank, when = line["event"], line.get("rank"), line.get("time")
@@ -312,7 +320,7 @@ class RunFollower:
                 since[rank] = when - (seconds if isinstance(seconds, int | float) else 0.0)
             elif kind in ("heard_again", "lost") and isinstance(rank, int):
                 since.pop(rank, None)
-            elif kind in ("fault", "resume"):  # of the job before
+            elif kind in ("fault", "resume"):  # earlier events are of the job before
                 since.clear()
         return {rank: max(0.0, self.wall - when) for rank, when in since.items()}
 
@@ -339,7 +347,7 @@ class RunFollower:
     # -- who leads
 
     def lead(self) -> Track | None:
-        """Track of the rank whose records reach furthest; None before the first step."""
+        """Return the track of the rank with the latest step; None before the first step."""
         rank = self._leading()
         return None if rank is None else self.tracks[rank]
 
@@ -349,7 +357,7 @@ class RunFollower:
 
 
 def get_size(path: Path) -> int:
-    """Bytes of a file; 0 where there is none."""
+    """Return the bytes of a file; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -362,6 +370,10 @@ def files_in(
     """Return a run's files by rank or host, from its own folder and from copies.
 
     The first folder takes precedence.
+
+    Args:
+        folders: the run's folder, and the folders of copies.
+        files: returns the files in one folder.
     """
     result: dict[K, Path] = {}
     for folder in reversed(folders):
@@ -370,7 +382,7 @@ def files_in(
 
 
 def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
-    """Return the last ones of many, and some of those before, evenly spread."""
+    """Return the last ``last`` lines, and ``before`` of the lines before them, evenly spread."""
     rest = len(lines) - last
     if rest <= before:
         return lines
@@ -378,7 +390,7 @@ def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
 
 
 def trained_hosts(about: Mapping[str, Any]) -> set[str]:
-    """Names of the hosts that train, by run.json."""
+    """Return the names of the hosts that train, by run.json."""
     return {str(rank.get("host")) for rank in workers(about)}
 
 
@@ -388,10 +400,10 @@ def workers(about: Mapping[str, Any]) -> list[JsonDict]:
 
 
 def hosts_elsewhere(followed: RunFollower) -> list[str]:
-    """Names of hosts that train, and of which neither a step nor a sample is here."""
+    """Return the names of training hosts of which neither steps nor GPU samples are here."""
     lead, there = followed.lead(), dict[str, bool]()
     if lead is None or len(lead.recent) < _BEGUN:
-        return []  # they may not have written any yet
+        return []  # the hosts may not have written any records yet
     for worker in workers(followed.about):
         host, rank = str(worker.get("host")), worker["rank"]
         there[host] = there.get(host, False) or host in followed.devices or rank in followed.tracks
@@ -399,7 +411,7 @@ def hosts_elsewhere(followed: RunFollower) -> list[str]:
 
 
 def slow_link(about: Mapping[str, Any]) -> str:
-    """Return a sentence on the slowest link of run.json; empty if all links are as fast."""
+    """Return a sentence on the slowest link in run.json; empty if all links are as fast."""
     try:
         links = Links.from_json(about["links"])
     except (KeyError, TypeError, AttributeError):
@@ -409,7 +421,7 @@ def slow_link(about: Mapping[str, Any]) -> str:
 
 
 def read_object(line: bytes) -> JsonDict | None:
-    """Return the object of a line; None of one that is torn, or is none."""
+    """Return the JSON object in a line; None if the line is damaged or not an object."""
     try:
         result = json.loads(line.decode())
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
 """The runs under a folder: copies of remote records, and a follower of each run.
 
-Hosts with a disk of their own record a part of each run, which is copied from there. New runs are
-found as they begin.
+Hosts with their own disk record a part of each run there. These records are copied over one
+connection per host. Only new data is sent, every few seconds. The copies are in a temporary folder,
+which is removed when the program ends. The run's own folder is not changed.
 
-Only what is new is sent, every few seconds, over one connection a host; the copies lie in a folder
-that goes when the watching ends, and the run's own folder is left as it is.
+New runs are found as they start.
 """
 
 import secrets
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _EVERY_S, _LIMIT_S, _FIRST_S = 3.0, 15.0, 30.0
 
-_PIECE = 32 * 2**20  # bytes of a file that are sent at once, where it is wanted whole
+_PIECE = 32 * 2**20  # bytes of a file that are sent at once if the whole file is copied
 
-# For each file the script prints a mark, its name, the begin and end of the bytes that follow, and
-# its size. The first request for a long file returns its first line and its end. Where the whole
-# file is wanted, the script sends it in pieces.
+# For each file the script prints a mark, the file's name, start and end of the bytes that follow,
+# and the file's size. The first request for a long file returns its first line and its end. A file
+# that is copied whole is sent in pieces.
 _SCRIPT = r"""mark=$1; most=$2; piece=$3; cd "$4" || exit 3; shift 4
 while [ $# -gt 1 ]; do
   if [ -f "$1" ]; then
@@ -52,11 +52,11 @@ done
 
 
 class Collector:
-    """Keeps copies up to date; a context manager.
+    """A context manager that keeps copies of remote records up to date.
 
     Args:
-        asked: without it nothing is copied; also an attribute.
-        whole: all that there is, not the end alone.
+        asked: copy records. Without it nothing is copied. Also an attribute.
+        whole: copy whole files, and not only their end.
     """
 
     def __init__(self, asked: bool, whole: bool = False) -> None:
@@ -78,14 +78,14 @@ class Collector:
             self._folder.cleanup()
 
     def copies(self, run: RunFolder) -> Sequence[RunFolder]:
-        """Where those of a run are going to be."""
+        """Return a list with the folder for the copies of a run; empty without copies."""
         return [RunFolder(self._place(run))] if self.asked else []
 
     def _place(self, run: RunFolder) -> Path:
         return Path(self._folder.name) / "_".join(run.path.resolve().parts[1:])
 
     def start(self, followers: Iterable[RunFollower]) -> bool:
-        """Begin to copy the files that are not here; return True if there are any."""
+        """Start to copy the files that are not on this host; return True if a copy was started."""
         began = False
         for follower in followers if self.asked else ():
             for host in hosts_elsewhere(follower):
@@ -101,13 +101,13 @@ class Collector:
         return began
 
     def wait(self) -> None:
-        """Until the first copies are there, or it is known why not."""
+        """Wait until the first copies are complete, or have failed."""
         deadline = time.monotonic() + _FIRST_S
         for tried in self._tried.values():
             tried.wait(max(0.0, deadline - time.monotonic()))
 
     def _copy(self, follower: RunFollower, host: str, place: Path) -> None:
-        from motley.cluster.ssh import connect  # loads much, which most who watch do not need
+        from motley.cluster.ssh import connect  # a slow import, which is seldom needed
 
         place.mkdir(parents=True, exist_ok=True)
         while not self._stop.is_set():
@@ -170,32 +170,33 @@ class Copies:
         return more
 
     def _take(self, name: str, start: int, end: int, text: str) -> None:
-        # The last line may not be whole yet: it comes again.
+        # The last line may be incomplete, and is then requested again.
         whole, newline, torn = text.removesuffix("\n").rpartition("\n")
         self._offsets[name] = end - len(torn.encode())
         path = self._place / name
         if not start:
-            path.unlink(missing_ok=True)  # so that its followers begin anew
+            path.unlink(missing_ok=True)  # followers see a new file and restart
         with path.open("ab") as file:
             file.write((whole + newline).encode())
 
 
-MOST_RUNS = 40  # that are shown, the newest
-_MOST_TAKEN = 200  # snapshots that are kept
+MOST_RUNS = 40  # newest runs, which are shown
+_MOST_TAKEN = 200  # snapshots that are cached
 _FIND_S = 5.0  # seconds between two searches
-_LOOK_S = 1.0  # between two looks
-GLANCE_S = 0.25  # between two glances, and looks while some rank becomes slower
+_LOOK_S = 1.0  # seconds between two reads of all records
+GLANCE_S = 0.25  # seconds between two checks of the leading rank's steps
 
 
 class Runs:
     """All runs at or under a folder.
 
     Args:
-        folder: of runs, at any depth, or of one.
-        copies: folders with what other hosts wrote for a run, by its folder.
+        folder: folder of one run, or of runs at any depth.
+        copies: returns the folders with copies from other hosts for a run's folder.
 
     Attributes:
-        hidden: how many older runs there are. looks: how many there were.
+        hidden: number of older runs that are not shown.
+        looks: number of times that :meth:`look` was called.
     """
 
     def __init__(
@@ -208,20 +209,20 @@ class Runs:
         self.hidden = self.looks = 0
 
     def look_if_due(self, clock: float, wall: float) -> bool:
-        """Look once a second, and at once if a rank has just become slower.
+        """Read new records once a second, and immediately if a rank has just become slower.
 
-        Return True if the method looked. Call it each GLANCE_S seconds.
+        Return True if records were read. Call this method every GLANCE_S seconds.
         """
         if clock < self._due and not any(
             follower.glance(clock, wall) for follower in self.running_followers()
         ):
             return False
-        self._due = clock + _LOOK_S - GLANCE_S / 2  # of the glances, the one that is next to it
+        self._due = clock + _LOOK_S - GLANCE_S / 2  # so that the nearest call is due
         self.look(clock, wall)
         return True
 
     def look(self, clock: float, wall: float) -> None:
-        """Read what is new; see :meth:`RunFollower.look`."""
+        """Read the new records of all runs; see :meth:`RunFollower.look`."""
         self.looks += 1
         if clock >= self._next:
             self._next = clock + _FIND_S
@@ -233,7 +234,7 @@ class Runs:
     def _find(self, clock: float, wall: float) -> None:
         result = find_runs([self._folder])
         if not result and RunFolder(self._folder).record_files():
-            result = [RunFolder(self._folder)]  # it is being made
+            result = [RunFolder(self._folder)]  # a run that is just starting
         newest = sorted(result, key=_changed, reverse=True)
         self.hidden = max(0, len(newest) - MOST_RUNS)
         saved = {}
@@ -245,18 +246,18 @@ class Runs:
 
     @property
     def names(self) -> list[str]:
-        """The newest first."""
+        """Names of the runs, the newest first."""
         return list(self._followers)
 
     def running(self) -> list[str]:
-        """Names of those that run."""
+        """Return the names of the runs that are running."""
         return [
             name for name, follower in self._followers.items()
             if follower.about.get("status") == "running"
         ]  # fmt: skip
 
     def running_followers(self) -> list[RunFollower]:
-        """Theirs."""
+        """Return the followers of the runs that are running."""
         return [self._followers[name] for name in self.running()]
 
     def follower(self, name: str) -> RunFollower | None:
@@ -268,7 +269,7 @@ class Runs:
     ) -> Snapshot | None:
         """Return the snapshot of a run, see :func:`take_snapshot`; None if there is no such run.
 
-        A snapshot is taken once per look, however many callers ask for it.
+        A snapshot is taken once per read of the records, however many callers ask for it.
         """
         follower = self._followers.get(name)
         if follower is None:

@@ -1,4 +1,4 @@
-"""A snapshot of a run for a terminal and for a page. Pure, but for the follower's clock.
+"""A snapshot of a run for a terminal and for a page. Pure, except for the follower's clock.
 
 The snapshot has one row per rank, with its device, load and step times, and the state of the run as
 a whole.
@@ -30,18 +30,25 @@ from motley.text import typed_command
 
 @dataclass(frozen=True)
 class Row:
-    """One rank. None and empty: unknown.
+    """The row of one rank. None and empty values are unknown.
 
     Attributes:
-        share: of the global batch. samples: that it takes of the last one.
-        rate: what it computes, in the task's unit a second.
-        parts: of its last steps, mean seconds: input, compute, waiting, wire, optimizer, host.
-        waited: part of each step in which the others wait for it.
-        step: the last one that it has recorded here.
-        load: 0 to 1; memory in MiB, temperature in degrees Celsius, power in watts.
-        others: who else computes on its GPU, and with how much memory (GiB).
-        silent_s: since it, or the logger of its host, should have written and has not.
-        here: its own step records are here. note: why it is left out.
+        share: fraction of the global batch.
+        samples: number of samples in the last step.
+        rate: units per second that the rank computes, in the task's unit.
+        parts: mean seconds in its last steps: input, compute, waiting, wire, optimizer, host.
+        waited: fraction of each step in which the others wait for this rank.
+        step: number of the last step that it has recorded here.
+        load: load of its device, 0 to 1.
+        memory_mib: used memory of its device, in MiB.
+        memory_total_mib: total memory of its device, in MiB.
+        temperature_c: temperature of its device, in degrees Celsius.
+        power_w: power of its device, in watts.
+        others: other users of its GPU, and their memory (GiB).
+        silent_s: seconds since it, or the GPU logger of its host, last wrote, if a record is
+            overdue.
+        here: its own step records are here.
+        note: reason why it is left out.
     """
 
     rank: int
@@ -74,7 +81,7 @@ class Row:
 
 
 def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> list[Row]:
-    """One a rank that trains, ascending."""
+    """Return one row per rank that trains, ascending."""
     known = {worker["rank"]: worker for worker in workers(followed.about)}
     result = mapping(followed.about, "plan").get("counts")
     counts = [n for n in result if isinstance(n, int)] if isinstance(result, list) else []
@@ -109,14 +116,17 @@ def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> l
 
 
 def get_straggler_times(rank: int, waits: Waits | None) -> tuple[float | None, ...]:
-    """Return the times of the straggler, as the first of many ranks reports them."""
+    """Return the times of a rank without its own records, if it is the straggler; else empty.
+
+    In a group of many ranks, the first rank records these times.
+    """
     if waits is None or waits.rank != rank or waits.own_s is None:
         return ()
     return None, waits.own_s, 0.0, None, None
 
 
 def planned(counts: Sequence[int], worker: Mapping[str, Any]) -> int | None:
-    """Return samples of a rank by the plan."""
+    """Return the number of samples of a rank in the plan; None: unknown."""
     place = worker.get("group_rank")
     return counts[place] if isinstance(place, int) and 0 <= place < len(counts) else None
 
@@ -124,7 +134,7 @@ def planned(counts: Sequence[int], worker: Mapping[str, Any]) -> int | None:
 def find_device_sample(
     devices: Mapping[str, deque[GpuSample]], rank: int, worker: Mapping[str, Any]
 ) -> GpuSample | None:
-    """Return the last sample of the device that a rank computes on."""
+    """Return the last sample of the device on which a rank computes; None: unknown."""
     last = [samples[-1] for samples in devices.values()]
     uuid = worker.get("uuid")
     if uuid:
@@ -148,7 +158,7 @@ def describe_device(sample: GpuSample | None) -> dict[str, Any]:
 
 
 def left_out(about: Mapping[str, Any]) -> list[Row]:
-    """Ranks that were launched and do not train."""
+    """Return one row per rank that was launched and does not train."""
     result = about.get("left_out")
     return [
         Row(int(each["rank"]), plain(each.get("host")), "", "",
@@ -159,7 +169,7 @@ def left_out(about: Mapping[str, Any]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], most: int) -> list[Row]:
-    """Return the rows that matter most, by rank: silent ranks, the straggler, the slowest."""
+    """Return the most important rows, ascending: silent ranks, the straggler, the slowest."""
     if len(rows) <= most:
         return sorted(rows, key=lambda row: row.rank)
 
@@ -170,15 +180,15 @@ def choose(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def compute_sample_weight(steps: Sequence[Step]) -> float:
-    """Return the weight of a sample, in the task's unit; 1 where it is not recorded."""
+    """Return the mean weight of a sample, in the task's unit; 1 if it is not recorded."""
     received = [step for step in steps if step.weight is not None and step.n_global]
     samples = sum(step.n_global for step in received)
     return sum(step.weight or 0.0 for step in received) / samples if samples else 1.0
 
 
-MOST_ROWS = 64  # ranks that are shown of more
+MOST_ROWS = 64  # largest number of ranks that are shown
 _EVENTS = 30
-_PAUSE = 20  # usual steps; a longer one between two is an evaluation, or a clock that jumped
+_PAUSE = 20  # usual steps; if a gap exceeds these by _LONGEST_S, a clock has jumped
 _LONGEST_S = 600.0
 
 
@@ -187,8 +197,13 @@ class RankHistory:
     """The history of one rank.
 
     Attributes:
-        steps: of each mean. parts: of each, as of :class:`Row`.
-        load, memory_mib, temperature_c, power_w: of its device's last samples.
+        rank: number of the rank.
+        steps: number of the first step in each mean.
+        parts: seconds of each mean, as in :class:`Row`.
+        load: load in the last samples of its device, 0 to 1.
+        memory_mib: used memory in these samples, in MiB.
+        temperature_c: temperature in these samples, in degrees Celsius.
+        power_w: power in these samples, in watts.
     """
 
     rank: int
@@ -202,18 +217,22 @@ class RankHistory:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One run now. None and empty: unknown.
+    """The state of one run now. None and empty values are unknown.
 
     Attributes:
-        mood, headline: what it waits for, a sentence.
-        step: steps that are taken, of ``last_step``. left_s: seconds until its end.
-        rate: of all ranks, in ``unit`` a second. fraction: of the limit.
-        losses: step and loss, means over some steps each.
-        evaluation: the last one's metrics.
-        link: on the slowest link. waits: see :class:`Waits`.
-        rows: of ranks, ascending; ``hidden``: how many more there are.
-        elsewhere: on each host of which no file is here, or none can be read, a sentence.
-        history: of the rank that was asked for.
+        mood: condition of the run.
+        headline: sentence on the condition.
+        step: number of steps taken, out of ``last_step``.
+        left_s: expected seconds until the end of the run.
+        rate: units per second of all ranks, in ``unit``.
+        fraction: fraction of the limit.
+        losses: pairs of step and loss, each a mean over some steps.
+        evaluation: metrics of the last evaluation, in words.
+        link: sentence on the slowest link.
+        rows: rows of ranks, ascending.
+        hidden: number of further ranks.
+        elsewhere: one sentence per host whose files are not here or cannot be read.
+        history: history of the selected rank.
     """
 
     name: str
@@ -243,7 +262,7 @@ class Snapshot:
     history: RankHistory | None = None
 
     def as_json(self) -> JsonDict:
-        """For a page."""
+        """Return the snapshot for a page, with None in place of NaN and infinities."""
         result: JsonDict = finite(asdict(self))
         return result
 
@@ -313,20 +332,20 @@ def parse_count(value: Any) -> int | None:
 
 
 def compute_rate(steps: Sequence[Step]) -> float | None:
-    """Return samples a second of all ranks, over some steps."""
+    """Return the samples per second of all ranks, over some steps."""
     seconds = sum(step.seconds for step in steps)
     return sum(step.n_global for step in steps) / seconds if seconds else None
 
 
 def fraction_of_limit(about: Mapping[str, Any], rate: float | None) -> float | None:
-    """Return the fraction of the speed at which no rank waits and nothing is sent."""
+    """Return a rate as a fraction of the limit, at which no rank waits and no data is sent."""
     forecast = mapping(mapping(about, "plan"), "forecast")
     batch, limit_s = forecast.get("global_batch"), forecast.get("limit_s")
     return rate * limit_s / batch if rate and limit_s and batch else None
 
 
 def elapsed(about: Mapping[str, Any], wall: float) -> float | None:
-    """Seconds since the run was started, or until it ended; never less than 0."""
+    """Return the seconds from the start of the run until now or its end; never below 0."""
     started, ended = about.get("started"), about.get("ended")
     if not isinstance(started, int | float):
         return None
@@ -335,16 +354,17 @@ def elapsed(about: Mapping[str, Any], wall: float) -> float | None:
 
 
 def left_s(lead: Track, steps: int) -> float | None:
-    """Return the seconds that so many steps should take.
+    """Return the expected seconds of the next ``steps`` steps.
 
-    Evaluations and saves between the last steps count too.
+    The time of evaluations and checkpoints between the last steps is included.
     """
     recent = list(lead.recent)
     took, taken = 0.0, 0
     for before, step in pairwise(recent):
         number, gap = step.step - before.step, step.time - before.time
         usual = number * step.seconds
-        took += gap if 0 < gap < _LONGEST_S + _PAUSE * usual else usual  # else a clock jumped
+        # If the gap is out of these bounds, a clock has jumped.
+        took += gap if 0 < gap < _LONGEST_S + _PAUSE * usual else usual
         taken += number
     if not taken:
         took, taken = sum(step.seconds for step in recent), len(recent)
@@ -352,7 +372,7 @@ def left_s(lead: Track, steps: int) -> float | None:
 
 
 def elsewhere(followed: RunFollower) -> tuple[str, ...]:
-    """Return a sentence on each host of which no file is here, or none that can be read."""
+    """Return one sentence per host whose files are not here or cannot be read."""
     usual = f"{typed_command('python plots/watch.py')} --collect reads them by ssh"
     absent = (
         f"{host}: its own records are not here; {followed.troubles.get(host, usual)}"

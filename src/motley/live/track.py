@@ -1,7 +1,7 @@
-"""The recorded steps of each rank, and the cause that a step waits for. Pure.
+"""The recorded steps of each rank, and the cause for which a step waits. Pure.
 
-The last steps are kept in full, and all steps thinned out. A step waits for a rank, the wire, or
-input.
+The last steps are kept in full, and all steps as means over some steps. A step waits for a rank,
+the wire, or input.
 """
 
 import math
@@ -17,18 +17,19 @@ from typing import Any
 from motley.records.json_files import JsonDict
 
 PARTS = ("t_data", "t_compute", "t_wait", "t_comm", "t_opt", "t_host")
-RECENT = 64  # steps that are kept whole
-_POINTS = 240  # of a history, at most
+RECENT = 64  # last steps that are kept in full
+_POINTS = 240  # most points of a history
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of steps.rank<k>.jsonl, as far as it is shown.
+    """The fields of one line of steps.rank<k>.jsonl that are shown.
 
     Attributes:
-        parts: seconds, as PARTS; None where they are not known.
-        others: in a group of many ranks, of which the first records it: the seconds after which the
-            middle one of the others was ready, the last rank, and its seconds; None: not recorded.
+        parts: seconds of each of PARTS; None where unknown.
+        others: times of the other ranks in a group of many ranks, of which only the first writes
+            records. They are the seconds after which the middle one of the others was ready, the
+            last rank, and the seconds after which the last rank was ready. None: not recorded.
     """
 
     step: int
@@ -51,7 +52,7 @@ class Step:
 
     @property
     def ready_s(self) -> float | None:
-        """Until this rank's own gradient was ready."""
+        """Seconds until this rank's own gradient was ready; None: unknown."""
         data, compute, *_, host = self.parts
         return None if data is None or compute is None else data + compute + (host or 0.0)
 
@@ -84,12 +85,12 @@ def _number(value: object) -> float | None:
     """Return a finite number; None for anything else."""
     if type(value) is float:
         return value if math.isfinite(value) else None
-    return value if type(value) is int else None  # a bool is none
+    return value if type(value) is int else None  # a bool is not a number
 
 
 @dataclass(frozen=True)
 class Point:
-    """The mean over some steps; ``parts`` as of :class:`Step`."""
+    """The mean over some steps. ``parts`` is as in :class:`Step`."""
 
     step: int
     loss: float | None
@@ -97,14 +98,14 @@ class Point:
 
 
 class History:
-    """Means over as many steps each as make no more than some hundred of them."""
+    """Means over groups of steps. The groups grow, so that there are never more than 240."""
 
     def __init__(self) -> None:
         self._width = 1
         self._steps: dict[int, _Sum] = {}
 
     def add(self, step: Step) -> None:
-        """Add one that comes after all others."""
+        """Add a step that comes after all others."""
         self._steps.setdefault(step.step // self._width, _Sum()).add(step.loss, *step.parts)
         while len(self._steps) > _POINTS:
             self._width *= 2
@@ -114,14 +115,14 @@ class History:
             self._steps = wider
 
     def drop_from(self, step: int) -> None:
-        """Without that one and those after it, and those that share a mean with it."""
+        """Drop a step and all later ones, and all steps that share a mean with it."""
         self._steps = {
             place: total for place, total in self._steps.items()
             if place < step // self._width
         }  # fmt: skip
 
     def points(self) -> list[Point]:
-        """In order."""
+        """Return the means, in order of their steps."""
         result = []
         for place, total in self._steps.items():
             loss, *parts = total.means()
@@ -151,10 +152,11 @@ class _Sum:
 
 
 class Track:
-    """One rank's steps, as they come.
+    """One rank's steps, as they are recorded.
 
     Attributes:
-        recent: the last ones, in order.
+        recent: the last steps, in order.
+        history: means over all steps.
     """
 
     def __init__(self) -> None:
@@ -162,7 +164,10 @@ class Track:
         self.history = History()
 
     def add(self, step: Step) -> None:
-        """Add one; those after it are forgotten, for it is taken again."""
+        """Add a step, and drop earlier records of this step and later ones.
+
+        The run repeats these steps.
+        """
         if self.recent and step.step <= self.recent[-1].step:
             while self.recent and self.recent[-1].step >= step.step:
                 self.recent.pop()
@@ -172,7 +177,7 @@ class Track:
 
     @property
     def last(self) -> Step | None:
-        """The last one."""
+        """The last step; None if there is none."""
         return self.recent[-1] if self.recent else None
 
 
@@ -184,17 +189,17 @@ def mean_parts(steps: Sequence[Step]) -> tuple[float | None, ...]:
     return tuple(total.means()[1:])
 
 
-_MOST, _LEAST, _FRESH_S = 20, 3, 3.0  # steps that are looked at: those of so many seconds
-_WORTH = 0.05  # of a step, that is worth a word
-_NO_WAIT = 0.02  # of a step: a rank that waits less was ready last
-_FOR_INPUT = 0.5  # of the time until a rank is ready
-# A rank has become slower where the last one is ready after so many times what is usual, in some
-# steps or for so long, while the others are after a part of that. The monitor names this rank at
-# once, and before the wire: a rank that computes slowly also sends slowly, and most of that looks
-# like a slow wire.
+_MOST, _LEAST, _FRESH_S = 20, 3, 3.0  # most and least steps, and seconds, of a window
+_WORTH = 0.05  # fraction of a step from which a cause is reported
+_NO_WAIT = 0.02  # fraction of a step: a rank that waits less was ready last
+_FOR_INPUT = 0.5  # fraction of the time until a rank is ready, above which input is the cause
+# A rank has become slower if the last rank is ready after three times the usual time, in two steps
+# or for half a second, while the others are ready after less than half of that. The monitor names
+# this rank immediately, and in preference to the wire: a rank that computes slowly also sends
+# slowly, which looks like a slow wire.
 _SLOWER, _SLOWER_STEPS, _SLOWER_S, _OTHERS = 3.0, 2, 0.5, 0.5
-_USUAL = 8  # steps or more, whose median is usual
-_SLOWER_WORTH = 0.1  # of a step
+_USUAL = 8  # least number of steps whose median is the usual time
+_SLOWER_WORTH = 0.1  # fraction of a step from which a slower rank is reported
 
 
 class Held(StrEnum):
@@ -211,16 +216,20 @@ class Held(StrEnum):
 
 @dataclass(frozen=True)
 class Waits:
-    """The cause that the last steps waited for most.
+    """The cause for which the last steps waited most.
 
     Attributes:
-        share: part of each step. rank: that is waited for; None with Held.RANK: one that writes no
-            records here.
-        own_s, others_s: until that rank was ready, and the others on average; None: unknown.
-        usual_s: until the last rank was ready before this one became slower; None: it did not.
-        for_input: most of ``own_s`` was for its samples.
-        steps: that were looked at.
-        by_rank: part of each step in which a rank was waited for.
+        held: the cause.
+        share: fraction of each step.
+        steps: number of steps that were examined.
+        by_rank: fraction of each step in which the others waited for a rank, by rank.
+        rank: rank for which the others wait. None with Held.RANK: a rank that writes no records
+            here.
+        own_s: seconds until that rank was ready; None: unknown.
+        others_s: mean seconds until the others were ready; None: unknown.
+        usual_s: seconds until the last rank was ready before this one became slower; None: it did
+            not become slower.
+        for_input: the rank waited for its samples in most of ``own_s``.
     """
 
     held: Held
@@ -236,11 +245,13 @@ class Waits:
 
 @dataclass(frozen=True)
 class _Window:
-    """Some steps.
+    """The records of some steps.
 
     Attributes:
-        steps: how many. lines: of them, by rank and number. seconds: that they took.
-        by_rank: part of that in which each was waited for.
+        steps: number of steps.
+        lines: records of these steps, by rank and number of the step.
+        seconds: duration of all steps together.
+        by_rank: fraction of ``seconds`` in which the others waited for a rank, by rank.
     """
 
     steps: int
@@ -254,18 +265,18 @@ class _Window:
 
 
 def last_steps(track: Track) -> list[Step]:
-    """Return the steps of the last seconds, some at least and not too many."""
+    """Return the steps of the last three seconds: 3 steps at least, and 20 at most."""
     recent = list(track.recent)[-_MOST:]
     fresh = [step for step in recent if 0 <= recent[-1].time - step.time <= _FRESH_S]
     return fresh if len(fresh) >= _LEAST else recent[-_LEAST:]
 
 
 def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int]) -> Waits:
-    """Return the cause that the last steps waited for.
+    """Return the cause for which the last steps waited most.
 
     Args:
         tracks: tracks of the ranks that write their steps here.
-        lead: the track whose steps reach furthest.
+        lead: track of the rank with the latest step.
         ranks: all ranks that train.
     """
     since, usual_s = since_slower(lead)
@@ -278,9 +289,10 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
 
 
 def since_slower(lead: Track) -> tuple[list[Step], float | None]:
-    """Return the last steps, if some rank has become slower in them, and the usual time.
+    """Return the last steps in which some rank has been slower, and the usual time.
 
-    The usual time is the seconds after which the last rank was ready before.
+    The usual time is the median of the seconds until the last rank was ready. If no rank has become
+    slower, the result is an empty list and None.
     """
     ready = [_last_ready(step) for step in lead.recent]
     known = [seconds for seconds in ready if seconds is not None]
@@ -294,7 +306,7 @@ def since_slower(lead: Track) -> tuple[list[Step], float | None]:
 
 
 def _last_ready(step: Step) -> float | None:
-    """Until the last rank was ready, by one rank's line, seconds."""
+    """Return the seconds until the last rank was ready, by one rank's record, or None."""
     if step.ready_s is None:
         return None
     if step.others:
@@ -303,7 +315,13 @@ def _last_ready(step: Step) -> float | None:
 
 
 def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collection[int]) -> _Window:
-    """All ranks' lines of one rank's steps."""
+    """Return all ranks' records of some steps.
+
+    Args:
+        steps: steps of one rank, which select the numbers.
+        tracks: tracks of the ranks.
+        ranks: all ranks that train.
+    """
     numbers = [step.step for step in steps]
     lines = {
         rank: result for rank, track in tracks.items()
@@ -322,10 +340,10 @@ def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collectio
 
 
 def _most(found: _Window, ranks: int) -> Waits:
-    """Return the cause that some steps waited for most.
+    """Return the cause for which some steps waited most.
 
     Args:
-        found: the steps.
+        found: the records of the steps.
         ranks: number of ranks that train.
     """
     if not found.seconds:
@@ -357,7 +375,7 @@ def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int |
         ranks: all ranks that train.
 
     Returns:
-        None and a time where that rank writes no records; 0.0 seconds where it is unknown.
+        The rank is None if it writes no records. The time is 0.0 if it is unknown.
     """
     received = {rank: step.parts[2] for rank, step in lines.items() if step.parts[2] is not None}
     if not received:
@@ -382,11 +400,12 @@ def _for_rank(rank: int | None, found: _Window) -> Waits:
     input_s = _mean([step.parts[0] for step in own])
     rest = [step for other, steps in lines.items() if other != rank for step in steps.values()]
     others_s = _mean([step.ready_s for step in rest])
-    if own_s is None and any(step.others for step in rest):  # of many ranks, the first one writes
+    # Among many ranks, only the first writes records.
+    if own_s is None and any(step.others for step in rest):
         received = [step.others for step in rest if step.others]
         own_s = _mean([last for _, who, last in received if who == rank])
         others_s = _mean([middle for middle, _, _ in received])
-    elif own_s is None and rank is not None:  # its line of a step comes last, as it does
+    elif own_s is None and rank is not None:  # the last rank also writes its record last
         own_s = _mean([_last_ready(step) for step in rest])
     for_input = bool(own_s and input_s and input_s > _FOR_INPUT * own_s)
     return Waits(

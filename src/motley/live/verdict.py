@@ -1,4 +1,4 @@
-"""The verdict on a run: its fraction of the limit, the causes of the rest, and better options."""
+"""The verdict on a run: its fraction of the limit, the causes of the rest, and faster options."""
 
 import contextlib
 from collections import defaultdict
@@ -18,14 +18,14 @@ from motley.records.costs import Array, Training, column, joules, leak, mean, me
 from motley.records.json_files import JsonDict, finite
 from motley.records.run_folder import RunFolder
 
-_WORTH = 0.02  # of a step: what is less is noise
-_OFF = 0.1  # of the forecast
-_FIRST = 2  # steps that say nothing of the others: kernels are built
-_UNSURE = 1.5  # times off, and what a plan advises is too
-_SLOWER = 1.15  # times what was measured at the start: worth a word
+_WORTH = 0.02  # fraction of a step, below which a part is noise
+_OFF = 0.1  # deviation from the forecast that is reported
+_FIRST = 2  # first steps, which are not typical, because kernels are built
+_UNSURE = 1.5  # error factor of the plan from which its advice is called rough
+_SLOWER = 1.15  # ratio to the measurement at the start that is reported
 _JOULES_OF_KWH = 3.6e6
 _FEW_KWH = 0.1
-# The world's mean of 2023, grams a kWh (Ember, Global Electricity Review 2024).
+# World mean of 2023, grams of CO2 per kWh (Ember, Global Electricity Review 2024).
 CO2_PER_KWH = 480.0
 _PARTS = {
     "t_wait": "waiting for {who}", "t_comm": "the wire", "t_data": "input",
@@ -38,8 +38,10 @@ class Energy:
     """The energy of the GPUs that trained, from a run's first step to its last.
 
     Attributes:
-        joules_each: for one of the units that a rate counts. kwh, co2_kg: of all.
-        co2_per_kwh: grams, by which ``co2_kg`` is computed.
+        joules_each: joules per unit that a rate counts, such as an image.
+        kwh: energy of all GPUs, in kWh.
+        co2_kg: CO2 of all GPUs, in kg.
+        co2_per_kwh: grams of CO2 per kWh, from which ``co2_kg`` is computed.
     """
 
     joules_each: float
@@ -48,7 +50,7 @@ class Energy:
     co2_per_kwh: float
 
     def sentence(self, unit: str) -> str:
-        """For a person."""
+        """Return the energy in words."""
         kilo, times = ("k", 1) if self.kwh >= _FEW_KWH else ("", 1000)
         return (
             f"The GPUs took {times * self.kwh:.3g} {kilo}Wh, {self.joules_each:.3g} J per "
@@ -59,20 +61,22 @@ class Energy:
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """The verdict on one run; None and empty: unknown.
+    """The verdict on one run. None and empty values are unknown.
 
     Attributes:
-        fraction: of the limit. step_s: seconds of a step, the median. forecast_s: that were
-            foreseen.
-        lost: part of a step that went on each thing but computing, the largest first; means over
-            ranks of medians over steps.
-        link: on the slowest link, a sentence.
-        slower: the rank that takes longer for the same than was measured at the start;
-            ``slower_times`` as long. crowd: why, where it is among more ranks than its host has
-            processors.
-        grows_mib: growth of memory in a step, to the end, on the worst rank.
-        energy: of the GPUs.
+        fraction: fraction of the limit that was reached.
+        step_s: median seconds of a step.
+        forecast_s: expected seconds of a step.
+        lost: fraction of a step for each activity except compute, the largest first. They are means
+            over ranks of medians over steps.
+        link: sentence on the slowest link.
+        slower: the rank that is slowest relative to the measurement at the start.
+        slower_times: its time relative to that measurement.
+        crowd: reason, if its host has fewer processors than ranks.
+        grows_mib: growth of memory per step until the end, in MiB, on the worst rank.
+        energy: energy of the GPUs.
         advice: faster options, the fastest first; then advice without a figure.
+        unit: unit that rates count.
     """
 
     fraction: float | None
@@ -89,7 +93,7 @@ class RunVerdict:
     unit: str
 
     def sentences(self) -> list[str]:
-        """For a person, the most important first."""
+        """Return the verdict in words, the most important sentence first."""
         text = [self._reached(), self._where_it_went(), self._who_is_slower()]
         text += [_sentence(each, self.unit, self._how_far_off()) for each in self.advice]
         if self.grows_mib:
@@ -116,7 +120,7 @@ class RunVerdict:
         return f"The run reached {self.fraction:.0%} of the limit, the sum of all devices. {words}."
 
     def _how_far_off(self) -> str:
-        """Return a warning that the plan, which advises, erred; empty where it did not."""
+        """Return a warning if the plan, which gives the advice, was far off; otherwise empty."""
         if not (self.step_s and self.forecast_s):
             return ""
         times = self.forecast_s / self.step_s
@@ -141,16 +145,16 @@ class RunVerdict:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Without what JSON has no word for."""
+        """Return the verdict with None in place of NaN and infinities."""
         result: dict[str, Any] = finite(asdict(self))
         return result
 
 
 def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> RunVerdict:
-    """Judge a run by its records.
+    """Return the verdict on a run from its records.
 
-    The steps of its last launch count, to which the plan belongs, or all steps if that launch has
-    none. Energy is of all launches.
+    The steps of the last launch count, because the plan is that launch's. If that launch has no
+    steps, all steps count. Energy is that of all launches.
 
     Args:
         training: records of the run.
@@ -191,7 +195,7 @@ def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
 
 
 def _usual(training: Training) -> Callable[[Array], float]:
-    """Return the function that sums up the times of steps.
+    """Return the function that averages the times of steps.
 
     The function is the median. With Local SGD it is the mean, because one step in many waits for
     the wire.
@@ -219,7 +223,7 @@ def _lost(training: Training) -> dict[str, float]:
 
 
 def _took(training: Training, *fields: str) -> dict[int, float]:
-    """Return the seconds of some parts of a step together, of each rank that records them."""
+    """Return the median seconds of some parts of a step together, for each rank with records."""
     result = {
         rank: median(np.sum([_read_part(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()
@@ -228,13 +232,13 @@ def _took(training: Training, *fields: str) -> dict[int, float]:
 
 
 def _read_part(records: Sequence[JsonDict], field: str) -> Array:
-    """Return a part of each step; older records have no ``t_host``."""
+    """Return a part of each step, [steps]. A missing ``t_host``, as in older records, is 0."""
     result = column(records, field)
     return np.nan_to_num(result) if field == "t_host" else result
 
 
 def _slowest(training: Training) -> str:
-    """Return the rank that is ready last, where all ranks record it."""
+    """Return the name of the rank that is ready last, if all ranks have records."""
     ready = _took(training, "t_data", "t_compute", "t_host")
     if len(ready) < 2 or len(ready) < len(training.run.get("ranks") or ready):
         return "the slowest rank"
@@ -242,11 +246,11 @@ def _slowest(training: Training) -> str:
 
 
 def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None, str]:
-    """Return the rank whose samples take longest beside the forecast.
+    """Return the rank whose time for its samples is largest relative to the forecast.
 
     Returns:
-        The name of the rank, the ratio of its time to the forecast, and the reason, if ranks share
-        its processors.
+        The name of the rank, the ratio of its time to the forecast, and a reason if ranks share its
+            processors.
     """
     foreseen = _foreseen(training, forecast)
     times = {}
@@ -265,12 +269,12 @@ def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | 
 
 
 def _foreseen(training: Training, forecast: dict[str, Any]) -> dict[int, Callable[[float], float]]:
-    """Return for each rank the seconds that the plan expects of any number of samples.
+    """Return for each rank a function from a number of samples to the expected seconds.
 
-    After a new split a rank has another number of samples than it was planned for.
+    After a new split, a rank has another number of samples than in the plan.
     """
     plan, tables = training.run.get("plan") or {}, list[SpeedTable]()
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # a record of another version
         tables = [SpeedTable.from_json(each) for each in plan["speeds"]]
     seconds, counts = forecast.get("compute_s") or (), plan.get("counts") or ()
     result: dict[int, Callable[[float], float]] = {}
@@ -291,7 +295,10 @@ def _in_proportion(seconds: float, planned: float, samples: float) -> float:
 
 
 def _crowd(training: Training, worker: dict[str, Any]) -> str:
-    """Return a sentence on a rank without a GPU among more ranks than its host has processors."""
+    """Return a sentence if a rank without a GPU shares too few processors with others.
+
+    The sentence is empty if there are enough processors.
+    """
     host = worker.get("host")
     beside = [
         each for each in training.run.get("ranks") or ()
@@ -313,7 +320,7 @@ def _advice(told: Sequence[dict[str, Any]]) -> tuple[Advice, ...]:
     try:
         known = [Advice.from_json(each) for each in told]
     except (KeyError, TypeError):
-        return ()  # of another version
+        return ()  # a record of another version
     return tuple(sorted(known, key=lambda each: -(each.times or 0.0)))
 
 
@@ -326,7 +333,7 @@ def _sentence(advice: Advice, unit: str, off: str) -> str:
         off: error of the plan, in words.
     """
     if advice.times is None:
-        return f"{advice.text}."  # which may begin with a host's name
+        return f"{advice.text}."  # without a capital, as it may begin with a host's name
     price = f"; {advice.price}" if advice.price else ""
     return f"{advice.option}: about {advice.times - 1:+.0%} {unit}/s{off}{price}."
 

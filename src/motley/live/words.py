@@ -1,6 +1,6 @@
-"""Words for the state of a run: the headline, events and evaluations, on one line each.
+"""The state of a run in words: the headline, events and evaluations, on one line each.
 
-The words contain nothing that moves a cursor.
+The words contain no control characters.
 """
 
 from collections import defaultdict
@@ -16,11 +16,11 @@ from motley.records.json_files import JsonDict
 from motley.records.training import EMA, EpochRecord
 from motley.text import format_step
 
-_LONGEST = 2000  # characters
+_LONGEST = 2000  # most characters of a text
 
 
 def plain(text: object) -> str:
-    """Return a text on one line, without characters that move a cursor or turn the writing.
+    """Return a text on one line, without control characters and marks of writing direction.
 
     None becomes an empty text.
     """
@@ -29,19 +29,25 @@ def plain(text: object) -> str:
 
 
 def part(share: float) -> str:
-    """Return a share in words, as in 34 %."""
+    """Return a share in words, as in ``34 %``."""
     return f"{100 * share:.0f} %"
 
 
 def mapping(about: Mapping[str, Any], name: str) -> JsonDict:
-    """Return an object of run.json; empty if it is not there."""
+    """Return an object in run.json by its name; an empty one if it is missing."""
     result = about.get(name)
     return result if isinstance(result, dict) else {}
 
 
 @dataclass(frozen=True)
 class Event:
-    """One of events.jsonl. time: seconds since the epoch, None: unknown."""
+    """One line of events.jsonl.
+
+    Attributes:
+        time: seconds since the epoch; None: unknown.
+        kind: kind of the event.
+        text: the event in words.
+    """
 
     time: float | None
     kind: str
@@ -73,33 +79,33 @@ _SAID = {
 
 
 def event(line: JsonDict) -> Event:
-    """One of events.jsonl, in words."""
+    """Return a line of events.jsonl in words."""
     kind, when = str(line["event"]), line.get("time")
     text = line.get("text")
     if not isinstance(text, str):
         received = {name: "?" if value is None else value for name, value in line.items()}
         if isinstance(step := line.get("step"), int):
-            received["step"] = step + 1  # as people count
+            received["step"] = step + 1  # counted from 1 for the user
         text = _SAID.get(kind, "").format_map(_EventFields(received))
     return Event(when if isinstance(when, int | float) else None, plain(kind), plain(text))
 
 
 class _EventFields(dict[str, Any]):
-    """Fields of an event; one that it lacks is a question mark."""
+    """The fields of an event. A missing field reads as a question mark."""
 
     def __missing__(self, key: str) -> str:
         return "?"
 
 
-_STALL_S, _STALL_STEPS = 2.0, 5.0  # without a step, whichever is longer
-_LATE_S, _LATE_SAMPLES = 1.0, 2.5  # a logger of devices writes at its own interval
-_INTERVAL_S = 2.0  # of that logger, where run.json has no interval
-_FEW = 4  # that are named
-_ALSO = 0.1  # of a step, that a rank is waited for besides
+_STALL_S, _STALL_STEPS = 2.0, 5.0  # time without a step that is a stall: the longer of the two
+_LATE_S, _LATE_SAMPLES = 1.0, 2.5  # delay of the GPU logger, also in its sampling intervals
+_INTERVAL_S = 2.0  # interval of that logger if run.json has none
+_FEW = 4  # silent parts that are named
+_ALSO = 0.1  # fraction of a step from which a straggler is named as a further cause
 
 
 class Mood(StrEnum):
-    """How a run does."""
+    """The condition of a run."""
 
     STARTING = "starting"
     WELL = "well"
@@ -111,13 +117,13 @@ class Mood(StrEnum):
 
 @dataclass(frozen=True)
 class Silence:
-    """The parts of a run that should have written, and have not.
+    """The parts of a run whose records are overdue.
 
     Attributes:
-        stalled_s: since any rank has written a step, where that is long for this run; else None.
-        hosts: seconds since the logger of their devices wrote. ranks: since they wrote a step that
-            others have written.
-        unreported: seconds since the first rank received from them.
+        stalled_s: seconds since any rank wrote a step, if that is long for this run; else None.
+        hosts: seconds since the GPU logger of a host wrote, by host.
+        ranks: seconds since a rank wrote a step, if others have written later ones, by rank.
+        unreported: seconds since the first rank received a message from a silent rank, by rank.
     """
 
     stalled_s: float | None = None
@@ -126,12 +132,12 @@ class Silence:
     unreported: Mapping[int, float] = field(default_factory=dict)
 
     def for_rank(self, rank: int, host: str) -> float | None:
-        """Return the silence of a rank on a host in words; None if it is not silent."""
+        """Return the seconds for which a rank on a host has been silent, or None."""
         return self.unreported.get(rank) or self.hosts.get(host) or self.ranks.get(rank)
 
 
 def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
-    """Return the silent parts of a run whose record says that it is running."""
+    """Return the silent parts of a run that is running by its run.json."""
     interval = mapping(followed.about, "config").get("gpu_log_interval")
     interval = interval if isinstance(interval, int | float) and interval > 0 else _INTERVAL_S
     late = _LATE_SAMPLES * interval + _LATE_S
@@ -142,7 +148,7 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
     lead, unreported = followed.lead(), followed.silence_s()
     if lead is None or lead.last is None:
         return Silence(None, hosts, unreported=unreported)
-    usual = median(step.seconds for step in lead.recent)  # one that took long changes nothing
+    usual = median(step.seconds for step in lead.recent)  # robust against single long steps
     stall, since = max(_STALL_S, _STALL_STEPS * usual), followed.silent_s()
     stalled = since > stall
     behind = {}
@@ -153,14 +159,14 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
         if silent - since > stall or (stalled and track.last.step < lead.last.step):
             behind[rank] = silent
     if 2 * len(behind) > len(followed.tracks):
-        behind = {}  # then who is ahead is the odd one: it has written its last words, say
+        behind = {}  # if most ranks are behind, the leading rank is the exception
     return Silence(since if stalled else None, hosts, behind, unreported)
 
 
 def headline(
     followed: RunFollower, waits: Waits | None, silence: Silence, wall: float
 ) -> tuple[Mood, str]:
-    """How the run does, and the sentence."""
+    """Return the condition of a run, and a sentence about it."""
     status = followed.about.get("status")
     if not followed.about:
         return Mood.STARTING, "being made: there is no run.json yet"
@@ -188,7 +194,7 @@ def headline(
 
 
 def name_rank(followed: RunFollower, rank: int) -> str:
-    """Return a rank's name for people, as in ``ecetesla3 (rank 3)``."""
+    """Return a rank's name for the user, as in ``ecetesla3 (rank 3)``."""
     for worker in workers(followed.about):
         if worker["rank"] == rank:
             return f"{plain(worker.get('host'))} (rank {rank})"
@@ -265,7 +271,10 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
 
 
 def _and_for(followed: RunFollower, waits: Waits) -> str:
-    """Return the causes besides the first; a slow host makes the wire slow too."""
+    """Return the straggler as a cause besides the first one, or an empty string.
+
+    A slow host makes the wire slow too.
+    """
     ranks = {rank: share for rank, share in waits.by_rank.items() if rank is not None}
     most = max(ranks, key=lambda rank: ranks[rank], default=None)
     if most is None or ranks[most] < _ALSO:
@@ -274,12 +283,13 @@ def _and_for(followed: RunFollower, waits: Waits) -> str:
 
 
 def _where_input(followed: RunFollower) -> str:
-    """Which rank waits longest for its samples."""
+    """Return the rank that waits longest for its samples, in words, or an empty string."""
     trains = {worker["rank"] for worker in workers(followed.about)}
     input_s = {
         rank: mean_parts(last_steps(track))[0] or 0.0
         for rank, track in followed.tracks.items()
-        if track.last and (rank in trains or not trains)  # others were lost, or of an earlier job
+        # Other tracks are of lost ranks, or of an earlier job.
+        if track.last and (rank in trains or not trains)
     }
     if len(input_s) < 2:
         return ""

@@ -1,1 +1,1 @@
-"""Pure arithmetic: who computes how much, how long that takes, and what would be faster."""
+"""Arithmetic without side effects: each rank's share, the expected time, and faster options."""

@@ -15,11 +15,11 @@ from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import AllReduceCost, EngineTraits, WireMode
 from motley.text import format_rate, typed_command
 
-_WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
-_BEATS = 1.1  # times the best machine alone: what a lab should at least be
-_DOUBLINGS = 6  # of the batch, at most
-_WAITS = 0.1  # of a rank's time, for its samples: worth a word
-_FASTEST = 6  # machines, one of which is the best alone
+_WORTH_A_WORD = 0.1  # fraction of a step that an unrequested option must save
+_BEATS = 1.1  # speed relative to the best host alone that all hosts together should reach
+_DOUBLINGS = 6  # most doublings of the batch that are tried
+_WAITS = 0.1  # fraction of a rank's time waiting for samples that is reported
+_FASTEST = 6  # fastest hosts, among which the best one alone is searched
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Advice:
 
     Attributes:
         text: a sentence.
-        option: the words to add to the line; empty: none.
-        times: as many samples a second as planned, by the forecast; None: unknown.
-        price: the known cost of the option; empty: none.
+        option: words to add to the command line; empty: none.
+        times: expected rate relative to the plan's; None: unknown.
+        price: known cost of the option; empty: none.
     """
 
     text: str
@@ -42,21 +42,22 @@ class Advice:
         return self.text
 
     def as_json(self) -> dict[str, Any]:
-        """For run.json; :meth:`from_json` reads it."""
+        """Return the advice for run.json; :meth:`from_json` reads it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Advice":
-        """Read :meth:`as_json`."""
+        """Read the result of :meth:`as_json`."""
         return cls(**{each.name: content[each.name] for each in fields(cls)})
 
 
 def better_modes(
     options: Mapping[WireMode, Choice], mode: WireMode, names: Sequence[str]
 ) -> tuple[Advice, ...]:
-    """Return wire modes that would be faster than ``mode``.
+    """Return advice on wire modes that would be faster than ``mode``.
 
-    These are the fastest of the modes that only round, and the fastest of all modes.
+    There are two candidates: the fastest mode that only rounds, and the fastest of the inexact
+    modes if it is faster still.
 
     Args:
         options: the ranks that would train in each mode.
@@ -89,14 +90,14 @@ def fewer_hosts(
     machines: Sequence[int],
     links: Links | None,
 ) -> tuple[Advice, ...]:
-    """Advise that a step would be shorter without some hosts that the user asked for.
+    """Advise to leave out requested hosts without which a step would be shorter.
 
     Args:
-        choice: the ranks that would train without that wish.
+        choice: the ranks that would train if all hosts were optional.
         planned_s: seconds of a step with all of them.
         names: host of each rank.
-        machines: machine of each rank, by number.
-        links: measured links between the machines; None: not measured.
+        machines: host of each rank, by number.
+        links: measured links between the hosts; None: not measured.
     """
     times = planned_s / choice.chosen.step_s
     out = [rank for rank in range(len(names)) if rank not in choice.ranks]
@@ -117,7 +118,7 @@ def fewer_hosts(
 def better_engine(
     traits: EngineTraits, predicted: Forecast, engines: Mapping[str, Forecast]
 ) -> tuple[Advice, ...]:
-    """Advise an engine that would be faster because it sends gradients otherwise.
+    """Advise an engine that would be faster because it communicates differently.
 
     Args:
         traits: traits of the engine in use.
@@ -144,17 +145,17 @@ def larger_batch(
     wire: AllReduceCost,
     links: Links | None = None,
 ) -> tuple[Advice, ...]:
-    """Advise a larger batch if these machines together hardly beat the best of them.
+    """Advise a larger batch if all hosts together are hardly faster than the best of them.
 
-    The advice is empty if the batch suffices, or if no larger batch would.
+    The advice is empty if the batch is large enough, or if no larger batch would help.
 
     Args:
         global_batch: samples in a step.
         names: host of each rank.
-        machines: machine of each rank, by number.
+        machines: host of each rank, by number.
         speeds: speed of each rank.
         wire: cost of an all-reduce in the planned mode.
-        links: measured links between the machines; None: not measured.
+        links: measured links between the hosts; None: not measured.
     """
     rates = compute_rates(machines, speeds)
     fastest = sorted(rates, key=lambda machine: -rates[machine])[:_FASTEST]

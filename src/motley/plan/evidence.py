@@ -1,9 +1,9 @@
-"""Evidence that a rank's speed differs from the one its share was made for. Pure.
+"""Evidence that a rank's speed differs from the speed for which its share was made. Pure.
 
-A column holds the ratio of a rank's time to the expected time, step by step. A window of k steps
-shows a change if at least m of them lie beyond a threshold on one side (:data:`WINDOWS`). The
-threshold follows from the noise of the column, such that noise alone shows a change in one of a
-million looks at all columns (see ARITHMETIC.md).
+A column is a series of ratios, one per step: the time that a rank took over the expected time. A
+window of k steps shows a change if at least m of its steps lie beyond a threshold on one side
+(:data:`WINDOWS`). The threshold follows from the noise of the column. Noise alone shows a change in
+one of a million checks of all columns (see ARITHMETIC.md).
 """
 
 import math
@@ -15,22 +15,22 @@ import numpy as np
 
 from motley.plan.plan import Floats
 
-# The steps of a window, and how many of them must agree.
+# Steps in a window, and how many of them must lie beyond the threshold.
 WINDOWS = {3: 3, 4: 4, 8: 7, 16: 12, 32: 21, 64: 39, 128: 73}
 LONGEST = max(WINDOWS)
-FALSE_ALARM = 1e-6  # chance per look at all columns
-LEAST_NOISE = 0.01  # relative standard deviation of a step: a clock is no better
+FALSE_ALARM = 1e-6  # probability per check of all columns
+LEAST_NOISE = 0.01  # least relative standard deviation of a step, due to the clock
 _FIRST = 8  # steps after which noise is estimated for the first time
-_BLOCK = 8  # steps whose medians show noise that lasts longer than a step
-_TOO_FEW = 0.4  # known steps, of those in which noise would pass a threshold once
-_ROUNDED = 1024  # thresholds are multiples of 1/1024: libraries differ in the last bit of exp
+_BLOCK = 8  # steps per block; medians of blocks show noise that lasts longer than a step
+_TOO_FEW = 0.4  # expected number of steps beyond a threshold, below which it is unknown
+_ROUNDED = 1024  # thresholds are multiples of 1/1024, as the last bit of exp differs
 
 
 class Groups:
-    """Columns that belong together.
+    """Groups of columns.
 
     Args:
-        keys: one per column; columns of one group have equal keys.
+        keys: one key per column. Columns with equal keys form a group.
     """
 
     def __init__(self, keys: Sequence[Hashable]) -> None:
@@ -45,7 +45,10 @@ class Groups:
         return len(self._size) == len(self._group)
 
     def median(self, values: Floats) -> Floats:
-        """Return the median of its group for each column, the geometric mean of the middle two."""
+        """Return for each column the median of its group.
+
+        With an even number of values, the median is the geometric mean of the middle two.
+        """
         if self.are_single:
             return values
         ascending = values[np.lexsort((values, self._group))]
@@ -55,10 +58,11 @@ class Groups:
 
 
 class Evidence:
-    """The last steps of all columns, and the noise in them.
+    """The ratios of the last steps in all columns, and the noise in them.
 
     Args:
-        groups: columns of equal devices, whose noise is at least the median of the group.
+        groups: columns of equal devices. The noise of a column counts as at least the median of its
+            group.
         columns: number of columns.
     """
 
@@ -67,8 +71,8 @@ class Evidence:
         self._ratios = np.ones((2 * LONGEST, columns))
         self._folds = np.ones((2 * LONGEST, columns))  # max(ratio, 1 / ratio)
         self._thresholds: dict[int, Floats] = {}
-        self._end = self._known = 0  # rows; steps that they hold
-        self.steps = 0  # of the present split
+        self._end = self._known = 0  # rows in use; all steps so far
+        self.steps = 0  # steps with the current split
         self.noise = math.inf  # standard deviation of a step's logarithm, of the median column
         # Share of the steps that noise may push beyond the threshold on one side.
         self._tails = {
@@ -77,11 +81,14 @@ class Evidence:
         }
 
     def clear(self) -> None:
-        """Begin with another split. Earlier steps still show the noise."""
+        """Start counting steps for another split.
+
+        Earlier steps still serve to estimate the noise.
+        """
         self.steps = 0
 
     def add(self, ratios: Floats) -> None:
-        """Append a step: the ratio of each column."""
+        """Append the ratios of a step, [columns]."""
         if self._end == len(self._ratios):
             self._ratios[:LONGEST] = self._ratios[LONGEST:]
             self._folds[:LONGEST] = self._folds[LONGEST:]
@@ -93,7 +100,7 @@ class Evidence:
             self._estimate_noise()
 
     def explain_steps(self, steps: int, change: Floats) -> None:
-        """Attribute the last steps before :meth:`clear` to a change instead of noise.
+        """Attribute deviations in the last steps before :meth:`clear` to a change, not to noise.
 
         Args:
             steps: number of steps.
@@ -106,7 +113,10 @@ class Evidence:
         self._estimate_noise()
 
     def is_due(self, window: int) -> bool:
-        """Return True if a window of so many steps is looked at now: four times while it passes."""
+        """Return True if a window of this many steps is to be checked now.
+
+        A window is checked four times within its own length.
+        """
         pause = max(1, window // 4)
         return self.steps >= window and self.steps % pause == 0 and self._known >= _FIRST
 
@@ -115,7 +125,7 @@ class Evidence:
         return self._ratios[self._end - steps : self._end]
 
     def find_changes(self, window: int) -> Floats | None:
-        """Return the median ratio of each column that has changed, and 1 for all others.
+        """Return the median ratio of each column that has changed, and 1 for all other columns.
 
         None if no column has changed in the last ``window`` steps.
         """
@@ -130,18 +140,18 @@ class Evidence:
         return np.where(has_changed, median(ratios), 1.0) if has_changed.any() else None
 
     def _estimate_noise(self) -> None:
-        """Find the threshold of each window and column.
+        """Compute the threshold of each window and column.
 
-        Noise passes it in so few steps as the window allows: by a normal distribution of this
-        spread, and by count.
+        Noise may pass the threshold only as often as the window allows. This is ensured by a normal
+        distribution with the measured deviation, and by a count of the steps.
         """
         ratios = self.get_last(min(self._known, LONGEST))
         if len(ratios) < LONGEST // 2:
-            # A change may be a large part of few steps, but it is one of their differences.
+            # In few steps a change may affect most steps, but only one difference between steps.
             ascending = np.sort(ratios[1:] / ratios[:-1], axis=0)
             deviation = _compute_deviation(ascending) / math.sqrt(2) * (1 + 8 / len(ascending))
         else:
-            ratios = ratios[:-_BLOCK]  # a change in the last ones is not found yet
+            ratios = ratios[:-_BLOCK]  # the last steps may contain a change that is not found yet
             blocks = ratios[len(ratios) % _BLOCK :].reshape(-1, _BLOCK, self.columns)
             of_median = 1.2533 / math.sqrt(_BLOCK)  # a median's noise, if steps are independent
             lasting = (
@@ -156,7 +166,7 @@ class Evidence:
             if passes >= 0:
                 farthest = np.maximum(ascending[-1 - passes], 1 / ascending[passes])
             elif tail * (len(ascending) + 2) > _TOO_FEW:
-                # Too few steps to count: a change must be twice as far as the farthest of them.
+                # Too few steps to count: a change must be twice as far as the farthest step.
                 farthest = np.maximum(ascending[-1], 1 / ascending[0]) ** 2
             else:
                 self._thresholds[window] = np.full(self.columns, np.inf)
@@ -173,15 +183,15 @@ def _quantile(tail: float) -> float:
 
 
 def _compare_to_median(ratios: Floats) -> Floats:
-    """Return the ratios to their median, in ascending order."""
+    """Return the ratios divided by their median, in ascending order."""
     ascending = np.sort(ratios, axis=0)
     centred: Floats = ascending / _middle(ascending)
     return centred
 
 
 def _compute_deviation(ascending: Floats) -> Floats:
-    """Return the standard deviation of each column's logarithm, without rare long steps."""
-    outside = int(0.15 * len(ascending))  # steps on each side; a normal distribution has 1.0364
+    """Return the standard deviation of each column's logarithm, robust against rare long steps."""
+    outside = int(0.15 * len(ascending))  # steps on each side; 1.0364 deviations if normal
     deviations: Floats = (
         np.log(np.maximum(ascending[-1 - outside], 1 / ascending[outside])) / 1.0364
     )
@@ -189,9 +199,9 @@ def _compute_deviation(ascending: Floats) -> Floats:
 
 
 def median(rows: Floats) -> Floats:
-    """Return the median over the first axis, the geometric mean of the middle two rows.
+    """Return the median over the first axis, as the geometric mean of the middle two rows.
 
-    With two ranks, one is then as many times slower as the other is faster.
+    With two ranks, one is then as many times slower than the median as the other is faster.
     """
     return _middle(np.sort(rows, axis=0))
 

@@ -1,4 +1,4 @@
-"""Forecasts of a split, and of other ways beside it, from measured speeds. Pure."""
+"""Forecasts of a split and of its alternatives, from measured speeds. Pure."""
 
 import dataclasses
 import math
@@ -14,13 +14,13 @@ from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import AllReduceCost
 from motley.text import format_rate
 
-_WORTH = 0.01  # of a step, that larger micro-batches must save
-_WORTH_A_BUCKET = 0.002  # of a step, that more buckets must save; seen: forecasts are that good
-_WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
-_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # that are tried
-WORTH_IT = 0.03  # of a step, that hosts must save by their absence, or a wire that rounds
-_WELL = 0.8  # of the limit: below it the losses are listed
-_FEW_MACHINES = 6  # have 62 subsets
+_WORTH = 0.01  # fraction of a step that larger micro-batches must save
+_WORTH_A_BUCKET = 0.002  # fraction that more buckets must save; forecasts are this accurate
+_WORTH_ON_GPU = 0.03  # more with NCCL, whose kernels occupy the GPU for 2 to 6 % of a step
+_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # numbers that are tried
+WORTH_IT = 0.03  # fraction of a step that leaving out hosts, or a rounding wire, must save
+_WELL = 0.8  # fraction of the limit, below which the losses are listed
+_FEW_MACHINES = 6  # these have 62 subsets
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,16 @@ class Forecast:
     """The expected step of a plan.
 
     Attributes:
-        compute_s: of each rank in a step.
-        wire_s: time of the all-reduce of the whole gradient without overlap; in Local SGD, of an
+        global_batch: samples in a step.
+        compute_s: compute seconds of each rank in a step.
+        wire_s: seconds of the all-reduce of the whole gradient without overlap. In Local SGD: of an
             averaging round, divided by its steps.
         buckets: number of gradient buckets whose all-reduces overlap the backward pass; 1: one
             all-reduce after it.
-        exposed_s: the part of the all-reduce that the backward pass does not hide.
-        limit_s: time of a step in which no rank waits and nothing is sent, on all machines, with
-            those that the plan leaves out.
-        input_s: the part of the longest ``compute_s`` in which its rank waits for samples.
+        exposed_s: part of the all-reduce that the backward pass does not hide.
+        limit_s: seconds of a step in which no rank waits and no data is sent, on all hosts,
+            including those that the plan leaves out.
+        input_s: part of the longest ``compute_s`` in which its rank waits for samples.
     """
 
     global_batch: int
@@ -49,22 +50,22 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
-        """A step, predicted."""
+        """Expected seconds of a step."""
         return max(self.compute_s) + self.exposed_s
 
     @property
     def samples_per_s(self) -> float:
-        """Predicted."""
+        """Expected samples per second."""
         return self.global_batch / self.step_s
 
     @property
     def fraction(self) -> float:
-        """Expected samples per second over the limit's; 1 if nothing is lost."""
+        """Expected samples per second as a fraction of the limit; 1 if nothing is lost."""
         return min(1.0, self.limit_s / self.step_s)
 
     @property
     def losses(self) -> dict[str, float]:
-        """Seconds of a step beyond the limit's, by cause; they add up to all of them."""
+        """Seconds by which a step exceeds the limit, by cause."""
         lost = {"the wire": self.exposed_s, "input": self.input_s}
         lost["shares and micro-batches of other than the best sizes"] = (
             self.step_s - self.limit_s - sum(lost.values())
@@ -92,13 +93,13 @@ class Forecast:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For run.json; :meth:`from_json` reads it."""
+        """Return the forecast for run.json; :meth:`from_json` reads it."""
         derived = {"step_s": self.step_s, "fraction": self.fraction}
         return {**dataclasses.asdict(self), **derived}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Forecast":
-        """Read :meth:`as_json`."""
+        """Read the result of :meth:`as_json`."""
         names = [field.name for field in dataclasses.fields(cls)]
         known = {name: content[name] for name in names if name in content}
         return cls(**{**known, "compute_s": tuple(content["compute_s"])})
@@ -110,17 +111,16 @@ def forecast(
     wire: AllReduceCost,
     buckets: int | None = None,
 ) -> Forecast:
-    """Predict a plan.
+    """Forecast the step of a split.
 
     The wire may work while the last micro-batch's backward pass (two thirds of its time) still
-    produces gradients.
+    computes gradients.
 
     Args:
         counts: samples of each rank in a step.
         speeds: speed of each rank.
         wire: cost of an all-reduce.
-        buckets: number of buckets to send the gradient in. None: the fewest that do about as well
-            as any.
+        buckets: number of gradient buckets. None: the smallest number that is about as fast as any.
     """
     total = sum(counts)
     compute = tuple(Speeds(speeds).compute_seconds(np.array(counts, dtype=float)).tolist())
@@ -152,11 +152,11 @@ def forecast(
 def split_and_forecast(
     global_batch: int, speeds: Sequence[SpeedTable], wire: AllReduceCost
 ) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
-    """Split the batch in micro-batches that make a step short.
+    """Split the batch, choose micro-batches that make a step short, and forecast the step.
 
-    Each rank takes its fastest micro-batch; or its whole share, where the wire is to hide behind a
-    backward pass. Where each micro-step has its part of the wire, all take as many as make the step
-    shortest.
+    Each rank takes its fastest micro-batch. If the backward pass is to hide the wire, each rank
+    takes its whole share as one micro-batch. If each micro-step communicates, all ranks take the
+    number of micro-batches with the shortest step.
 
     Returns:
         The speeds, with the chosen m; the samples of each rank; and the forecast.
@@ -165,7 +165,7 @@ def split_and_forecast(
     counts = split(global_batch, speeds)
     result = forecast(counts, speeds, wire)
     waits = wire.likes_long_batches and result.exposed_s > _WORTH * result.step_s
-    # A share may take the fastest micro-batch and a slow small rest.
+    # A share may need one fast micro-batch and one that is small and slow.
     pairs = zip(speeds, counts, strict=True)
     if waits or any(speed.micro_batch < n <= speed.sizes[-1] for speed, n in pairs):
         best = speeds, counts, result
@@ -182,17 +182,17 @@ def split_and_forecast(
 def _longer(
     speeds: Sequence[SpeedTable], counts: Sequence[int], wire: AllReduceCost
 ) -> Iterator[tuple[SpeedTable, ...]]:
-    """Yield the speeds with larger micro-batches, with which each share needs few of them.
+    """Yield the speeds with larger micro-batches, so that each share needs few of them.
 
-    The first entries have one micro-batch per share. If each micro-step has its part of the wire,
-    there are more entries. These have as many micro-batches as the rank with most of them needs at
-    each of its sizes.
+    The first candidate has one micro-batch per share. If each micro-step communicates, there are
+    further candidates. Their numbers of micro-batches are those that the rank with the most
+    micro-batches needs at each of its sizes.
     """
     pairs, few, mores = list(zip(speeds, counts, strict=True)), {1}, {0}
     if wire.allreduces_per_micro_step > 0:
         last, n = max(pairs, key=lambda pair: pair[1] / pair[0].micro_batch)
         few |= {math.ceil(n / size) for size in last.sizes if last.micro_batch < size < n}
-        # Or the next split gives a sample more to who would then need another micro-step.
+        # The next split may give a rank one more grain than these micro-steps would hold.
         mores = {0, last.grain}
     for parts, more in product(sorted(few), sorted(mores)):
         yield tuple(
@@ -206,9 +206,10 @@ class Choice:
     """The ranks that should train.
 
     Attributes:
-        ranks: ascending.
-        idle: those that would get no sample.
-        with_all, chosen: forecasts with all, and with ``ranks``.
+        ranks: numbers of these ranks, ascending.
+        idle: ranks that would get no sample.
+        with_all: forecast with all ranks.
+        chosen: forecast with ``ranks``.
     """
 
     ranks: tuple[int, ...]
@@ -226,20 +227,20 @@ def choose_machines(
     needed: int | None = None,
     fixed: bool = False,
 ) -> Choice:
-    """Return all ranks that get a sample, or those of the machines with which a step is shortest.
+    """Return the ranks with which a step is shortest.
 
-    Some machines are left out only if this shortens the step by more than the error of the clocks.
-    Every subset of a few machines is tried. With many machines, the subsets of the fastest and of
-    the best links are tried.
+    Ranks without samples are left out. Some hosts are left out too if this shortens the step by
+    more than the error of the clocks. Every subset of a few hosts is tried. With many hosts, the
+    fastest ones and those with the best links are tried.
 
     Args:
         global_batch: samples in a step.
-        machines: machine of each rank, by number.
+        machines: host of each rank, by number.
         speeds: speed of each rank.
         wire: cost of an all-reduce among all ranks.
-        links: measured links between the machines; None: not measured.
-        needed: a machine that has to stay; None: no such machine.
-        fixed: True if all machines have to stay.
+        links: measured links between the hosts; None: not measured.
+        needed: a host that has to stay; None: no such host.
+        fixed: True if all hosts have to stay.
     """
     everyone = tuple(range(len(speeds)))
 
@@ -265,7 +266,7 @@ def choose_machines(
         for some in _subsets(rates, links)
     }
     for some in sorted(some_s, key=some_s.__getitem__):
-        # With no wire it would take so long: of most subsets no more need be known.
+        # The time without communication is a bound, which rules out most subsets.
         if some_s[some] < best.chosen.step_s and (needed is None or needed in some):
             result = choice([rank for rank in everyone if machines[rank] in some])
             best = min(best, result, key=lambda each: each.chosen.step_s)
@@ -273,7 +274,7 @@ def choose_machines(
 
 
 def compute_rates(machines: Sequence[int], speeds: Sequence[SpeedTable]) -> dict[int, float]:
-    """Return samples a second of each machine, all of its ranks together, at their best."""
+    """Return the samples per second of each host: the sum of its ranks' best rates."""
     rates: dict[int, float] = {}
     for machine, speed in zip(machines, speeds, strict=True):
         rates[machine] = rates.get(machine, 0.0) + speed.rate
@@ -281,7 +282,7 @@ def compute_rates(machines: Sequence[int], speeds: Sequence[SpeedTable]) -> dict
 
 
 def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[int]]:
-    """Machines that might do better without the others; never all of them."""
+    """Return subsets of the hosts that might be faster without the others, never all hosts."""
     if len(rates) <= _FEW_MACHINES:
         sizes = range(1, len(rates))
         return [frozenset(some) for size in sizes for some in combinations(rates, size)]
@@ -292,7 +293,7 @@ def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[
 
 
 def _fewer_than(all_of_them: int) -> list[int]:
-    """How many of something to try: each number, or of many twice as many each time."""
+    """Return numbers below ``all_of_them`` to try: all, or powers of two if there are many."""
     if all_of_them <= _FEW_MACHINES:
         return list(range(1, all_of_them))
     doubled = (2**power for power in range(all_of_them.bit_length()))
@@ -307,15 +308,15 @@ def forecast_alternatives(
     wire: AllReduceCost,
     links: Links | None = None,
 ) -> dict[str, Forecast]:
-    """Predict other ways to train, for comparison with the plan.
+    """Forecast other ways to train, for comparison with the plan.
 
     Args:
         global_batch: samples in a step.
         names: host of each rank, for the names of the rows.
-        machines: machine of each rank, by number.
+        machines: host of each rank, by number.
         speeds: speed of each rank.
         wire: cost of the exact mode among all ranks in a ring.
-        links: measured links between the machines; None: not measured.
+        links: measured links between the hosts; None: not measured.
 
     Returns:
         Forecasts by a description of each way.

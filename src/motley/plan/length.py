@@ -1,6 +1,6 @@
 """The length of a run and its batches, counted in samples. Pure.
 
-Steps do not measure a length, because the global batch may grow, as in ``512:2048:32/100M``.
+Steps are no unit of length, because the global batch may grow, as in ``512:2048:32/100M``.
 """
 
 import dataclasses
@@ -19,11 +19,13 @@ _TIMES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True)
 class Ramp:
-    """The batches of a run: the same in all its steps if ``over`` is 0.
+    """The batch sizes of a run.
 
     Attributes:
-        first: samples in its first step. most: in the last ones. by: it grows by so many at once.
-        over: samples since the start after which it has grown.
+        first: samples in the first step.
+        most: samples in the last steps.
+        by: samples by which the batch grows at once.
+        over: number of samples after which the batch has grown to ``most``; 0: it does not grow.
     """
 
     first: int
@@ -32,18 +34,18 @@ class Ramp:
     over: int = 0
 
     def at(self, used: int) -> int:
-        """Return the samples of the step that begins after ``used`` samples of the run."""
+        """Return the batch size of the step that starts after ``used`` samples of the run."""
         if used >= self.over:
             return self.most
         times = (self.most - self.first) // self.by
         return self.first + self.by * (used * times // self.over)
 
     def batches(self) -> range:
-        """All that there are, ascending."""
+        """Return all batch sizes, ascending."""
         return range(self.first, self.most + 1, self.by)
 
     def steps(self, used: int, until: int) -> int:
-        """Return how many steps lead from one number of samples to another within an epoch.
+        """Return the number of steps between two positions of one epoch, counted in samples.
 
         The last step may be smaller.
         """
@@ -58,12 +60,12 @@ class Ramp:
 
 
 class RampedBatch(int):
-    """``--batch-size`` where it grows: the largest batch as a number, with the others beside it."""
+    """A growing ``--batch-size``: the largest batch as an int, with the growth as ``ramp``."""
 
     ramp: Ramp
 
     def __new__(cls, text: str) -> "RampedBatch":
-        """Read as :func:`read_ramp` does."""
+        """Read the text as :func:`read_ramp` does."""
         ramp = read_ramp(text)
         made = super().__new__(cls, ramp.most)
         made.ramp = ramp
@@ -77,17 +79,19 @@ class RampedBatch(int):
 
 
 def make_ramp(batch_size: int) -> Ramp:
-    """How a batch grows; where it does not, one that is the same in all steps."""
+    """Return the growth of a batch size; for a plain number, one that does not grow."""
     if isinstance(batch_size, RampedBatch):
         return batch_size.ramp
     return Ramp(batch_size, batch_size)
 
 
 def read_ramp(text: str) -> Ramp:
-    """Read ``first:most:by/samples``, the last with K, M or G for thousands, millions, milliards.
+    """Return the growth that ``first:most:by/samples`` describes.
+
+    The number of samples may end with K, M or G, for 10**3, 10**6 or 10**9.
 
     Raises:
-        MotleyError: the text is no ramp, or its end cannot be reached in such steps.
+        MotleyError: the text is no ramp, or steps of this size do not reach its end.
     """
     match = _TEXT.fullmatch(text)
     if match is None:
@@ -109,7 +113,7 @@ def read_ramp(text: str) -> Ramp:
 
 
 def growth(ramp: Ramp) -> Iterator[str]:
-    """Return a line about the growing batch for the start of a run, or an empty text."""
+    """Yield a line about the growing batch for the start of a run; nothing if it is fixed."""
     if ramp.over:
         steps = ramp.steps(0, ramp.over)
         yield (
@@ -120,11 +124,12 @@ def growth(ramp: Ramp) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far training has come.
+    """The position of a run.
 
     Attributes:
-        step: optimizer steps taken.
-        epoch: the current one. consumed: its samples that are used up, over all ranks.
+        step: number of optimizer steps taken.
+        epoch: number of the current epoch.
+        consumed: samples of the current epoch that all ranks together have used.
     """
 
     step: int = 0
@@ -134,19 +139,19 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Length:
-    """Epochs of samples, taken in batches.
+    """The length of a run in epochs, and its batches.
 
-    A run that goes on with another batch still uses each sample once per epoch. Its steps only
+    If a run continues with another batch size, each sample is still used once per epoch. Steps only
     count how often the optimizer stepped.
 
     Attributes:
         epochs: epochs of the whole run.
         epoch_samples: samples in each epoch.
-        batch: samples in a step; the last one of an epoch may have fewer.
-        ramp: growth of the batch up to ``batch``; None: the batch does not grow.
-        max_steps: step after which the run ends at the latest; None: no such limit.
+        batch: samples in a step; the last step of an epoch may have fewer.
+        max_steps: step after which the run ends at the latest; None: no limit.
         save_every: steps between checkpoints, 0 for none; None: one at the end of each epoch.
-        by_clock: True if checkpoints are due by the clock, which is not read here, and at the end.
+        by_clock: checkpoints are due at times that the caller decides, and at the end of the run.
+        ramp: growth of the batch up to ``batch``; None: the batch does not grow.
     """
 
     epochs: int
@@ -159,31 +164,34 @@ class Length:
 
     @property
     def steps_an_epoch(self) -> int:
-        """Return the steps of an epoch with this batch."""
+        """Number of steps in an epoch with this batch."""
         return math.ceil(self.epoch_samples / self.batch)
 
     def at(self, position: TrainState) -> TrainState:
-        """Return the same state, in the next epoch where this one's samples are used up."""
+        """Return the position; at the end of an epoch, the start of the next epoch."""
         if position.consumed < self.epoch_samples:
             return position
         return TrainState(position.step, position.epoch + 1, 0)
 
     def after(self, position: TrainState, samples: int) -> TrainState:
-        """Return the position after a step of so many samples."""
+        """Return the position after a step of this many samples."""
         consumed = position.consumed + samples
         return self.at(dataclasses.replace(position, step=position.step + 1, consumed=consumed))
 
     def ended(self, position: TrainState) -> bool:
-        """Nothing is left to be done."""
+        """Return True if the run is complete at this position."""
         cut = self.max_steps is not None and position.step >= self.max_steps
         return cut or position.epoch >= self.epochs
 
     def evaluates(self, position: TrainState) -> bool:
-        """Return an evaluation is due there: at the end of an epoch, and of the run."""
+        """Return True at the end of an epoch and of the run, where an evaluation is due."""
         return position.step > 0 and (position.consumed == 0 or self.ended(position))
 
     def saves(self, position: TrainState) -> bool:
-        """Return a checkpoint is due there; at the end always, if there are any."""
+        """Return True if a checkpoint is due at this position.
+
+        The end of the run always gets one, unless checkpoints are off.
+        """
         if self.by_clock:
             return self.ended(position)
         if self.save_every is None:
@@ -193,27 +201,27 @@ class Length:
         )
 
     def full_batch(self, position: TrainState) -> int:
-        """Return samples in the step there, if the epoch has as many left."""
+        """Return the samples in the next step, if the epoch has as many left."""
         used = position.epoch * self.epoch_samples + position.consumed
         return self._growth.at(used)
 
     @property
     def full_batches(self) -> range:
-        """All that :meth:`full_batch` may give, ascending."""
+        """Range of all values of :meth:`full_batch`, ascending."""
         return self._growth.batches()
 
     def updates(self, position: TrainState) -> float:
-        """Return the position in the schedule, in steps of this batch since the start.
+        """Return the position in the schedule, in steps of ``batch`` since the start.
 
-        The position is the number of steps, a whole number, unless the batch changed in the middle
-        of the current epoch.
+        The position is a whole number, equal to the number of steps, unless the batch changed in
+        the middle of the current epoch.
         """
         return position.epoch * self.steps_an_epoch + position.consumed / self.batch
 
     def updates_at(self, step: int) -> float:
-        """Where the schedule stands after so many steps from the start of the run.
+        """Return the position in the schedule after ``step`` steps from the start of the run.
 
-        See :meth:`updates`; a number above that of the last epoch if the run is shorter.
+        See :meth:`updates`. The result is beyond the last epoch if the run is shorter.
         """
         if self.ramp is None or not self.ramp.over:
             return float(step)
@@ -224,30 +232,30 @@ class Length:
         return self.updates(position)
 
     def last_step(self, position: TrainState) -> int:
-        """Return the step at which the run ends, from where it stands."""
+        """Return the number of the step at which the run ends, if it continues from a position."""
         if self.ended(position):
             return position.step
         last = position.step + sum(self._steps_of_epochs(position))
         return min(last, self.max_steps or last)
 
     def saves_left(self, position: TrainState) -> int:
-        """Checkpoints that are still going to be made."""
+        """Return the number of checkpoints that are still to be written, at most."""
         last, every = self.last_step(position), self.save_every
         if every == 0 or last == position.step:
             return 0
-        if self.by_clock:  # at most
+        if self.by_clock:  # an upper bound
             return last - position.step
         if every:
             return last // every - position.step // every + (last % every > 0)
         ends = list(accumulate(self._steps_of_epochs(position), initial=position.step))
-        return bisect_left(ends, last)  # an epoch that is cut short counts too
+        return bisect_left(ends, last)  # an incomplete last epoch counts too
 
     @property
     def _growth(self) -> Ramp:
         return self.ramp or Ramp(self.batch, self.batch)
 
     def _steps_of_epochs(self, position: TrainState) -> Iterator[int]:
-        """Yield the steps that are left of the current epoch, and those of each later one."""
+        """Yield the number of remaining steps of the current epoch, and of each later one."""
         for epoch in range(position.epoch, self.epochs):
             begin = epoch * self.epoch_samples
             consumed = position.consumed if epoch == position.epoch else 0

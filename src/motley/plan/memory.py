@@ -1,10 +1,10 @@
-"""The memory that a rank is going to hold of a model, before anything is allocated. Pure.
+"""An estimate of the memory that a rank needs for a model, before any is allocated. Pure.
 
-P parameters, T of them trained, take 4 P bytes, and gradients 4 T. An optimizer that keeps k
-numbers of 32 bits for each trained parameter takes 4 k T: AdamW keeps two, in 8 bits half of one
-and the scales of blocks. Over W ranks each holds a W-th of the parts that an engine cuts
-(motley.plan.wire). An engine that cuts parameters gathers them piece by piece, and says with
-:class:`GatheredMemory` how much of them a rank holds at once.
+P parameters, T of them trained, take 4 P bytes, and gradients take 4 T bytes. An optimizer with k
+numbers of 32 bits per trained parameter takes 4 k T bytes. For AdamW k is 2. In 8 bits it is a
+half, plus the scales of blocks. Over W ranks, each rank holds 1 / W of the state that an engine
+shards (motley.plan.wire). An engine that shards parameters gathers them in pieces. Its
+:class:`GatheredMemory` describes how much of them a rank holds at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,15 @@ STATE = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers in a model.
+    """Numbers of values in a model.
 
     Attributes:
-        parameters: all. trained: of these. largest: in what is gathered at once. outside: in no
-            such piece, as embeddings.
-        slots: that the optimizer keeps of each that is trained, and an average, if there is one; in
-            numbers of 32 bits.
+        parameters: number of all parameters.
+        trained: number of trained parameters.
+        largest: parameters in the largest piece that is gathered at once.
+        outside: parameters in no such piece, as embeddings.
+        slots: values of 32 bits per trained parameter that the optimizer keeps, including an
+            average of the parameters, if there is one.
     """
 
     parameters: int
@@ -39,15 +41,15 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class GatheredMemory:
-    """How an engine that cuts parameters gathers them.
+    """The way in which an engine that shards parameters gathers them.
 
     Attributes:
-        estimate: returns the bytes of other ranks' parts, and of gradients on their way, that a
-            rank holds at most. Its arguments are the model's size, the bytes of a gathered number,
-            and those of a number of a gradient that is scattered.
+        estimate: returns the largest number of bytes that a rank holds of other ranks' parts, and
+            of gradients in transfer. The arguments are the model's size, the bytes per gathered
+            value, and the bytes per value of a gradient that is scattered.
         count_blocks: returns how many neighbouring blocks are gathered at once, from the numbers of
-            parameters in each.
-        options: less of it is held with these, as a user writes them.
+            parameters in each block.
+        options: options that reduce this memory, as a user writes them.
     """
 
     estimate: Callable[[ModelSize, int, int], float]
@@ -55,10 +57,10 @@ class GatheredMemory:
     options: tuple[str, ...] = ()
 
     def cut(self, numbers: Sequence[int]) -> list[slice]:
-        """Return the pieces that blocks are gathered in, as slices of the list of blocks.
+        """Return the pieces in which blocks are gathered, as slices of the list of blocks.
 
         Args:
-            numbers: of parameters in each block.
+            numbers: number of parameters in each block.
         """
         count = self.count_blocks(numbers)
         return [slice(first, first + count) for first in range(0, len(numbers), count)]
@@ -66,14 +68,16 @@ class GatheredMemory:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory of one rank, MiB.
+    """The memory of one rank, in MiB.
 
     Attributes:
-        parameters, gradients, optimizer: its part of each.
-        gathered: of the others' parts, and of gradients on their way, at most.
-        activations: of a micro-batch, with the layers after the model; None: not known.
-        in_host: which of the first three are in the host's memory.
-        accumulates: gradients of an earlier micro-batch are there while a backward pass begins.
+        parameters: the rank's part of the parameters.
+        gradients: the rank's part of the gradients.
+        optimizer: the rank's part of the optimizer state.
+        gathered: largest memory of other ranks' parts, and of gradients in transfer.
+        activations: memory of a micro-batch, with the layers after the model; None: not known.
+        in_host: names of the first three that are in the host's memory.
+        accumulates: gradients of an earlier micro-batch exist when a backward pass starts.
     """
 
     parameters: float
@@ -86,7 +90,7 @@ class MemoryNeed:
 
     @property
     def state(self) -> float:
-        """MiB of the state that is there all the time, and of gradients."""
+        """MiB of parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
@@ -97,7 +101,7 @@ class MemoryNeed:
 
     @property
     def beside_activations(self) -> float:
-        """MiB of the device, when activations are most."""
+        """MiB on the device besides activations, at the start of the backward pass."""
         comes = not self.accumulates and "gradients" not in self.in_host
         return self.gathered + self.state - self.host - (self.gradients if comes else 0.0)
 
@@ -112,7 +116,7 @@ class MemoryNeed:
         return max(begins, self.gathered + self.state - self.host)
 
     def words(self) -> str:
-        """For people: what it is made of."""
+        """Return the parts of the memory in words."""
         parts = {
             "parameters": self.parameters, "gradients": self.gradients,
             "optimizer": self.optimizer, "gathered": self.gathered,
@@ -123,7 +127,7 @@ class MemoryNeed:
         return ", ".join(text) + away
 
     def as_json(self) -> dict[str, Any]:
-        """For run.json."""
+        """Return the entry of one rank for run.json."""
         return {
             "parameters_mib": self.parameters, "gradients_mib": self.gradients,
             "optimizer_mib": self.optimizer, "gathered_mib": self.gathered,
@@ -134,30 +138,31 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Memory of each rank that trains, by its number.
+    """The estimated memory of each rank that trains.
 
     Attributes:
-        rooms: MiB that each device had for it; None where a processor is the device.
+        needs: memory of each rank, by its number in the group.
+        rooms: MiB that were free on each rank's device; None for a CPU.
     """
 
     needs: tuple[MemoryNeed, ...]
     rooms: tuple[float | None, ...]
 
     def sentence(self) -> str:
-        """For the summary: of the rank that holds most."""
+        """Return a sentence for the summary about the rank with the largest peak."""
         rank = max(range(len(self.needs)), key=lambda each: self.needs[each].peak)
         need, room = self.needs[rank], self.rooms[rank]
         of = f" of {amount(room)}" if room is not None else ""
         return f"memory, foreseen: {amount(need.peak)}{of} on rank {rank}: {need.words()}"
 
     def as_json(self) -> list[dict[str, Any]]:
-        """For run.json, a rank each."""
+        """Return one entry per rank for run.json."""
         pairs = zip(self.needs, self.rooms, strict=True)
         return [{**need.as_json(), "room_mib": room} for need, room in pairs]
 
 
 def amount(mib: float) -> str:
-    """MiB for people."""
+    """Return an amount of memory in words, as in ``3.2 GiB``."""
     return f"{mib / 1024:.3g} GiB" if mib >= 1000 else f"{mib:.3g} MiB"
 
 
@@ -193,9 +198,12 @@ def estimate_rank_memory(
 
 
 def enough_ranks(need: MemoryNeed, ranks: int, room: float) -> int | None:
-    """Return the number of ranks from which on the model fits; None if there is no such number.
+    """Return the smallest number of ranks, above ``ranks``, on which the model fits, or None.
 
-    Each rank has ``room`` MiB, and all of the state is sharded.
+    Args:
+        need: memory of a rank now, with all of the state sharded.
+        ranks: current number of ranks.
+        room: memory of each rank's device, MiB.
     """
     remaining = room - need.gathered - (need.activations or 0.0)
     return None if remaining <= 0 else max(ranks + 1, -int(-need.state * ranks // remaining))

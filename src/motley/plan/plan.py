@@ -1,12 +1,14 @@
 """The plan: the ranks that take part, and how much of every global batch each computes. Pure.
 
-The global batch N is the user's and never changes by itself. Rank i takes n_i of its samples, sum
-n_i = N, in micro-batches of at most m_i samples and like size. Every rank derives the same plan
-from the same facts, so nothing here may read a clock, the environment or hardware.
+The user sets the global batch N, which does not change by itself. Rank i takes n_i of its samples,
+where the n_i sum to N. The rank computes them in micro-batches of similar size, with at most m_i
+samples. Every rank derives the same plan from the same facts, so nothing here may read a clock, the
+environment or hardware.
 
-The split gives rank i the most samples that it can do in T (see motley.plan.speeds), for the
-smallest T that serves the whole batch: an integer minimax split. All ranks are computed together,
-so that a thousand of them are split in milliseconds, and watched in each step.
+In a time T, rank i can compute a number of samples (see motley.plan.speeds). The split gives each
+rank this number, for the smallest T in which all ranks together compute the batch. This is an
+integer minimax split. The arithmetic is vectorised over the ranks. A thousand ranks are split in
+milliseconds, and monitored in each step.
 """
 
 import heapq
@@ -31,13 +33,13 @@ _BISECTIONS = 45
 
 
 class Speeds:
-    """The tables of all ranks at once; each array is [ranks].
+    """The speed tables of all ranks, as arrays. Each array is [ranks].
 
     Args:
-        tables: of one grain.
+        tables: tables with the same grain.
 
     Attributes:
-        step_s: of each.
+        step_s: seconds per step of each rank that do not depend on the batch.
     """
 
     def __init__(self, tables: Sequence[SpeedTable]) -> None:
@@ -56,7 +58,10 @@ class Speeds:
         self._grain = tables[0].grain
 
     def computed_s(self, samples: Floats) -> Floats:
-        """Return the costly part of :meth:`ready_s`, which depends on the samples alone."""
+        """Return the seconds of all micro-batches of each rank, [ranks].
+
+        This is the costly part of :meth:`ready_s`, and depends on the samples alone.
+        """
         parts: Floats = np.maximum(1.0, np.ceil(samples / self._m))
         computed: Floats = parts * self._micro_s(samples / parts)
         return computed
@@ -64,12 +69,12 @@ class Speeds:
     def ready_s(
         self, samples: Floats, slowdown: Floats | float = 1.0, computed_s: Floats | None = None
     ) -> Floats:
-        """Return :meth:`SpeedTable.compute_seconds` less ``step_s``, for all ranks.
+        """Return :meth:`SpeedTable.compute_seconds` without ``step_s``, for all ranks, [ranks].
 
         Args:
             samples: samples of each rank in a step.
             slowdown: factor of each rank on the time.
-            computed_s: seconds in which each rank computes these samples; None: not known yet.
+            computed_s: result of :meth:`computed_s` for these samples; None: not computed yet.
         """
         computed = self.computed_s(samples) if computed_s is None else computed_s
         read = slowdown * self._beside * samples - self.step_s
@@ -77,7 +82,7 @@ class Speeds:
         return ready
 
     def compute_seconds(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
-        """Return :meth:`SpeedTable.compute_seconds`, for all ranks.
+        """Return :meth:`SpeedTable.compute_seconds` for all ranks, [ranks].
 
         Args:
             samples: samples of each rank in a step.
@@ -86,7 +91,10 @@ class Speeds:
         return self.step_s + self.ready_s(samples, slowdown)
 
     def samples_in(self, seconds: float, slowdown: Floats | float = 1.0) -> Floats:
-        """Return the most samples in so many seconds: the inverse of :meth:`compute_seconds`."""
+        """Return the most samples that each rank computes in ``seconds``, [ranks].
+
+        This is the inverse of :meth:`compute_seconds`.
+        """
         remaining = np.maximum(0.0, seconds - self.step_s) / slowdown
         full = np.floor(remaining / self._m_s)
         more = (full + 1) * self._size_in(remaining / (full + 1))
@@ -99,7 +107,10 @@ class Speeds:
     def count_whole_samples(
         self, seconds: float, slowdown: Floats | float = 1.0
     ) -> NDArray[np.int64]:
-        """Return the whole samples, or grains, in these numbers, less errors of rounding."""
+        """Return :meth:`samples_in` rounded down to whole grains, [ranks].
+
+        Rounding errors just below a whole number are rounded up.
+        """
         grains = self.samples_in(seconds, slowdown) / self._grain
         return (grains + 1e-8).astype(np.int64) * self._grain
 
@@ -112,7 +123,7 @@ class Speeds:
         return np.where(samples > 0, result, 0.0)
 
     def _size_in(self, seconds: Floats) -> Floats:
-        """Return the largest micro-batch up to m that takes so many seconds."""
+        """Return the largest micro-batch up to m that each rank computes in these seconds."""
         place = (self._seconds <= seconds[:, None]).sum(axis=1) - 1
         right = np.minimum(place + 1, self._last)
         result = self._between(seconds, self._seconds, self._sizes, right)
@@ -120,7 +131,10 @@ class Speeds:
         return np.where(place >= 0, result, 0.0)
 
     def _between(self, at: Floats, x: Floats, y: Floats, right: NDArray[np.int64]) -> Floats:
-        """``y`` at ``x`` = ``at``, on the line through the columns before ``right`` and it."""
+        """Return ``y`` at ``x`` = ``at`` by linear interpolation, for each rank.
+
+        The line goes through the columns ``right`` - 1 and ``right``.
+        """
         remaining = np.maximum(right - 1, 0)
         low, high = x[self._ranks, remaining], x[self._ranks, right]
         start, end = y[self._ranks, remaining], y[self._ranks, right]
@@ -133,7 +147,10 @@ def _filled(values: Sequence[float], length: int) -> Sequence[float]:
 
 
 def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
-    """:attr:`SpeedTable.rising` of all, [ranks, sizes]; table by table it took half of a plan."""
+    """Return :attr:`SpeedTable.rising` of all tables, [ranks, sizes].
+
+    Computed table by table, it took half of the time of a plan.
+    """
     shortest = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
     at_m = np.where(sizes == m[:, None], shortest, np.inf).min(axis=1)
     least = (at_m / m)[:, None] * np.where(np.isinf(sizes), 0.0, sizes)
@@ -142,18 +159,18 @@ def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
 
 
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
-    """Return the samples of each rank with which the slowest takes the shortest time.
+    """Return the samples of each rank with which the slowest rank takes the shortest time.
 
     The samples sum to the batch. They are multiples of the tables' grain, as the batch is.
 
-    Holds for thousands of ranks: one bisection over the time, and one sample after another
-    taken from who would be last.
+    The algorithm is fast for thousands of ranks. The time is found by bisection. Surplus samples
+    are then removed one by one, each from the rank that would finish last.
     """
     speeds = Speeds(_some(tables))
     whole = speeds.count_whole_samples(_time_for(global_batch, speeds, len(tables)))
     counts, surplus = whole.tolist(), int(whole.sum() - global_batch) // tables[0].grain
     took = np.where(whole > 0, speeds.compute_seconds(whole.astype(float)), 0.0)
-    last = [  # of equal times the largest share first: what the clock took for equal need not be
+    last = [  # among equal times, the largest share is first: equal may be within clock noise
         (-tables[rank].compute_seconds(counts[rank]), -counts[rank], rank)
         for rank in _slowest(surplus, took) if counts[rank]
     ]  # fmt: skip
@@ -167,7 +184,7 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
 
 
 def _slowest(count: int, seconds: Floats) -> Sequence[int]:
-    """Return the ranks that take longest, and those that take as long but for rounding."""
+    """Return the ``count`` ranks that take longest, and those that take equally long."""
     if not 0 < count < len(seconds):
         return range(len(seconds) if count else 0)
     least = (1 - 1e-9) * np.partition(seconds, -count)[-count]
@@ -176,10 +193,11 @@ def _slowest(count: int, seconds: Floats) -> Sequence[int]:
 
 
 def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
-    """Return the seconds of a step in which no rank waits and nothing is sent.
+    """Return the seconds of a step in which no rank waits and no data is sent.
 
-    Samples can be cut, and every rank has each of its samples at its best rate: the smallest T with
-    sum of rate_i * (T - step_s_i) = N, over the ranks whose step fits into T.
+    Samples may be divided, and every rank computes each of its samples at its best rate. The result
+    is the smallest T with sum of rate_i * (T - step_s_i) = N, over the ranks whose step_s_i fits
+    into T.
     """
     rate, lost, shortest = 0.0, 0.0, math.inf
     for speed in sorted(_some(speeds), key=lambda speed: speed.step_s):
@@ -189,10 +207,10 @@ def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
 
 
 def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
-    """Return the smallest time, to 1e-12 of itself, in which the ranks do the batch together.
+    """Return the smallest time in which the ranks together compute the batch.
 
-    The result may be a longer time in which they do no further sample, because the shares are equal
-    then.
+    The relative error is 1e-12. The result may be longer, if the ranks compute no further sample in
+    the additional time. This happens when the shares are equal.
     """
     low = 0.0
     high = 1.000001 * float(speeds.compute_seconds(np.full(ranks, float(global_batch))).max())
@@ -213,26 +231,27 @@ def _some(tables: Sequence[SpeedTable]) -> Sequence[SpeedTable]:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of the launch, of which more becomes known while a run starts.
+    """A rank of the launch. Its fields are filled in while a run starts.
 
     Its share of a batch is ``Plan.counts[group_rank]``.
 
     Attributes:
-        rank: number in the launch, 0-based. Errors and file names call it so; it never changes.
-        host: name of its machine.
-        machine: the lowest rank on the same machine; two machines may have one name.
-        local_rank: number among the ranks of that machine, 0-based.
-        gpus: UUIDs of the GPUs that it can see, in its own order.
-        gpu: index of its GPU among those, None for the CPU. Known, like ``reason``, once
+        rank: number in the launch, from 0, which never changes. Errors and file names use it.
+        host: name of the rank's host.
+        machine: the lowest rank on the same host, because two hosts may have the same name.
+        local_rank: number among the ranks of that host, from 0.
+        gpus: UUIDs of the GPUs that the rank can see, in its own order.
+        gpu: index of the rank's GPU in ``gpus``, None for the CPU. Known, like ``reason``, once
             :func:`choose_participants` has chosen the ranks that train.
-        reason: why it does not train; empty if it trains.
-        group_rank: number in the process group. Known, like all below, once a rank that trains has
-            looked at its device.
+        reason: reason why the rank does not train; empty if it trains.
+        group_rank: number in the process group. This field and all below are known once a rank that
+            trains has opened its device.
         device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
-        uuid: of its GPU; empty without one.
-        precision: that it computes in. why: the reason for that one.
-        cores: that it is kept on, in words; empty: any.
-        maker: of its GPU, NVIDIA or AMD; empty without one.
+        uuid: UUID of the GPU; empty without one.
+        precision: precision in which the rank computes.
+        why: reason for the precision.
+        cores: cores to which the rank is bound, in words; empty: any.
+        maker: maker of the GPU, NVIDIA or AMD; empty without one.
     """
 
     rank: int
@@ -251,7 +270,7 @@ class Rank:
     maker: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return an entry of ``ranks`` in run.json, or of ``left_out``."""
+        """Return the rank's entry in ``ranks`` or ``left_out`` of run.json."""
         if self.reason:
             return {"rank": self.rank, "host": self.host, "reason": self.reason}
         return {
@@ -264,11 +283,11 @@ class Rank:
 def choose_participants(
     launched: Sequence[Rank], hosts: Collection[str] | None = None
 ) -> tuple[Rank, ...]:
-    """Decide which launched ranks train, and on which of the GPUs that they see.
+    """Return all launched ranks, with the choice which of them train, and on which GPU.
 
-    A machine with GPUs offers one rank a GPU (NCCL refuses two ranks on one GPU, and two
-    models on one GPU only slow each other down); a machine without any offers all its ranks.
-    A launcher may show all GPUs to every rank, or each rank its own.
+    On a host with GPUs, one rank per GPU trains. NCCL refuses two ranks on one GPU, and two models
+    on one GPU only slow each other down. On a host without GPUs all ranks train. A launcher may
+    show all GPUs to every rank, or each rank its own.
 
     Args:
         launched: the ranks of the job.
@@ -297,10 +316,10 @@ def choose_participants(
 
 
 def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Cut ``total`` into integers in proportion to ``shares`` (largest remainder).
+    """Divide ``total`` into integers in proportion to ``shares`` (largest remainder).
 
-    The counts sum to ``total``, each is within 1 of its exact quota, and a share of 0 gets 0.
-    Ties go to the lower rank.
+    The counts sum to ``total``, each is within 1 of its exact quota, and a share of 0 gets 0. Ties
+    go to the lower rank.
     """
     whole = sum(shares)
     quotas = [total * share / whole for share in shares]
@@ -315,9 +334,9 @@ def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def cut(count: int, size: int) -> tuple[int, ...]:
-    """Cut ``count`` samples into as few micro-batches of at most ``size`` as can be.
+    """Divide ``count`` samples into as few micro-batches of at most ``size`` as possible.
 
-    They are of like size, for a small rest would take a device more time than its share.
+    Their sizes differ by one at most. A small last micro-batch would cost more time than its share.
     """
     parts = -(-count // size)
     if parts == 0:
@@ -332,15 +351,16 @@ class Plan:
 
     Attributes:
         global_batch: N, samples in one optimizer step over all ranks.
-        shares: one number a rank, in proportion to the samples it takes.
-        max_micro_batch: m_i, the most samples rank i holds in memory at once.
-        equal_micro_steps: every rank takes the same number of micro-steps, the missing
-            ones empty (for engines that communicate at every micro-batch).
-        buckets: number of gradient buckets whose all-reduces overlap the backward pass, where the
-            engine can; 1: one all-reduce after the backward pass; None: torch DDP's default.
-        wire: how the ranks' gradients are added up.
-        grain: consecutive samples that stay together, in one micro-batch of one rank. The rest of
-            a ragged batch is a group of its own, the last, in a micro-batch of its own.
+        shares: one number per rank, in proportion to the samples that the rank takes.
+        max_micro_batch: m_i, the most samples that rank i holds in memory at once.
+        wire: way in which the ranks' gradients are added up.
+        equal_micro_steps: every rank takes the same number of micro-steps, and the missing ones are
+            empty. Engines that communicate at every micro-batch need this.
+        buckets: number of gradient buckets whose all-reduces overlap the backward pass, if the
+            engine supports it. 1: one all-reduce after the backward pass. None: torch DDP's
+            default.
+        grain: number of consecutive samples that stay together, in one micro-batch of one rank. The
+            rest of a ragged batch is the last group, in a micro-batch of its own.
     """
 
     global_batch: int
@@ -353,22 +373,22 @@ class Plan:
 
     @cached_property
     def _groups(self) -> tuple[int, ...]:
-        """Return the number of groups of each rank, the short one included."""
+        """Number of groups of each rank, including the short one."""
         return apportion(-(-self.global_batch // self.grain), self.shares)
 
     @cached_property
     def _short(self) -> int:
-        """Samples of the short group; 0 if there is none."""
+        """Number of samples in the short group; 0 if there is none."""
         return self.global_batch % self.grain
 
     @cached_property
     def _last(self) -> int:
-        """The rank that has the last samples."""
+        """Rank that has the last samples."""
         return max(rank for rank, groups in enumerate(self._groups) if groups)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """n_i, the samples of each rank; they sum to N."""
+        """n_i, the number of samples of each rank; they sum to N."""
         counts = [groups * self.grain for groups in self._groups]
         if self._short:
             counts[self._last] += self._short - self.grain
@@ -376,7 +396,7 @@ class Plan:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each rank's consecutive slice of the global batch starts."""
+        """Index at which each rank's slice of the global batch starts."""
         return (0, *accumulate(self.counts))[:-1]
 
     @cached_property
@@ -394,11 +414,11 @@ class Plan:
         return tuple(sizes + (0,) * (least - len(sizes)) for sizes in cuts)
 
     def for_batch(self, n: int) -> "Plan":
-        """Return this plan for a global batch of ``n`` samples: the ragged last of an epoch."""
+        """Return this plan for a global batch of ``n`` samples, as the last one of an epoch."""
         return self if n == self.global_batch else replace(self, global_batch=n)
 
     def by_cost(self, costs: Sequence[float]) -> "Plan":
-        """Return this plan with the global batch cut by the cost of its samples.
+        """Return this plan with the global batch divided by the cost of its samples.
 
         Each rank's part of the cost is its part of the shares, as closely as whole samples allow.
 
@@ -417,10 +437,10 @@ class Plan:
         return replace(self, shares=tuple(float(end - start) for start, end in pairwise(ends)))
 
     def halved(self, ranks: Sequence[int]) -> "Plan":
-        """Return these shares in micro-batches of half the size on ranks that ran out of memory.
+        """Return the plan with micro-batches of half the size on ranks that ran out of memory.
 
         Raises:
-            ValueError: one of them is down to one sample, or to one group.
+            ValueError: a rank is down to one sample, or to one group.
         """
         most = list(self.max_micro_batch)
         for rank in ranks:
@@ -439,7 +459,7 @@ class Plan:
 def whole_share_pieces(
     global_batch: int, shares: Sequence[float], grain: int = 1
 ) -> tuple[int, ...]:
-    """Micro-batches of each rank's whole share, of one grain at least."""
+    """Return the size of each rank's share as one micro-batch, of one grain at least."""
     return tuple(grain * max(1, groups) for groups in apportion(global_batch // grain, shares))
 
 
@@ -451,7 +471,19 @@ def make_plan(
     buckets: int | None = None,
     grain: int = 1,
 ) -> Plan:
-    """Return the plan for a global batch; raise MotleyError with the option to change."""
+    """Return the plan for a global batch.
+
+    Args:
+        global_batch: samples in one optimizer step over all ranks.
+        shares: one number per rank, in proportion to its samples.
+        max_micro_batch: most samples of each rank in one micro-batch.
+        wire: the wire mode.
+        buckets: number of gradient buckets; see Plan.
+        grain: number of consecutive samples that stay together.
+
+    Raises:
+        MotleyError: the global batch or a micro-batch is too small.
+    """
     working = sum(share > 0 for share in shares)
     if global_batch < working * grain:
         least = "one sample" if grain == 1 else f"one group of {grain} samples"
@@ -466,7 +498,7 @@ def make_plan(
             f"and a micro-batch holds them; give {grain} or more"
         )
     return Plan(
-        int(global_batch),  # of one that grows, the largest
+        int(global_batch),  # the largest of a growing batch
         tuple(shares), tuple(max_micro_batch), wire, buckets=buckets, grain=grain,
     )  # fmt: skip
 

@@ -1,12 +1,12 @@
 """The precision of each rank, and the loss scale that all ranks share. Pure.
 
 The module also reads ``--shares``, ``--micro-batch`` and ``--hosts``, which have one value for all
-ranks or one each.
+ranks or one per rank.
 
-Parameters, gradients and optimizer state are fp32 everywhere; only the forward and
-backward passes run under autocast. Every rank, fp32 ones too, multiplies its loss by the
-same scale, so that summed gradients mean one thing and an overflow on any rank is seen
-by all, who skip that step together.
+Parameters, gradients and optimizer state are fp32 everywhere. Only the forward and backward passes
+run under autocast. Every rank, also in fp32, multiplies its loss by the same scale, so that
+gradients can be summed. An overflow on any rank reaches all ranks through the sum, and all of them
+skip that step.
 """
 
 import math
@@ -26,8 +26,10 @@ class PerRank(Generic[Value]):
     """A value for each rank.
 
     Attributes:
-        flag: the option that gave it. text: as the user wrote it.
-        values: one a rank, or one. for_all: that one is for all ranks, however many.
+        flag: the option that has set the values.
+        text: the value of the option, as the user wrote it.
+        values: one value per rank, or a single value.
+        for_all: the single value applies to all ranks, however many there are.
     """
 
     flag: str
@@ -36,7 +38,11 @@ class PerRank(Generic[Value]):
     for_all: bool
 
     def for_ranks(self, ranks: int) -> tuple[Value, ...]:
-        """One for each of so many ranks."""
+        """Return one value for each of ``ranks`` ranks.
+
+        Raises:
+            MotleyError: there is another number of values.
+        """
         values = self.values * ranks if self.for_all else self.values
         if len(values) != ranks:
             raise MotleyError(
@@ -46,7 +52,7 @@ class PerRank(Generic[Value]):
         return values
 
     def only(self, ranks: Sequence[int]) -> "PerRank[Value]":
-        """Return the values of these ranks alone."""
+        """Return the values of some ranks."""
         if self.for_all:
             return self
         values = tuple(self.values[rank] for rank in ranks)
@@ -62,7 +68,13 @@ class PerRank(Generic[Value]):
 
 
 def read_shares(text: str) -> PerRank[float]:
-    """Read ``--shares``: samples a rank takes, in proportion; ``5,4,3``, ``1,0.5,0``, ``equal``."""
+    """Return the values of ``--shares``, such as ``5,4,3``, ``1,0.5,0`` or ``equal``.
+
+    The samples of each rank are in proportion to its share.
+
+    Raises:
+        MotleyError: the text is not valid.
+    """
     if text == "equal":
         return PerRank("--shares", text, (1.0,), for_all=True)
     try:
@@ -77,7 +89,11 @@ def read_shares(text: str) -> PerRank[float]:
 
 
 def read_micro_batches(text: str) -> PerRank[int]:
-    """Read ``--micro-batch``: one size for all, or one a rank."""
+    """Return the values of ``--micro-batch``: one size for all ranks, or one per rank.
+
+    Raises:
+        MotleyError: the text is not valid.
+    """
     try:
         sizes = tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -90,7 +106,7 @@ def read_micro_batches(text: str) -> PerRank[int]:
 
 
 def read_named_hosts(text: str) -> str | tuple[str, ...]:
-    """Read ``--hosts``: ``auto``, ``all``, or the names of those that may train."""
+    """Return the value of ``--hosts``: ``auto``, ``all``, or the names of hosts that may train."""
     if text in ("auto", "all"):
         return text
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -102,6 +118,9 @@ def named_hosts(asked: str | tuple[str, ...], known: Sequence[str]) -> tuple[str
     Args:
         asked: value of ``--hosts``.
         known: names of the started hosts.
+
+    Raises:
+        MotleyError: a name is not among the started hosts.
     """
     if isinstance(asked, str):
         return None
@@ -116,7 +135,7 @@ def named_hosts(asked: str | tuple[str, ...], known: Sequence[str]) -> tuple[str
 
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-# Other tools' names of these: torch's types, Lightning's and Accelerate's values.
+# Names of the precisions in other tools: torch's types, Lightning's and Accelerate's values.
 _SPELLINGS = {
     "float32": "fp32", "32": "fp32", "32-true": "fp32", "no": "fp32", "bfloat16": "bf16",
     "bf16-mixed": "bf16", "float16": "fp16", "16": "fp16", "16-mixed": "fp16", "half": "fp16",
@@ -127,7 +146,11 @@ _LARGEST = 2.0**32  # above it, the squares in the norm of a scaled fp32 gradien
 
 
 def read_precisions(text: str) -> PerRank[str]:
-    """Read ``--precision``: one name for all ranks, or one a rank separated by commas."""
+    """Return the values of ``--precision``: one name for all ranks, or one per rank.
+
+    Raises:
+        MotleyError: a name is unknown.
+    """
     names = tuple(_SPELLINGS.get(name, name) for name in text.split(","))
     for name in names:
         if name not in (*PRECISIONS, "auto"):
@@ -139,7 +162,11 @@ def read_precisions(text: str) -> PerRank[str]:
 
 
 def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
-    """Return the precision that a device of this CUDA capability runs fast, and why."""
+    """Return the precision that a device of this CUDA capability computes fast, and the reason.
+
+    Args:
+        capability: major and minor version; None for a CPU.
+    """
     if capability is None:
         return "fp32", "a CPU"
     label = f"compute capability {capability[0]}.{capability[1]}"
@@ -150,16 +177,16 @@ def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
     return "fp32", f"{label} has no fast 16-bit type"
 
 
-# Vega without bf16, of the ninth generation; all before the ninth have no fast 16-bit type.
+# Vega GPUs of the ninth generation, without bf16. Earlier generations lack a fast 16-bit type.
 _VEGA = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c")
 
 
 def best_precision_of_amd(architecture: str) -> tuple[str, str]:
-    """Return the best precision of an AMD GPU, and why.
+    """Return the precision that an AMD GPU computes fast, and the reason.
 
     Args:
-        architecture: as ROCm names it, such as ``gfx942:sramecc+:xnack-``. The last two of its
-            digits are hexadecimal, those before are its generation.
+        architecture: name that ROCm uses, such as ``gfx942:sramecc+:xnack-``. The last two digits
+            of ``gfx942`` are hexadecimal, and the digits before them are the generation.
     """
     label = architecture.partition(":")[0]
     digits = label.removeprefix("gfx")[:-2]
@@ -172,7 +199,11 @@ def best_precision_of_amd(architecture: str) -> tuple[str, str]:
 
 
 def read_loss_scale(text: str) -> str | float:
-    """Read ``--loss-scale``: auto, dynamic, or a number such as 65536 or 2^24."""
+    """Return the value of ``--loss-scale``: auto, dynamic, or a number such as 65536 or 2^24.
+
+    Raises:
+        MotleyError: the text is not valid.
+    """
     if text in ("auto", "dynamic"):
         return text
     match = re.fullmatch(r"2(?:\^|\*\*)(-?\d{1,3})", text)
@@ -188,10 +219,14 @@ def read_loss_scale(text: str) -> str | float:
 
 
 def start_scale(asked: str | float, precisions: Collection[str]) -> "LossScale":
-    """Return the shared scale as ``--loss-scale`` asks for it.
+    """Return the shared loss scale for the start of a run.
 
-    A number is where the scale starts; it grows and backs off from there. ``auto`` is 1
-    for good unless some rank computes in fp16; then motley.train.scale_search finds its start.
+    A number is the initial scale, which is then adjusted dynamically. ``auto`` is a constant 1
+    unless a rank computes in fp16. In that case motley.train.scale_search finds the initial scale.
+
+    Args:
+        asked: value of ``--loss-scale``.
+        precisions: precisions of the ranks.
     """
     if asked == "auto" and "fp16" not in precisions:
         return LossScale(1.0, dynamic=False)
@@ -200,12 +235,13 @@ def start_scale(asked: str | float, precisions: Collection[str]) -> "LossScale":
 
 @dataclass
 class LossScale:
-    """The shared scale. Every rank holds a copy and updates it with the same news.
+    """The shared loss scale. Every rank has a copy, and updates it by the same overflows.
 
     Attributes:
-        value: the factor on the loss of the coming step.
-        dynamic: doubles after ``growth_interval`` steps without overflow and halves after
-            each overflow, as torch.amp.GradScaler does; else it never changes.
+        value: factor on the loss of the next step.
+        dynamic: the scale doubles after ``growth_interval`` steps without overflow and halves after
+            each overflow, as in torch.amp.GradScaler. Otherwise it never changes.
+        growth_interval: steps without overflow after which the scale doubles.
         good_steps: steps since the last change.
     """
 
@@ -223,7 +259,11 @@ class LossScale:
         return self.dynamic and self.value >= 1
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step."""
+        """Adjust the scale after a step.
+
+        Args:
+            overflow: a gradient of the step was infinite or NaN.
+        """
         if not self.dynamic:
             return
         if overflow:
@@ -238,9 +278,9 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, unless its scale or this one is fixed.
+        """Restore the state of a checkpoint, unless the scale is fixed there or here.
 
-        A scale may be fixed in one of them because the ranks' precisions have changed.
+        The scale may be fixed in only one of them if the ranks' precisions have changed.
         """
         if self.dynamic and state["dynamic"]:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,10 +1,9 @@
 """The re-planner, which proposes another split while training runs. Pure.
 
-A split is proposed once the noise of the steps cannot explain a gain. The re-planner waits longer
-after a move that brought nothing. Every rank passes in the numbers that all ranks have exchanged,
-and all ranks therefore propose one split.
-
-Pure. Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
+A split is the number of samples of each rank in a step. A *move* is the change to another split. A
+move is proposed once the noise of the steps cannot explain its gain. After a move without a gain,
+the re-planner waits longer. All ranks pass in the same numbers, which they have exchanged, so all
+of them propose the same split.
 """
 
 import math
@@ -20,28 +19,29 @@ from motley.plan.plan import Floats, Speeds, split
 from motley.plan.speeds import SpeedTable
 
 _FIRST = 64  # steps before a failed move is tried again
-_MOST = 4096  # steps
-_CALM = 16  # waits without a failure after which a wait is the first again
-_PATIENCE = 8  # steps that must show a change of another rank after a failure
-_FORGIVEN = 256  # steps without a failure after which half as many must
+_MOST = 4096  # longest wait, in steps
+_CALM = 16  # waits without a failure after which the wait is reset to the first
+_PATIENCE = 8  # steps that must show a change of any other rank after a failure
+_FORGIVEN = 256  # steps without a failure after which half as many steps must show it
 
 
 class BackOff:
-    """Waiting times of all ranks, apart for a rank that seems slower and one that seems faster.
+    """Waiting times of all ranks, separate for slower and for faster ranks.
 
-    A rank whose move has failed waits twice as long each time, and then needs a window of as many
-    steps, or the longest. All other ranks need longer windows too, but wait for no time: noise that
-    has misled once may do so again, and a machine that halves its speed must be followed.
+    If a move fails because of a rank, that rank waits twice as long as before, and then needs a
+    window of as many steps, or the longest. All other ranks need longer windows too, but do not
+    wait. Noise that has caused one wrong move may cause another. But if a host halves its speed,
+    the split must change soon.
     """
 
     def __init__(self, size: int) -> None:
-        self._until = np.zeros((2, size))  # step
-        self._wait = np.zeros((2, size))  # steps
+        self._until = np.zeros((2, size))  # step at which the wait ends
+        self._wait = np.zeros((2, size))  # length of the wait in steps
         self._patience = np.zeros((2, 1), dtype=int)  # least window of any rank, in steps
         self._failed = 0  # last step of a failure
 
     def add_failure(self, change: Floats, step: int) -> None:
-        """Add a failed move.
+        """Record a failed move.
 
         Args:
             change: measured ratio of each rank's slowdown; above 1 is slower.
@@ -57,7 +57,13 @@ class BackOff:
         self._failed = step
 
     def allow(self, change: Floats, window: int, step: int) -> Floats:
-        """Return the change, with 1 for ranks that wait or need a longer window."""
+        """Return the change, with 1 for ranks that must wait or need a longer window.
+
+        Args:
+            change: measured ratio of each rank's slowdown.
+            window: number of steps that show the change.
+            step: the current step.
+        """
         if step > self._failed + _FORGIVEN:
             self._patience, self._failed = self._patience // 2, step
         has_failed = step <= self._until + _CALM * self._wait
@@ -66,22 +72,22 @@ class BackOff:
         return np.where((slower & (change > 1)) | (faster & (change < 1)), 1.0, change)
 
 
-DEAD_BAND = 0.08  # part of a step that another split must save, seen for 8 steps
-_LEAST_BAND = 0.04  # the same, seen for 32 steps or more
+DEAD_BAND = 0.08  # fraction of a step that another split must save, over 8 steps
+_LEAST_BAND = 0.04  # fraction that it must save over 32 steps or more
 _SETTLING = 2  # steps after a move that are not counted: caches and compiled sizes are new
-_LEAST_ACHIEVED = 1 / 3  # part of the expected gain that must come
-_TRIAL_STEPS = (8, 16, 32, 64)  # steps after which a move is judged: more where there is noise
-_LOSSES = (7, 8)  # steps out of as many as must be worse for a move to be taken back
-_PAUSE = 4  # after a change that was worth no move, every so many steps are looked at
-_REMEMBERED = 8  # splits whose computing time is kept; a growing batch has many
+_LEAST_ACHIEVED = 1 / 3  # fraction of the expected gain that must be measured
+_TRIAL_STEPS = (8, 16, 32, 64)  # steps after which a move is evaluated: more with more noise
+_LOSSES = (7, 8)  # a move is reversed if 7 of the last 8 steps were slower
+_PAUSE = 4  # steps between two checks after a change that was too small for a move
+_REMEMBERED = 8  # splits whose compute time is cached; a growing batch has many
 
 
 class Device(NamedTuple):
-    """A device that ranks compute on.
+    """A device on which ranks compute.
 
     Attributes:
-        name: ranks on one device always count as one.
-        model: devices of one model count as equal until their steps show otherwise.
+        name: name of the device. Ranks on one device share one slowdown.
+        model: model of the device. Devices of one model count as equal until their steps differ.
     """
 
     name: Hashable
@@ -90,14 +96,14 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Another split.
+    """A proposal of another split.
 
     Attributes:
         counts: samples of each rank.
-        slowdown: of each rank, against its measured speed; 2.0 takes twice as long.
-        gain: part of the step's compute time that it should save.
-        taken_back: expected and measured gain of the move that this one reverses; None for any
-            other move.
+        slowdown: time of each rank relative to its measured speed; 2.0 takes twice as long.
+        gain: fraction of the step's compute time that the split should save.
+        taken_back: expected and measured gain of the move that this proposal reverses; None if it
+            reverses none.
     """
 
     counts: tuple[int, ...]
@@ -111,16 +117,20 @@ class _Move:
     """A move to another split.
 
     Attributes:
-        before, reference: the split before, and the slowdowns that it was made for.
-        change: ratio by which each rank's slowdown was found to differ from these.
-        columns: the same of each column of the evidence. window: steps that showed it.
-        gain: expected part of the step's time. sample_s: of a step before, per sample.
-        trial: steps after which the gain is compared; 0 if there is nothing to compare.
-        sample_times: seconds per sample of each step since.
-        saved: seconds saved since then, as each step's own slowdowns say; less than 0 if the split
-            before would have been better.
-        saves: of these, the last step's. losses: for the last steps, True if the split before would
-            have saved a part of them that is worth a move.
+        before: the split before the move.
+        reference: slowdown of each rank for which that split was made.
+        change: ratio of each rank's slowdown to ``reference``, which led to the move.
+        columns: the change as the columns of the evidence show it.
+        window: number of steps that showed the change.
+        gain: expected gain, as a fraction of the step's time.
+        sample_s: seconds per sample of a step before the move.
+        trial: number of steps after which the gain is evaluated; 0 if no evaluation is due.
+        sample_times: seconds per sample of each step since the move.
+        saved: seconds saved since the move, by each step's own slowdowns. Less than 0 if the split
+            before would have been faster.
+        saves: seconds saved in the last step.
+        losses: for each of the last steps, True if the split before would have saved a relevant
+            part of it.
     """
 
     before: tuple[int, ...]
@@ -138,11 +148,12 @@ class _Move:
 
 
 class ReplanMonitor:
-    """The last steps of all ranks.
+    """A monitor of all ranks' steps, which proposes another split if it would be faster.
 
     Args:
-        speeds: as measured before training; empty for a plan made by hand, which stays.
-        kinds: device of each rank. Any other value names a device whose model is its own.
+        speeds: tables measured before training. Empty if the user has set the split, which then
+            stays.
+        kinds: device of each rank. A value of another type names a device whose model is its own.
     """
 
     def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
@@ -150,15 +161,15 @@ class ReplanMonitor:
         devices = [kind if isinstance(kind, Device) else Device(kind, kind) for kind in kinds]
         self._devices = Groups([device.name for device in devices])
         self._models = Groups([device.model for device in devices])
-        # A model's common change and each device's own are looked at apart.
+        # The common change of a model's devices and each device's own change are separate columns.
         self._has_models = len(dict.fromkeys(devices)) > len({device.model for device in devices})
         noise = self._models
         if self._has_models:
             models = [device.model for device in devices]
             noise = Groups([*((model, "all") for model in models), *models])
         self._evidence = Evidence(noise, (1 + self._has_models) * ranks)
-        self._slowdown = np.ones(ranks)  # of each rank, when it last had something to do
-        self._reference = np.ones(ranks)  # slowdowns that the split was made for
+        self._slowdown = np.ones(ranks)  # of each rank in its last step with samples
+        self._reference = np.ones(ranks)  # slowdowns for which the split was made
         self._back_off = BackOff(ranks)
         self._steps = 0
         self._is_limited = False  # the split was made for larger micro-batches
@@ -167,11 +178,11 @@ class ReplanMonitor:
         self._expect(speeds)
 
     def reset(self) -> None:
-        """Start to watch another split: the one that was proposed last, if one was."""
+        """Start monitoring another split: the last proposal, if there was one."""
         last, self._move, self._is_limited = self._move, None, False
         if self._offered:
             proposal, move = self._offered
-            # The steps until another split holds are like the last one.
+            # The steps until the new split applies are assumed to be like the last one.
             if last and (proposal.taken_back or last.saved + _SETTLING * last.saves < 0):
                 self._back_off.add_failure(last.change, self._steps)
             self._reference = move.reference * move.change
@@ -179,24 +190,26 @@ class ReplanMonitor:
         self._restart()
 
     def limit(self, micro_batches: Sequence[int]) -> None:
-        """Expect no larger micro-batches than these, one size a rank, from now on."""
-        pairs = zip(self._tables, micro_batches, strict=False)  # no speeds: a plan made by hand
+        """Limit the micro-batches to these sizes, one per rank, from now on."""
+        # Without speeds, the user has set the split.
+        pairs = zip(self._tables, micro_batches, strict=False)
         self._expect([table.at_most(size) for table, size in pairs])
         self._is_limited = True
 
     def step(
         self, ready_s: Sequence[float], counts: Sequence[int], full: Sequence[int] | None = None
     ) -> Proposal | None:
-        """Add a step.
+        """Add a step, and return another split if it would be faster.
 
         Args:
-            ready_s: each rank's seconds until its gradient was ready.
-            counts: samples of each rank in it.
-            full: of each rank in a full batch, which a growing one is not yet; None: ``counts``.
+            ready_s: seconds until each rank's gradient was ready.
+            counts: samples of each rank in this step.
+            full: samples of each rank in a full batch, if the batch is still growing; None:
+                ``counts``.
 
         Returns:
-            Another split; None if the present one fits. A split that is not used is proposed again
-            a few steps later.
+            A proposal, or None if the current split fits. A proposal that is not used is repeated a
+                few steps later.
         """
         if self._speeds is None:
             return None
@@ -222,7 +235,7 @@ class ReplanMonitor:
         return self._offered[0] if self._offered else None
 
     def _expect(self, tables: Sequence[SpeedTable]) -> None:
-        """Expect these speeds from now on."""
+        """Set the speeds that are expected from now on."""
         self._tables = tuple(tables)
         self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
         self._loads: dict[tuple[int, ...], _Load] = {}
@@ -230,7 +243,7 @@ class ReplanMonitor:
         self._restart()
 
     def _restart(self) -> None:
-        """Start with no steps."""
+        """Discard the steps so far."""
         self._evidence.clear()
         self._centres: deque[float] = deque(maxlen=LONGEST)
         self._sample_s: deque[float] = deque(maxlen=LONGEST)
@@ -238,7 +251,7 @@ class ReplanMonitor:
         self._next_look = 0
 
     def _load(self, speeds: Speeds, counts: Sequence[int]) -> "_Load":
-        """Return the computing times of a split, which most steps share."""
+        """Return the compute times of a split, from a cache if possible."""
         key = tuple(counts)
         if key not in self._loads:
             if len(self._loads) >= _REMEMBERED:
@@ -249,7 +262,11 @@ class ReplanMonitor:
     def _take_back(
         self, speeds: Speeds, load: "_Load", slowdown: Floats
     ) -> tuple[Proposal, _Move] | None:
-        """Keep account of the last move, and reverse it if its gain has not come."""
+        """Update the saved time of the last move, and reverse the move if its gain is missing.
+
+        Returns:
+            The reversal, or None.
+        """
         move = self._move
         if move is None:
             return None
@@ -281,7 +298,7 @@ class ReplanMonitor:
         )
 
     def _find_split(self, load: "_Load") -> tuple[Proposal, _Move] | None:
-        """Find another split that the steps of some window ask for."""
+        """Return another split that the steps of some window call for, or None."""
         if self._evidence.steps < self._next_look:
             return None
         for window in WINDOWS:
@@ -312,7 +329,7 @@ class ReplanMonitor:
         return None
 
     def _combine_columns(self, columns: Floats) -> Floats:
-        """Return the ratios of the ranks, by the evidence's columns on the last axis."""
+        """Return the ratio of each rank, from the columns of the evidence (last axis)."""
         if not self._has_models:
             return columns
         of_model, own = np.split(columns, 2, axis=-1)
@@ -320,11 +337,16 @@ class ReplanMonitor:
         return ratios
 
     def _compute_error(self, before: int, after: int) -> float:
-        """Return the standard error of a gain, as the medians of so many steps show it."""
+        """Return the standard error of a gain that is computed from two medians.
+
+        Args:
+            before: number of steps in the median before the move.
+            after: number of steps in the median after the move.
+        """
         return 1.2533 * self._evidence.noise * math.sqrt(1 / before + 1 / after)
 
     def _allow(self, change: Floats, window: int) -> Floats:
-        """Return the change without that of ranks which wait, or whose last move is looked at."""
+        """Return the change, with 1 for ranks that must wait or whose last move is on trial."""
         change = self._back_off.allow(change, window, self._steps)
         if self._move is None or not self._move.trial:
             return change
@@ -332,12 +354,12 @@ class ReplanMonitor:
         return np.where(continues, 1.0, change)
 
     def _propose(self, load: "_Load", change: Floats, window: int) -> Proposal | None:
-        """Return another split, if it saves enough of a step.
+        """Return another split if it saves enough of a step, or None.
 
         Args:
-            load: of the present split.
-            change: of each rank, against the slowdown that the split was made for.
-            window: steps that show the change.
+            load: compute times of the current split.
+            change: ratio of each rank's slowdown to that for which the split was made.
+            window: number of steps that show the change.
         """
         speeds = self._speeds
         assert speeds is not None
@@ -345,7 +367,7 @@ class ReplanMonitor:
         centres = np.array(self._centres)[-window:]
         slowdown = self._reference * change * float(median(centres))
         old = (speeds.step_s + speeds.ready_s(load.samples, slowdown, load.computed_s)).max()
-        # Cheap bounds come first: all ranks together, and what each rank must keep.
+        # Cheap bounds come first: the least share of each rank, and all ranks together.
         enough = (1 - band) * old
         soonest = speeds.step_s + speeds.ready_s(load.least, slowdown, load.least_s)
         if soonest[load.least > 0].max() > enough:
@@ -371,11 +393,15 @@ class ReplanMonitor:
 
 @dataclass(frozen=True)
 class _Load:
-    """A split, and the time that computing it takes at the measured speeds.
+    """A split and its compute times at the measured speeds.
 
     Attributes:
-        samples: ``counts``. computed_s, ready_s: see Speeds. least, least_s: samples that each
-            working rank would keep, and ``computed_s`` of these.
+        counts: samples of each rank.
+        samples: ``counts`` as an array.
+        computed_s: see Speeds.
+        ready_s: see Speeds.
+        least: samples that each working rank must keep: one grain.
+        least_s: ``computed_s`` of ``least``.
     """
 
     counts: tuple[int, ...]
@@ -387,7 +413,7 @@ class _Load:
 
     @classmethod
     def from_counts(cls, speeds: Speeds, counts: tuple[int, ...], grain: int) -> "_Load":
-        """Compute the times of these samples."""
+        """Return the compute times of these samples."""
         samples = np.array(counts, dtype=float)
         least = np.minimum(samples, grain)
         computed_s = speeds.computed_s(samples)
@@ -396,7 +422,10 @@ class _Load:
 
 
 def _keep_all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
-    """Leave each working rank a sample, or a grain: without one, its recovery would not show."""
+    """Return the split with at least one grain for each rank that works now.
+
+    A rank without samples could not show that it has become faster again.
+    """
     saved = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
     for _ in range((sum(saved) - sum(counts)) // grain):
         saved[saved.index(max(saved))] -= grain

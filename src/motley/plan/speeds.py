@@ -1,13 +1,14 @@
-"""Measured speeds: of each rank, and of the links between machines. Pure.
+"""Measured speeds of ranks, and of the links between hosts. Pure.
 
 Source of the arithmetic: ARITHMETIC.md. A rank needs
 
     t(n) = step_s + k * micro(n / k),    k = ceil(n / m)
 
-seconds for n samples in k micro-batches of like size, from a measured table of micro(b), the
-time of one micro-batch of b. Reading the samples takes input_s each, before that, or beside it:
+seconds for n samples in k micro-batches of similar size. micro(b) is the time of one micro-batch of
+b samples, from a measured table. Reading takes input_s per sample. Without loader processes it is
+added to t(n). With loader processes, which read ahead, the longer time counts:
 
-    t(n) = max(step_s + k * micro(n / k), n * input_s)    where loader processes read ahead
+    t(n) = max(step_s + k * micro(n / k), n * input_s)
 
 The measurement is in motley.measure.link_speed.
 """
@@ -20,25 +21,27 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-_AS_FAST = 0.99  # of the best rate; what is less apart is the clock's noise
+_AS_FAST = 0.99  # fraction of the best rate that counts as equal; the rest is the clock's noise
 
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """How long one rank computes, as measured.
+    """The measured compute times of one rank.
 
     Attributes:
         sizes: micro-batch sizes that were timed, ascending from 1; all of them fit in memory.
-        seconds: forward and backward pass of a micro-batch of each.
-        step_s: once a step, whatever the batch: clipping and the optimizer, seconds.
+        seconds: time of the forward and backward pass at each size.
+        step_s: seconds per step that do not depend on the batch: clipping and the optimizer.
         memory_mib: peak memory at each size; None where unknown.
-        preferred: one of the sizes, to be m though others may be faster; 0: none.
-        grain: samples that stay together; all sizes are multiples of it.
-        compiled: it is of a model that is compiled.
-        input_s: to read a sample, by all of the rank's loader processes together; 0: not counted.
-        reads_ahead: they do so beside what the rank computes; else it reads before it computes.
-        rest_mib: memory between two passes, as it was timed; None where unknown.
-        readers: how many they are; None: as many as is usual.
+        preferred: size to use as m even if others are faster; 0: none.
+        grain: number of samples that stay together; all sizes are multiples of it.
+        compiled: the model was compiled.
+        input_s: seconds to read a sample, by all of the rank's loader processes together; 0: not
+            counted.
+        reads_ahead: loader processes read while the rank computes. Otherwise the rank reads before
+            it computes.
+        readers: number of loader processes; None: the usual number.
+        rest_mib: memory between two passes during the measurement; None: unknown.
     """
 
     sizes: tuple[int, ...]
@@ -54,7 +57,7 @@ class SpeedTable:
     rest_mib: float | None = None
 
     def activations_mib(self, samples: int) -> float | None:
-        """Return the memory of a micro-batch in MiB, less that between two of them.
+        """Return the memory in MiB that a micro-batch takes beyond the memory between two passes.
 
         The memory is interpolated linearly between the measured sizes and beyond them. None:
         unknown.
@@ -72,10 +75,10 @@ class SpeedTable:
 
     @cached_property
     def micro_batch(self) -> int:
-        """m: the largest measured size that is as fast as any, per sample; or the preferred one.
+        """m: the preferred size, or the largest measured size with about the best rate.
 
-        The largest, since most shares are no multiple of it: cut into few micro-batches, all
-        of them stay near the best rate.
+        The largest is chosen, because most shares are not a multiple of m. A share that is cut into
+        few micro-batches stays near the best rate.
         """
         if self.preferred:
             return self.preferred
@@ -85,15 +88,15 @@ class SpeedTable:
 
     @cached_property
     def rate(self) -> float:
-        """Samples a second that it computes, step by step without an end: the best measured."""
+        """Best measured samples per second, without the time of the optimizer."""
         return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
 
     @cached_property
     def rising(self) -> tuple[float, ...]:
-        """``seconds`` without the noise of a clock.
+        """``seconds`` without the noise of the clock.
 
-        Fewer samples never take more time: what disturbs a measurement makes it longer. And none
-        below m is faster per sample than m.
+        Fewer samples never take more time, because a disturbance only lengthens a measurement. No
+        size below m is faster per sample than m.
         """
         place = self.sizes.index(self.micro_batch)
         shortest = [*accumulate(reversed(self.seconds), min)][::-1]
@@ -102,7 +105,7 @@ class SpeedTable:
         return (*below, *shortest[place:])
 
     def micro_s(self, samples: float) -> float:
-        """Seconds of one micro-batch, between measured sizes on a straight line; 0 for none."""
+        """Return the seconds of one micro-batch, interpolated linearly; 0 for no samples."""
         if samples <= 0:
             return 0.0
         if samples <= self.sizes[0] or len(self.sizes) == 1:
@@ -115,27 +118,33 @@ class SpeedTable:
         return start + (end - start) * (samples - low) / (high - low)
 
     def compute_seconds(self, samples: float) -> float:
-        """t(n): a rank's own time for its part of a step."""
+        """Return t(n): the seconds that a rank takes for ``samples`` in a step."""
         parts = max(1, math.ceil(samples / self.micro_batch))
         computed = self.step_s + parts * self.micro_s(samples / parts)
         read = samples * self.input_s
         return max(computed, read) if self.reads_ahead else computed + read
 
     def waits_s(self, samples: float) -> float:
-        """Return the seconds of these in which the rank waits for its samples."""
+        """Return the part of :meth:`compute_seconds` in which the rank waits for its samples."""
         return self.compute_seconds(samples) - self.computing().compute_seconds(samples)
 
     def computing(self) -> "SpeedTable":
-        """Return the table of a rank that reads nothing."""
+        """Return the table of a rank that reads no samples."""
         return replace(self, input_s=0.0, reads_ahead=False, readers=None)
 
     def slower(self, factor: float) -> "SpeedTable":
-        """Return the table of a rank that takes so many times as long, but for ``step_s``."""
+        """Return the table of a rank that takes ``factor`` times as long, except for ``step_s``."""
         seconds = tuple(factor * each for each in self.seconds)
         return replace(self, seconds=seconds, input_s=factor * self.input_s)
 
     def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
-        """Return the table with one more size."""
+        """Return the table with one more size.
+
+        Args:
+            size: samples in a micro-batch.
+            seconds: time of a micro-batch of this size.
+            memory_mib: peak memory at this size; None: unknown.
+        """
         place = bisect_right(self.sizes, size)
         memory = self.memory_mib or (None,) * len(self.sizes)
         return replace(
@@ -146,13 +155,13 @@ class SpeedTable:
         )
 
     def compiled_as(self, seconds: Mapping[int, float]) -> "SpeedTable":
-        """Return the table of a compiled model.
+        """Return the table of the compiled model, of which some sizes were timed.
 
-        Some sizes of it were timed, of those in the table or others. Between and beyond them it is
-        taken to be faster by as much as the largest is.
+        The speed-up at all other sizes is taken to be that at the largest timed size.
 
         Args:
-            seconds: of a micro-batch, by its size.
+            seconds: time of a micro-batch of the compiled model, by size. A size need not be in
+                this table.
         """
         most = max(seconds)
         part = seconds[most] / self.micro_s(most)
@@ -167,14 +176,17 @@ class SpeedTable:
         return result
 
     def in_one(self, samples: int) -> "SpeedTable":
-        """Return the table with so many samples in one micro-batch, or in as few as were timed."""
+        """Return the table whose m is the smallest timed size that holds ``samples``.
+
+        If no size holds them, m is the largest timed size.
+        """
         if samples <= 0:
             return self
         enough = next((size for size in self.sizes if size >= samples), self.sizes[-1])
         return replace(self, preferred=enough)
 
     def at_most(self, micro_batch: int) -> "SpeedTable":
-        """Return the table without micro-batches above this size, of one grain at least."""
+        """Return the table without micro-batches above this size, but with one grain at least."""
         micro_batch = max(1, micro_batch // self.grain) * self.grain
         saved = [index for index, size in enumerate(self.sizes) if size < micro_batch]
         memory = self.memory_mib or (None,) * len(self.sizes)
@@ -191,7 +203,7 @@ class SpeedTable:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For run.json and for the cache; :meth:`from_json` reads it."""
+        """Return the table for run.json and for the cache; :meth:`from_json` reads it."""
         return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
                 "memory_mib": self.memory_mib, "preferred": self.preferred,
                 "grain": self.grain, "compiled": self.compiled, "input_s": self.input_s,
@@ -200,7 +212,13 @@ class SpeedTable:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
-        """Read a table; raise ValueError, KeyError or TypeError for anything else."""
+        """Read the result of :meth:`as_json`.
+
+        Raises:
+            ValueError: the content is no valid table.
+            KeyError: a field is missing.
+            TypeError: a field has another type.
+        """
         sizes = tuple(int(size) for size in content["sizes"])
         seconds = tuple(float(value) for value in content["seconds"])
         step_s, memory = float(content["step_s"]), tuple(content["memory_mib"])
@@ -225,22 +243,23 @@ class SpeedTable:
         )  # fmt: skip
 
 
-_FAR = 0.5  # of the second slowest: to send less over it is worth a detour
-_FULL = 0.5  # of a port's nominal rate: less has another cause; TCP alone carries 0.95
-_ONE_FEEDS = 10_000  # Mbit/s
-_BUSY = 0.2  # of a link, that other programs use: worth a word, if it is more than
-_TRAFFIC = 1e6  # bytes a second
-_SLOWER = 0.7  # of the others' median: a link that is worth a word
+_FAR = 0.5  # fraction of the second slowest link, below which traffic avoids the slowest
+_FULL = 0.5  # fraction of a port's rate, below which the port is not the limit; TCP reaches 0.95
+_ONE_FEEDS = 10_000  # Mbit/s that one connection of a Python program carries
+_BUSY = 0.2  # fraction of a link used by other programs that is reported, if also above
+_TRAFFIC = 1e6  # bytes per second
+_SLOWER = 0.7  # fraction of the others' median, below which a link is reported as slow
 
 
 @dataclass(frozen=True)
 class Flow:
-    """The traffic from one machine to another.
+    """The measured traffic from one host to another.
 
     Attributes:
-        bytes_per_s: that arrive, of one TCP connection; 0.0 where large packets do not.
+        bytes_per_s: rate at which data of one TCP connection arrives; 0.0 if large packets do not
+            arrive.
         latency_s: half of a small message's round trip.
-        error: why nothing is known; empty if all is well.
+        error: reason why nothing was measured; empty without an error.
     """
 
     bytes_per_s: float
@@ -250,12 +269,14 @@ class Flow:
 
 @dataclass(frozen=True)
 class Port:
-    """Where a machine's link begins.
+    """A host's network interface.
 
     Attributes:
-        interface: its name. mbit: what it says that it carries each way; None: unknown.
-        others_send, others_receive: bytes a second of other programs, while nothing was measured.
-        faster: another interface that is up and says that it carries more, in words; or empty.
+        interface: name of the interface.
+        mbit: nominal rate in each direction, Mbit/s; None: unknown.
+        others_send: bytes per second that other programs sent, outside of the measurement.
+        others_receive: bytes per second that other programs received, outside of the measurement.
+        faster: description of another active interface with a higher nominal rate; or empty.
     """
 
     interface: str
@@ -267,12 +288,12 @@ class Port:
 
 @dataclass(frozen=True)
 class Links:
-    """All flows between machines that have met.
+    """All measured flows between hosts.
 
     Attributes:
-        hosts: names of the machines, each known by its lowest rank.
-        flows: by who sends and who receives.
-        ports: of machines, where known.
+        hosts: names of the hosts. The key of a host is the lowest rank on it.
+        flows: flows by sender and receiver.
+        ports: network interfaces of the hosts, where known.
     """
 
     hosts: Mapping[int, str]
@@ -289,7 +310,7 @@ class Links:
 
     @cached_property
     def _carried(self) -> list[float]:
-        """Return the bytes a second that each machine's link carries, ascending."""
+        """Sorted bytes per second that each host's link carries, ascending."""
         return sorted(map(self.carries, self.hosts))
 
     @cached_property
@@ -301,15 +322,15 @@ class Links:
         return nearest
 
     def sends(self, machine: int) -> float:
-        """Bytes a second that a machine sends to the fastest receiver."""
+        """Return the bytes per second that a host sends to the fastest receiver."""
         return self._most.get(("sends", machine), 0.0)
 
     def receives(self, machine: int) -> float:
-        """Bytes a second that a machine receives from the fastest sender."""
+        """Return the bytes per second that a host receives from the fastest sender."""
         return self._most.get(("receives", machine), 0.0)
 
     def carries(self, machine: int) -> float:
-        """Bytes a second of a machine's slower way: what a ring gets from it."""
+        """Return the bytes per second in a host's slower direction, which limits a ring."""
         return min(self.sends(machine), self.receives(machine))
 
     def ring_s(self, size: float, ranks: int, among: Collection[int] | None = None) -> float:
@@ -318,7 +339,7 @@ class Links:
         Args:
             size: size of the summed tensor, in bytes.
             ranks: number n of ranks in the ring.
-            among: machines of these ranks; None: all.
+            among: hosts of these ranks; None: all.
         """
         machines = set(self.hosts if among is None else among)
         if len(machines) < 2:
@@ -327,14 +348,17 @@ class Links:
         return 2 * (ranks - 1) / ranks * size / slowest if slowest > 0 else float("inf")
 
     def slow_rank(self) -> int | None:
-        """Return the machine whose link is far slower than all others', or None."""
+        """Return the host whose link is far slower than all others', or None.
+
+        A host is given by the lowest rank on it.
+        """
         if len(self.hosts) < 3:
             return None
         slowest, second, *_ = sorted(self.hosts, key=self.carries)
         return slowest if 0 < self.carries(slowest) < _FAR * self.carries(second) else None
 
     def as_json(self) -> dict[str, Any]:
-        """For run.json: one entry a flow, and one a port."""
+        """Return the links for run.json: one entry per flow, and one per port."""
         flows = [
             {"from": self.hosts[a], "to": self.hosts[b], **asdict(flow)}
             for (a, b), flow in sorted(self.flows.items())
@@ -344,7 +368,7 @@ class Links:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Links":
-        """Read :meth:`as_json`; machines of one name are one."""
+        """Read the result of :meth:`as_json`. Hosts with the same name become one."""
         names = [name for flow in content["flows"] for name in (flow["from"], flow["to"])]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         flows = {
@@ -360,7 +384,7 @@ class Links:
         return cls({number: name for name, number in numbers.items()}, flows, ports)
 
     def slowest(self) -> int | None:
-        """Return the machine whose link carries least; None where none is known."""
+        """Return the host whose link carries the fewest bytes per second, or None."""
         known = [machine for machine in self.hosts if self.carries(machine) > 0]
         return min(known, key=self.carries, default=None)
 
@@ -372,14 +396,13 @@ class Links:
         )
 
     def latency_s(self, machine: int) -> float:
-        """Seconds from a machine to the nearest that answers; infinite if none does."""
+        """Return the seconds from a host to the nearest one that answers, or infinity."""
         return self._nearest_s.get(machine, float("inf"))
 
     def remark(self, machine: int) -> str:
-        """Return a remark on a machine whose link is slower than the others'.
+        """Return a sentence on a host whose link is slower than the others', or an empty string.
 
-        The remark is a sentence with the direction, the factor and a known reason. An empty string
-        stands for a link that is not slower.
+        The sentence has the direction, both rates and a reason if one is known.
         """
         rate = self.carries(machine)
         usual = self._usual_of_others(rate)
@@ -397,10 +420,14 @@ class Links:
         )
 
     def _usual_of_others(self, rate: float) -> float:
-        """Return the median speed of the other links, beside a machine of this ``rate``."""
+        """Return the median speed of the links of all other hosts.
+
+        Args:
+            rate: speed of the host that is left out.
+        """
         others = len(self._carried) - 1
         middle = others // 2
-        after = bisect_left(self._carried, rate) <= middle  # without it, one place later
+        after = bisect_left(self._carried, rate) <= middle  # without the host, one place later
         return self._carried[middle + after] if others > 0 else 0.0
 
     def _why(self, machine: int) -> str:
@@ -414,7 +441,7 @@ class Links:
         return why
 
     def _busy(self, machine: int) -> str:
-        """Return a sentence on other programs that use a machine's link; empty without any."""
+        """Return a sentence on other programs that use a host's link; empty without any."""
         port = self.ports.get(machine)
         if port is None:
             return ""
@@ -424,7 +451,10 @@ class Links:
         return f"other programs on {self.hosts[machine]} {' and '.join(text)}" if text else ""
 
     def in_use(self) -> bool:
-        """Other programs used a link while it was measured: some other time it carries more."""
+        """Return True if other programs used a link while it was measured.
+
+        Such a link may carry more at another time.
+        """
         return any(map(self._busy, self.hosts))
 
     def _switch(self) -> str:
@@ -450,7 +480,7 @@ class Links:
     def broken(self) -> list[str]:
         """Return a sentence for each link that passes no data.
 
-        Ranks at both ends would wait for each other without end, in MPI too.
+        Ranks at both ends would wait for each other without end, and so would MPI.
         """
         return [
             f"from {self.hosts[sender]} to {self.hosts[receiver]}: {flow.error}"
@@ -459,16 +489,17 @@ class Links:
 
 
 def _rate(bytes_per_s: float) -> str:
-    """For a person."""
+    """Return a rate in words, as in ``117 MB/s``."""
     return (
         f"{bytes_per_s / 1e6:,.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.3g} GB/s"
     )
 
 
 def rounds(machines: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs, in each of which a machine meets one other at most, so that all meet.
+    """Return rounds of pairs in which all hosts are paired with each other.
 
-    A round-robin tournament: as many rounds as machines, or one less if they are even.
+    A host is in one pair per round at most. This is a round-robin tournament: it has as many rounds
+    as hosts, or one less if their number is even.
     """
     circle = [*machines, *([None] if len(machines) % 2 else [])]
     table = []

@@ -1,8 +1,8 @@
 """Wire modes: their properties, and the time of an all-reduce in each. Pure.
 
-The traits of an engine, on which this time depends, are here too.
-
-The modes that a user may ask for with ``--wire`` are in motley.comm.modes, one file a kind.
+A wire mode is the form in which gradients travel between ranks. The modes that ``--wire`` selects
+are in motley.comm.modes, one module per kind. The traits of an engine, on which the time depends,
+are here too.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Self
 from motley.plan.memory import GatheredMemory
 from motley.plan.speeds import Links
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number
-_DEAR = 0.5  # points of top-1; what loses more is marked where it is offered, or taken
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # per number
+_DEAR = 0.5  # lost points of top-1, above which a mode is marked as costly
 
 
 class Addition(Enum):
@@ -30,19 +30,22 @@ class Addition(Enum):
 
 @dataclass(frozen=True)
 class WireMode(ABC):
-    """A wire mode, as ``--wire`` names it: the content that travels. A kind of mode is a subclass.
+    """A wire mode, as ``--wire`` names it. Each kind of mode is a subclass.
 
     Attributes:
-        slow_rank: the rank behind the one slow link, which sends its gradient once and receives the
-            sum once, while the others make the sum among themselves; None: all in a ring.
+        slow_rank: the rank behind the one slow link, or None. This rank sends its gradient once and
+            receives the sum once, while the others compute the sum among themselves. None: all
+            ranks form a ring.
 
     Attributes of a kind:
-        name: in ``--wire NAME`` or ``--wire NAME:NUMBER``. usage: with its number. says: of the
-            kind, for ``-h``.
-        addition: how it has an engine add up gradients.
-        mixes_devices: GPUs and CPUs can do it together.
-        waits_for_gpu: in each bucket, so that a backward pass on a GPU does not hide it.
-        kept_copies: of the gradient's size, that each rank keeps from step to step.
+        name: name in ``--wire NAME`` or ``--wire NAME:NUMBER``.
+        usage: name and number, as help texts show them.
+        says: description of the kind for ``-h``.
+        addition: way in which an engine adds up gradients in this mode.
+        mixes_devices: GPUs and CPUs can take part together.
+        waits_for_gpu: the reducer waits for the GPU in each bucket, so that a backward pass on a
+            GPU does not hide the all-reduce.
+        kept_copies: number of tensors of the gradient's size that each rank keeps between steps.
     """
 
     slow_rank: int | None = field(default=None, kw_only=True)
@@ -58,19 +61,19 @@ class WireMode(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, number: str) -> Self:
-        """Read what follows ``NAME:``, empty if nothing does.
+        """Return the mode for the text that follows ``NAME:``, which is empty if there is none.
 
         Raises:
-            ValueError: what to write in place of it.
+            ValueError: the text is not valid. The message is what to write instead.
         """
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence["WireMode"]:
-        """Return modes that are measured unasked, and advised if they would be faster.
+        """Return modes that are measured without a request, and advised if they would be faster.
 
         Args:
             precisions: precisions of the ranks.
-            part: part of a step that the exact mode takes, relative to a step without any wire.
+            part: time of a step's communication in the exact mode, relative to a step without any.
         """
         return ()
 
@@ -86,17 +89,17 @@ class WireMode(ABC):
 
     @property
     def least_side(self) -> int:
-        """Side of the smallest square matrix that travels as large ones do."""
+        """Side of the smallest square matrix that is compressed like large ones."""
         return 1
 
     @property
     def is_inexact(self) -> bool:
-        """Not the gradient to rounding: it may cost accuracy."""
+        """True if the mode does more than round the gradient, which may cost accuracy."""
         return self.addition is not Addition.NUMBERS
 
     @property
     def is_exact(self) -> bool:
-        """The gradient in fp32."""
+        """True if the mode sends the gradient in fp32."""
         return not self.is_inexact and self.dtype == "fp32"
 
     @property
@@ -121,29 +124,29 @@ class WireMode(ABC):
         )
 
     def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the bytes that a gradient of these shapes takes on the wire, each time."""
+        """Return the bytes of a gradient of these shapes in one transfer."""
         return _BYTES[self.dtype] * sum(map(math.prod, shapes))
 
     def in_job(self, precisions: Collection[str]) -> "WireMode":
-        """Return the mode to use where ranks compute in these precisions."""
+        """Return the mode to use if ranks compute in these precisions."""
         return self
 
     def is_free(self, precisions: Collection[str]) -> bool:
-        """Return True if a plan may use the mode unasked.
+        """Return True if a plan may use the mode without a request.
 
-        Such a mode is exact, or adds no new kind of rounding to a job of these precisions.
+        This holds if the mode is exact, or adds no new kind of rounding to a job of these
+        precisions.
         """
         return False
 
     def cost_from(self, exact: "AllReduceCost") -> "AllReduceCost | None":
-        """Return the cost that follows from the exact mode's; None if it is to be measured."""
+        """Return the cost that follows from the exact mode's cost; None if it must be measured."""
         return None
 
     def reducer(self, device: Any) -> Any:
         """Return a motley.comm.reducer.Reducer for buckets on a torch.device; all ranks call it.
 
-        Torch is imported by this method alone, since the name or the price of a mode does not need
-        it.
+        Only this method imports torch, because the name or the price of a mode does not need torch.
         """
         raise NotImplementedError(f"--wire {self} gives no bucket to a reducer")
 
@@ -157,7 +160,8 @@ class FewerCost:
     """The measured cost of an all-reduce among some of the ranks.
 
     Attributes:
-        ranks: those, ascending. transfer_s: as of AllReduceCost.
+        ranks: numbers of these ranks, ascending.
+        transfer_s: see AllReduceCost.
     """
 
     ranks: tuple[int, ...]
@@ -166,21 +170,24 @@ class FewerCost:
 
 @dataclass(frozen=True)
 class AllReduceCost:
-    """How long all ranks take to add up their gradients, as measured.
+    """The measured time in which all ranks add up their gradients.
 
     Attributes:
-        latency_s: of next to nothing: what each bucket costs, whatever its size.
-        transfer_s: of the whole gradient, besides.
-        sync_every: steps between two all-reduces, beside which it travels.
-        on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
-        overlaps: a backward pass can hide it; not where it needs the very cores that compute.
-        size: of all that is summed, bytes.
-        allreduces_per_step, allreduces_per_micro_step: of EngineTraits.
-        frozen: numbers of the model that are not trained, for each that is: they have no gradient,
-            and travel where parameters do.
-        tensors: of each gradient, in the order of a backward pass, its part of all numbers (in
-            proportion to which it is computed, too) and of all bytes; empty: any cut is possible.
-        fewer: without the rank behind the one slow link; None: there is none, or it is not known.
+        latency_s: seconds of each bucket, whatever its size.
+        transfer_s: further seconds for the whole gradient.
+        on_gpu: the GPUs themselves run the all-reduce, beside their computation (NCCL).
+        overlaps: a backward pass can hide the all-reduce. False if both need the same cores.
+        size: bytes of all tensors that are summed.
+        sync_every: number of steps between two all-reduces. The all-reduce runs beside these steps.
+        allreduces_per_step: see EngineTraits.
+        allreduces_per_micro_step: see EngineTraits.
+        frozen: number of frozen parameters per trained parameter. They have no gradient, but are
+            sent when parameters are gathered.
+        tensors: for each gradient, in the order of the backward pass, its fraction of all numbers
+            and of all bytes. The backward pass computes gradients in proportion to their numbers.
+            Empty: any division into buckets is possible.
+        fewer: cost without the rank behind the one slow link; None: there is no such rank, or the
+            cost is not known.
     """
 
     latency_s: float
@@ -197,7 +204,7 @@ class AllReduceCost:
 
     @property
     def likes_long_batches(self) -> bool:
-        """Micro-batches of a whole share may shorten what a step waits for the wire."""
+        """True if one micro-batch per share may shorten the time that a step waits for the wire."""
         return self.overlaps or self.allreduces_per_micro_step > 0
 
     @property
@@ -206,7 +213,12 @@ class AllReduceCost:
         return self.latency_s + self.transfer_s
 
     def seconds(self, buckets: int = 1, micro_steps: int = 1) -> float:
-        """All that a step sends, in so many buckets one after the other."""
+        """Return the seconds of all all-reduces in a step, without overlap.
+
+        Args:
+            buckets: number of buckets, which are sent one after the other.
+            micro_steps: micro-batches in a step.
+        """
         return (buckets * self.latency_s + self.transfer_s) * (
             self.allreduces_per_step + self.allreduces_per_micro_step * micro_steps
         )
@@ -214,15 +226,15 @@ class AllReduceCost:
     def exposed(
         self, buckets: int, backward_s: float, compute_s: float = 0.0, micro_steps: int = 1
     ) -> float:
-        """Return the seconds that a backward pass cannot hide.
+        """Return the seconds of all-reduces in a step that the backward pass cannot hide.
 
-        A mode that sends once in several steps counts the seconds per step. A bucket is ready when
-        its part of the backward pass is done, and travels once those before it have.
+        A mode that sends once in several steps counts the mean per step. A bucket is ready when its
+        part of the backward pass is done, and is sent after the buckets before it.
 
         Args:
             buckets: number of buckets.
             backward_s: seconds of the last micro-batch's backward pass.
-            compute_s: seconds of computing in a whole step.
+            compute_s: compute seconds of a whole step.
             micro_steps: micro-batches in a step.
         """
         if self.sync_every > 1:
@@ -230,14 +242,14 @@ class AllReduceCost:
             return max(0.0, self.seconds() - hidden) / self.sync_every
         if buckets == 1 or not self.overlaps:
             return self.seconds(buckets, micro_steps)
-        late_s = 0.0  # behind the backward pass
+        late_s = 0.0  # seconds by which the wire lags behind the backward pass
         for computed, sent in self._cut(buckets):
             late_s = max(0.0, late_s - computed * backward_s)
             late_s += self.latency_s + sent * self.transfer_s
         return late_s
 
     def _cut(self, buckets: int) -> Iterator[tuple[float, float]]:
-        """Yield the part of the computing and of the bytes in each bucket.
+        """Yield the fraction of the computing and of the bytes in each bucket.
 
         DDP fills each bucket with gradients until they are 1 / ``buckets`` of all numbers.
         """
@@ -254,7 +266,14 @@ class AllReduceCost:
             yield computed, sent
 
     def among_fewer(self, fewer: FewerCost | None, exact: "AllReduceCost") -> "AllReduceCost":
-        """Return the cost with what the exact mode takes among fewer ranks: each byte as long."""
+        """Return the cost with ``fewer`` filled in from the exact mode's measurement.
+
+        Each byte is assumed to take as long as in the exact mode.
+
+        Args:
+            fewer: cost of the exact mode among fewer ranks; None: not measured.
+            exact: cost of the exact mode among all ranks.
+        """
         if fewer is None or exact.size == 0:
             return self
         own_s = fewer.transfer_s * self.size / exact.size
@@ -265,15 +284,16 @@ class AllReduceCost:
     ) -> "AllReduceCost":
         """Return the cost among some of the ranks.
 
-        The all-reduce is taken for a ring, which sends 2 (n - 1) / n of the gradient over each
-        link. The part that the slowest link does not account for, such as the processors' own work,
-        shrinks with n alone. The nearest measurement that holds all of the ranks counts: beside one
-        slow link the whole measurement does not show the speed of the others.
+        The all-reduce is modelled as a ring, which sends 2 (n - 1) / n of the gradient over each
+        link. The part that the slowest link does not explain, such as the processors' own work,
+        scales with (n - 1) / n alone. The smallest measured set of ranks that contains all of them
+        is the basis: with one slow link, the measurement of all ranks does not show the speed of
+        the others.
 
         Args:
-            machines: machine of each of all ranks, by number.
-            ranks: the ranks that are left.
-            links: measured links between the machines; None: all links are equal.
+            machines: host of each of all ranks, by number.
+            ranks: the ranks that remain.
+            links: measured links between the hosts; None: all links are equal.
         """
         if len(ranks) == 1:
             return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0, fewer=None)
@@ -294,27 +314,32 @@ class AllReduceCost:
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """The abilities of an engine with gradients.
+    """The properties of an engine that matter for communication and memory.
 
     Attributes:
-        overlaps: it sends them while the backward pass still runs.
-        additions: that wire modes may ask of it. spares_slow_rank: see WireMode.slow_rank.
-        allreduces_per_step, allreduces_per_micro_step: of the gradient, once in a step and once in
-            each of its micro-batches.
-        gathers_per_step, gathers_per_micro_step: cost of gathering parameters after a step and in
-            each of its micro-batches, in fp32 all-reduces of the gradient.
-        narrow_parameters: they are gathered in 16 bits where all ranks compute in the same.
-        mixed: GPUs and CPUs can do it together.
-        shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
-        shards_gradients, shards_parameters: it keeps a part of these alone.
-        gathered: the memory that gathered parameters take; None: none are gathered for a pass.
-        flat_parts: as in DeepSpeed, the optimizer steps a copy of its part of the parameters, and
-            gradients have their place all the time.
-        state_in_host: which of "parameters", "gradients" and "optimizer" are in the host's memory.
-        fills_model: it gives a model its initial numbers as it cuts it, if it has none yet.
-        compiles: the model that it wraps may be compiled by blocks.
-        words: how it sends, for the user.
-        others: engines that send otherwise, by the options that choose them.
+        overlaps: the engine sends gradients while the backward pass still runs.
+        additions: ways of adding gradients that the engine supports.
+        spares_slow_rank: the engine supports WireMode.slow_rank.
+        allreduces_per_step: number of all-reduces of the gradient in a step.
+        allreduces_per_micro_step: number of all-reduces of the gradient in each micro-batch.
+        gathers_per_step: cost of gathering parameters after a step, in fp32 all-reduces of the
+            gradient.
+        gathers_per_micro_step: cost of gathering parameters in each micro-batch, in the same unit.
+        narrow_parameters: parameters are gathered in 16 bits if all ranks compute in the same
+            16-bit type.
+        mixed: GPUs and CPUs can take part together.
+        shards_optimizer: each rank keeps and steps only a part of the optimizer.
+        shards_gradients: each rank keeps only a part of the gradients.
+        shards_parameters: each rank keeps only a part of the parameters.
+        gathered: memory of gathered parameters; None: the engine does not gather them for a pass.
+        flat_parts: the optimizer steps a copy of its part of the parameters, and gradients are
+            allocated all the time, as in DeepSpeed.
+        state_in_host: names out of "parameters", "gradients" and "optimizer" that are in the host's
+            memory.
+        fills_model: the engine draws a model's missing initial numbers when it shards the model.
+        compiles: the model that the engine wraps may be compiled by blocks.
+        words: description of the communication for the user.
+        others: engines that communicate differently, by the options that select them.
     """
 
     overlaps: bool = True
@@ -338,7 +363,7 @@ class EngineTraits:
     others: Mapping[str, "EngineTraits"] = field(default_factory=dict)
 
     def can(self, mode: WireMode) -> bool:
-        """Return True if the engine can do this mode."""
+        """Return True if the engine supports this wire mode."""
         return mode.addition in self.additions and (self.spares_slow_rank or mode.slow_rank is None)
 
     def through(
@@ -348,7 +373,7 @@ class EngineTraits:
         precisions: Sequence[str] = (),
         exact: AllReduceCost | None = None,
     ) -> AllReduceCost:
-        """Return the measured cost of a mode, as the engine uses it.
+        """Return the measured cost of a mode, adjusted to the engine's communication.
 
         Args:
             wire: the measured cost.
@@ -366,7 +391,7 @@ class EngineTraits:
             wire,
             overlaps=wire.overlaps and self.overlaps,
             allreduces_per_step=self.allreduces_per_step + wide * self.gathers_per_step,
-            # After a step those alone are gathered that it has changed.
+            # After a step, only the parameters that it has changed are gathered.
             allreduces_per_micro_step=(
                 self.allreduces_per_micro_step
                 + wide * self.gathers_per_micro_step * (1 + wire.frozen)
@@ -374,12 +399,12 @@ class EngineTraits:
         )
 
     def optimizer_shards(self, ranks: int) -> int:
-        """Parts that the optimizer is cut into, over so many ranks."""
+        """Return the number of shards of the optimizer state over this many ranks."""
         return ranks if self.shards_optimizer else 1
 
     @property
     def numbers(self) -> list[float]:
-        """Numbers that a forecast depends on, for the records."""
+        """Numbers on which a forecast depends, for the records."""
         return [
             self.allreduces_per_step,
             self.allreduces_per_micro_step,

@@ -32,50 +32,56 @@ _SAMPLES = {
 class Run:
     """The records of a run, as four dicts of columns.
 
-    All columns of a dict have one length, and each has one type. None stands for an unknown value.
-    ``pandas.DataFrame(run.steps)`` and ``polars.DataFrame(run.steps)`` accept such a dict.
+    All columns of a dict have the same length, and each has one type. None stands for an unknown
+    value. ``pandas.DataFrame(run.steps)`` and ``polars.DataFrame(run.steps)`` accept such a dict.
 
-    Times of day (``time``) are seconds since 1970-01-01 UTC; pandas makes dates of them with
-    ``pandas.to_datetime(run.steps["time"], unit="s")``.
+    Times of day (``time``) are seconds since 1970-01-01 UTC. In pandas,
+    ``pandas.to_datetime(run.steps["time"], unit="s")`` converts them to dates.
 
     Attributes:
-        path: its folder.
-        about: run.json, as it is: status, config, versions, facts, ranks, plan, result, ...
-        steps: a row a step and rank, by rank, then by step; of more than 64 ranks, of the first:
+        path: folder of the run.
+        about: content of run.json: status, config, versions, facts, ranks, plan, result, ...
+        steps: one row per step and rank, sorted by rank, then by step. With more than 64 ranks,
+            only the first rank has rows.
 
-            - ``rank``, ``host``: whose row it is.
-            - ``step``: optimizer steps since the start, from 0. ``epoch``: from 0.
+            - ``rank``: number of the rank. ``host``: host of the rank.
+            - ``step``: optimizer steps since the start, from 0. ``epoch``: number, from 0.
             - ``loss``: mean over the global batch, by weight. ``lr``: learning rate.
-            - ``loss_scale``: the factor of this step's loss. ``overflow``: the step was skipped.
-            - ``grad_norm``: of the whole gradient, before clipping.
-            - ``n_local``, ``n_global``: samples of this rank, of all ranks together.
-            - ``t_data``, ``t_compute``, ``t_wait``, ``t_comm``, ``t_opt``, ``t_host``: seconds of
-              this rank waiting for its samples; in forward and backward passes; waiting for the
-              slowest rank; for the communication that is left then; in the optimizer; in the
-              loop's own Python, beside which no device computes. They sum to the step.
-            - ``mem_peak_mib``: most memory this rank has held, MiB.
-            - ``samples_per_s``: of all ranks together. ``weight``: of the global batch, in the
-              task's unit (images, tokens).
+            - ``loss_scale``: factor on this step's loss. ``overflow``: the step was skipped.
+            - ``grad_norm``: norm of the whole gradient, before clipping.
+            - ``n_local``: samples of this rank. ``n_global``: samples of all ranks together.
+            - ``t_data``: seconds waiting for samples.
+            - ``t_compute``: seconds in forward and backward passes.
+            - ``t_wait``: seconds waiting for the slowest rank.
+            - ``t_comm``: seconds of communication after the slowest rank is ready.
+            - ``t_opt``: seconds in the optimizer.
+            - ``t_host``: seconds in the loop's own Python, while no device computes. The six times
+              sum to the step.
+            - ``mem_peak_mib``: largest memory of this rank so far, MiB.
+            - ``samples_per_s``: rate of all ranks together. ``weight``: weight of the global batch,
+              in the task's unit (images, tokens).
             - ``time``: end of the step, time of day.
-        epochs: a row an evaluation:
+        epochs: one row per evaluation.
 
-            - ``step``: steps taken before it. ``epoch``: from 0.
-            - ``samples``: that were evaluated. ``seconds``: that it took. ``time``: time of day.
-            - one column a metric, such as ``top1`` (0 to 1) and ``loss``; those that begin with
-              ``ema_`` are of the average of the parameters.
-        events: a row an event, as they came:
+            - ``step``: steps taken before the evaluation. ``epoch``: number, from 0.
+            - ``samples``: evaluated samples. ``seconds``: duration. ``time``: time of day.
+            - one column per metric, such as ``top1`` (0 to 1) and ``loss``. Metrics with the prefix
+              ``ema_`` are those of the average of the parameters.
+        events: one row per event, in the order of their record.
 
-            - ``time``: time of day. ``event``: its kind, such as overflow, fault, resume.
-            - ``step``, ``rank``, ``host``: that it is of. ``text``: in words.
-            - ``more``: its other fields, as JSON.
-        gpus: a row a sample of a GPU, or of a host without one, by host, then by time:
+            - ``time``: time of day. ``event``: kind, such as overflow, fault, resume.
+            - ``step``, ``rank``, ``host``: step, rank and host of the event.
+            - ``text``: the event in words. ``more``: all other fields, as JSON.
+        gpus: one row per sample of a GPU, or of a host without one, sorted by host, then by time.
 
-            - ``time``: time of day. ``host``; ``gpu``: its number there, None: this is the CPU.
-            - ``name``, ``uuid``: of the device. ``rank``: that computes on it.
-            - ``epoch``, ``step``: that the run was in.
-            - ``load``: 0 to 1. ``memory_used_mib``, ``memory_total_mib``: MiB, of the GPU or of
-              the host. ``temperature_c``: degrees Celsius. ``power_w``: watts.
-            - ``others_memory_mib``: MiB that other users hold. ``others``: their names.
+            - ``time``: time of day. ``host``: name of the host.
+            - ``gpu``: number of the GPU on the host; None: the device is a CPU.
+            - ``name``, ``uuid``: name and UUID of the device.
+            - ``rank``: rank that computes on the device.
+            - ``epoch``, ``step``: position of the run at that time.
+            - ``load``: 0 to 1. ``memory_used_mib``, ``memory_total_mib``: memory of the GPU or of
+              the host, MiB. ``temperature_c``: degrees Celsius. ``power_w``: watts.
+            - ``others_memory_mib``: memory of other users, MiB. ``others``: their names.
     """
 
     path: Path
@@ -94,10 +100,10 @@ class Run:
 
 
 def load(path: str | Path) -> Run:
-    """Read a run's records, of one that goes on too; see :class:`Run` for the columns, with units.
+    """Return the records of a run, which may be running; see :class:`Run` for the columns.
 
     Args:
-        path: its folder, such as ``logs/RUN``.
+        path: folder of the run, such as ``logs/RUN``.
 
     Raises:
         MotleyError: there is no run.

@@ -1,8 +1,7 @@
 """The records of one training run as columns, one per field, and its totals. Pure.
 
-The totals are samples per second, growth of memory, and energy.
-
-The rate is a mean over the steps, since a median hides long ones.
+The totals are samples per second, growth of memory, and energy. The rate is a mean over the steps,
+because a median hides long steps.
 """
 
 import math
@@ -26,10 +25,10 @@ from motley.records.training import EpochRecord, RankGroups
 def mean_rate(
     steps: Sequence[JsonDict], of: str = "n_global", starts: Sequence[float] = ()
 ) -> float | None:
-    """Return the units a second, from the end of the first of some steps to the end of the last.
+    """Return the units per second, from the end of the first step to the end of the last.
 
-    All that lies between them counts: evaluations, checkpoints, stalls, the small last batch of an
-    epoch. This rate is what a user waits for, where the median is what the hardware does.
+    All time between these counts: evaluations, checkpoints, stalls, and the small last batch of an
+    epoch. This is the rate that a user experiences. The median shows what the hardware does.
 
     Args:
         steps: steps of one rank, in order.
@@ -49,9 +48,10 @@ def mean_rate(
 
 
 def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[float, float]]:
-    """Return when a job continued from a checkpoint, and for how long nothing had run before.
+    """Return the times at which a job continued from a checkpoint, and the pauses before them.
 
-    The times are in seconds since the epoch, ascending, and the pauses in seconds.
+    The times are in seconds since the epoch, ascending. The pauses, in which nothing ran, are in
+    seconds.
 
     Args:
         steps: steps of one rank, in order.
@@ -66,30 +66,31 @@ def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[flo
 
 
 def without_pauses(moment: float, paused: Sequence[tuple[float, float]]) -> float:
-    """Return a moment on a clock that stood still in pauses; see :func:`pauses`."""
+    """Return a time on a clock that stops during pauses; see :func:`pauses`."""
     return moment - sum(seconds for at, seconds in paused if at <= moment)
 
 
 def lead(steps: Mapping[int, Sequence[JsonDict]]) -> Sequence[JsonDict]:
-    """Step records of the rank that has the most; none if there are none."""
+    """Return the step records of the rank that has the most; empty if there are none."""
     return max(steps.values(), key=len, default=())
 
 
-_WARM = 1 / 3  # of a run's steps come before those that count
-_LEAK_MIB, _LEAK_PART = 8.0, 0.01  # what memory may grow by in a run, whichever is more
+_WARM = 1 / 3  # fraction of a run's steps that is warm-up
+_LEAK_MIB, _LEAK_PART = 8.0, 0.01  # growth in a run that is no leak: the larger of the two
 
 Steps = Mapping[int, Sequence[JsonDict]]  # records by rank
 
 
 def warm(lines: Sequence[JsonDict]) -> Sequence[JsonDict]:
-    """Without the steps in which a run warms up."""
+    """Return the records after the warm-up of a run."""
     return lines[math.ceil(len(lines) * _WARM) :]
 
 
 def leak(steps: Steps) -> float | None:
-    """MiB that a rank's memory grows by in a step, where it does so to the end; the worst rank.
+    """Return the memory growth per step in MiB on the worst rank, or None without a leak.
 
-    A line is fitted to each half of what follows the warm-up: a buffer that grows once is no leak.
+    Memory leaks if it grows until the end of the run. A line is fitted to each half of the steps
+    after the warm-up, because a buffer that grows once is no leak.
     """
     worst = 0.0
     for lines in steps.values():
@@ -110,8 +111,8 @@ def leak(steps: Steps) -> float | None:
 def joules(folder: RunFolder, steps: Steps) -> float | None:
     """Return the energy of the GPUs that trained, in joules per sample.
 
-    The steps that count limit the time. A lost rank counts until its last step. None: the energy of
-    one of the GPUs is unknown.
+    Only samples of GPU logs between the first and the last step count. A lost rank counts until its
+    last step. None: the energy of one of the GPUs is unknown.
     """
     lines = lead(steps)
     groups = RankGroups(folder.read_run()).groups
@@ -145,7 +146,7 @@ def joules(folder: RunFolder, steps: Steps) -> float | None:
 
 
 def _took(lines: Sequence[JsonDict]) -> float:
-    """Return the seconds of some steps."""
+    """Return the total seconds of some steps."""
     return float(sum(line["n_global"] / line["samples_per_s"] for line in lines))
 
 
@@ -157,10 +158,12 @@ class Training:
     """The records of one run.
 
     Attributes:
-        run: run.json.
-        steps: step records by rank; ``lead``: those of the rank that has the most.
+        path: folder of the run.
+        run: content of run.json.
+        steps: step records by rank.
+        lead: step records of the rank that has the most.
         epochs: evaluations.
-        starts: when a job went on from a checkpoint, seconds since the epoch.
+        starts: times at which a job continued from a checkpoint, seconds since the epoch.
     """
 
     path: Path
@@ -171,41 +174,41 @@ class Training:
     starts: Sequence[float] = ()
 
     def values(self, field: str) -> Array:
-        """Return a field of every step; NaN where unknown."""
+        """Return a field of every step, [steps]; NaN where unknown."""
         return column(self.lead, field)
 
     def taken(self) -> Array:
-        """How many steps are taken with each one: as people count, from 1."""
+        """Return the number of steps taken after each step, [steps], counted from 1."""
         return self.values("step") + 1
 
     @property
     def unit(self) -> str:
-        """Unit that a rate counts: images, tokens."""
+        """Unit that a rate counts, such as images or tokens."""
         return str((self.run.get("task") or {}).get("unit", "samples"))
 
     def running_s(self) -> Array:
-        """Seconds since the end of the first step, at the end of each, of time in which it ran."""
+        """Return the seconds at the end of each step since the end of the first, without pauses."""
         paused = pauses(self.lead, self.starts)
         ends = [without_pauses(line["time"], paused) for line in self.lead]
         return np.array(ends) - ends[0]
 
     def counted(self) -> Array:
-        """Return the global batch of every step, in :attr:`unit`."""
+        """Return the global batch of every step, in :attr:`unit`, [steps]."""
         weights, samples = self.values("weight"), self.values("n_global")
-        return np.where(np.isnan(weights), samples, weights)  # older runs have none
+        return np.where(np.isnan(weights), samples, weights)  # older runs have no weights
 
     def rates(self) -> Array:
-        """Rates of all ranks together, in :attr:`unit` a second, of every step.
+        """Return the rate of all ranks together in every step, [steps], in :attr:`unit` per second.
 
-        NaN for an epoch's last batch that is smaller: a step costs something whatever its batch, so
-        its rate says nothing of the machines.
+        NaN for a smaller last batch of an epoch. A step has a fixed cost, so the rate of a small
+        batch does not show the speed of the hosts.
         """
         samples = self.values("n_global")
         result = self.values("samples_per_s") * self.counted() / samples
         return np.where(np.diff(samples, prepend=0) < 0, np.nan, result)
 
     def mean_rate(self) -> float:
-        """Rate by the clock, in :attr:`unit` per second; NaN if it is unknown.
+        """Return the mean rate over wall time, in :attr:`unit` per second; NaN if it is unknown.
 
         See :func:`motley.records.costs.mean_rate`.
         """
@@ -215,15 +218,15 @@ class Training:
 
     @property
     def headline(self) -> str:
-        """The metric that an evaluation is judged by; empty if there is none besides the loss."""
+        """Name of the main metric of an evaluation; empty if there is only the loss."""
         names = EpochRecord.read_metrics(self.epochs[-1]) if self.epochs else {}
         return next((name for name in names if name != "loss"), "")
 
     def last_launch(self) -> "Training | None":
-        """Return the steps of the ranks that run.json lists as training now.
+        """Return the records of the ranks that run.json lists as training now, and their steps.
 
-        None: these ranks have taken no step. An old run without that list has all its steps in one
-        launch.
+        None: these ranks have taken no step. For an old run without that list, all steps count as
+        one launch.
         """
         first = self._first_step()
         if first is None:
@@ -236,13 +239,13 @@ class Training:
         return replace(self, steps=steps, lead=lead(steps))
 
     def _first_step(self) -> int | None:
-        """Return the first step of the ranks of now; None where they have taken none."""
+        """Return the first step of the current ranks; None if they have taken no step."""
         if isinstance(self.run.get("groups"), list):
             return max((group["step"] for group in self.groups.groups), default=0)
         began = self.run.get("grouped", self.run.get("started"))
         if not isinstance(began, int | float):
             return 0
-        # By the clock of the lowest rank that is there: the first one's wrote run.json.
+        # The lowest rank with records counts first, because the first rank's clock set the time.
         after = (line["step"] for _, lines in sorted(self.steps.items()) for line in lines
                  if line["time"] > began)  # fmt: skip
         return next(after, None)
@@ -261,7 +264,7 @@ class Training:
 
 
 def column(records: Sequence[JsonDict], field: str) -> Array:
-    """Return a field of every record; NaN where unknown."""
+    """Return a field of every record, [records]; NaN where unknown."""
     values = [record.get(field) for record in records]
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
@@ -273,17 +276,20 @@ def mean(values: Array) -> float:
 
 
 def median(values: Array) -> float:
-    """Return the median of the known values; NaN if there is none."""
+    """Return the median of the known values, or NaN."""
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else np.nan
 
 
 def read_training(folder: RunFolder, last: bool = False) -> Training:
-    """Read one run; raise MotleyError if it has no step.
+    """Return the records of one run.
 
     Args:
         folder: folder of the run.
-        last: read only the last some hundred steps.
+        last: read only the last few hundred steps.
+
+    Raises:
+        MotleyError: the run has no step.
     """
     run = folder.read_run()
     result = folder.read_last_steps() if last else folder.read_steps()

@@ -1,10 +1,8 @@
 """The GPU log, ``gpu.<host>.csv``: its columns, its writer, and its reader.
 
-The reader also accepts the log files of other tools.
-
-Besides our own files: the lab's old ones (``metrics.csv``, the first eleven columns alone), those
-that a spreadsheet has saved (``;`` between fields, decimal commas, a byte-order mark), and the CSV
-of ``nvidia-smi --query-gpu``.
+The reader accepts Motley's logs and those of other tools. These are the lab's old logs
+(``metrics.csv``, with only the first eleven columns), logs that a spreadsheet has saved (``;``
+between fields, decimal commas, a byte-order mark), and the CSV of ``nvidia-smi --query-gpu``.
 """
 
 import codecs
@@ -37,23 +35,24 @@ _CLOCK_SET = datetime(2000, 1, 1)
 
 
 def detect_encoding(path: Path) -> str:
-    """Return the encoding of a log, by its byte-order mark."""
+    """Return the encoding of a log, from its byte-order mark."""
     with path.open("rb") as file:
         return "utf-16" if file.read(2) in _UTF_16 else "utf-8-sig"
 
 
 class Header:
-    """The first line of a log.
+    """The first line of a log, which names the columns.
 
     Args:
         line: the first line.
         path: path of the log, for the error.
 
     Attributes:
-        names: of the columns. columns: the same, as our own logs have them.
+        names: names of the columns.
+        columns: names that Motley's logs use for these columns.
 
     Raises:
-        MotleyError: it is not that of a GPU log.
+        MotleyError: the line is not the first line of a GPU log.
     """
 
     def __init__(self, line: str, path: Path) -> None:
@@ -68,9 +67,10 @@ class Header:
                          if name.endswith("[%]")]  # fmt: skip
 
     def fields(self, line: str) -> list[str]:
-        """Return the fields of one line alone.
+        """Return the fields of one line.
 
-        A quote that a crash left open must not reach into the next row.
+        Lines are parsed one by one, so that a quote that a crash left open cannot reach into the
+        next row.
         """
         try:
             return next(csv.reader([line], delimiter=self._separator, skipinitialspace=True), [])
@@ -78,7 +78,7 @@ class Header:
             return []
 
     def row(self, fields: Sequence[str]) -> dict[str, str]:
-        """Return the fields of a row by column; a column in percent has them in percent."""
+        """Return the fields of a row by column. Fields of a column in percent get a ``%``."""
         row = dict(zip(self.columns, fields, strict=True))
         for name in self._percent:
             if row[name].strip()[-1:].isdigit():
@@ -120,10 +120,10 @@ def read_number(text: str | None) -> float | None:
 
 
 def read_time(text: str | None) -> float | None:
-    """Return seconds since 1970 of a number, or of a date and time; None of anything else.
+    """Return a number, or a date and time, in seconds since 1970; None for anything else.
 
-    Dates have the forms ``2024-11-21 03:12:44.120``, which is local, ``2024-11-21T03:12:44+02:00``
-    and ``2024/11/21 03:12:44``.
+    Dates have the forms ``2024-11-21 03:12:44.120``, which is local time,
+    ``2024-11-21T03:12:44+02:00`` and ``2024/11/21 03:12:44``.
     """
     value = read_number(text)
     if value is not None:
@@ -135,14 +135,14 @@ def read_time(text: str | None) -> float | None:
 
 
 def is_clock_set(seconds: float) -> bool:
-    """Return False for a moment that only a clock shows that was never set, as 1970."""
+    """Return False for a time, such as 1970, that only a clock that was never set shows."""
     return seconds > _CLOCK_SET.timestamp()
 
 
-csv.field_size_limit(2**30)  # a field of more than 128 KiB is one too; lines are read whole anyway
+csv.field_size_limit(2**30)  # accept fields above csv's limit of 128 KiB
 
-# The lab's own eleven columns first, in its own order and spelling, so that its old
-# plots read our files and ours read its.
+# The lab's eleven columns come first, in the lab's order and spelling. The lab's old plots can
+# therefore read Motley's files, and Motley's plots can read the lab's files.
 LAB_GPU_COLUMNS = (
     "Timestamp", "Rank", "Epoch", "Computation_Time", "GPU_ID", "GPU_Name", "GPU_Load",
     "GPU_Free_Mem_MB", "GPU_Used_Mem_MB", "GPU_Total_Mem_MB", "GPU_Temp_C",
@@ -164,12 +164,12 @@ _FIXES = {
 class GpuLog:
     """Writer that appends rows to a GPU log.
 
-    The header has the lab's eleven columns, then ours. An example of a row:
+    The header has the lab's eleven columns, then Motley's. An example of a row:
 
     ``2026-11-21 03:12:44.120,0,2,0.143,0,NVIDIA H200,0.98,143000,771,143771,41.0,a,
     GPU-8c..,312.5,0,,57,8123.44,AMD EPYC,0.12,9211,131072,12,65536``
 
-    A log that another version began keeps its columns.
+    A log that another version started keeps its columns.
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,7 +185,7 @@ class GpuLog:
             self._writer.writeheader()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row; a missing or None value is left empty."""
+        """Append a row. A missing or None value is left empty."""
         self._writer.writerow({key: "" if value is None else value for key, value in row.items()})
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class GpuLog:
 
 
 def _columns(path: Path) -> list[str]:
-    """Return the columns of a log that is there; none before its first whole line."""
+    """Return the columns of an existing log; empty if there is no complete first line."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -203,7 +203,10 @@ def _columns(path: Path) -> list[str]:
 
 
 def find_gpu_logs(paths: list[Path]) -> list[Path]:
-    """Every GPU log at or under ``paths``: ours (gpu.<host>.csv) and the lab's (metrics.csv)."""
+    """Return every GPU log at or under ``paths``, sorted.
+
+    Motley's logs are gpu.<host>.csv, and the lab's metrics.csv.
+    """
     result: set[Path] = set()
     for path in paths:
         if path.is_file():
@@ -222,15 +225,24 @@ def _is_ours(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One row of a GPU log, ours or the lab's; None where the file has no value.
+    """One row of a GPU log. None stands for a value that the log does not have.
 
     Attributes:
         time: seconds since the epoch.
-        uuid: of the GPU; None in the lab's files.
-        load: 0 to 1; of the GPU, or of the CPU on a host without one.
-        memory_used_mib, memory_total_mib: of the GPU, or the host's RAM.
-        others_memory_mib: GPU memory that other users hold. others: their names.
-        rank: that computes there; the first of a host without a GPU.
+        host: name of the host.
+        gpu: number of the GPU on the host; None for a CPU.
+        name: name of the GPU or the CPU.
+        load: load of the GPU, 0 to 1; of the CPU on a host without a GPU.
+        memory_used_mib: used memory of the GPU, or of the host, in MiB.
+        memory_total_mib: total memory of the GPU, or of the host, in MiB.
+        temperature_c: degrees Celsius.
+        power_w: watts.
+        others_memory_mib: GPU memory of other users, in MiB.
+        epoch: epoch of the run at that time.
+        step: step of the run at that time.
+        uuid: UUID of the GPU; None in the lab's files.
+        others: names of other users.
+        rank: rank that computes on the device; on a host without a GPU its first rank.
     """
 
     time: float
@@ -256,7 +268,8 @@ class GpuRows:
     The first line names the columns.
 
     Args:
-        path: path of the log, for errors. ``gpu.HOST.csv`` names the host if no column does.
+        path: path of the log, for errors. The name ``gpu.HOST.csv`` gives the host if no column
+            does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -264,7 +277,8 @@ class GpuRows:
         self._header: Header | None = None
         self._host = path.name.removeprefix("gpu.").removesuffix(".csv") if _is_ours(path) else ""
         self._line = self._rows = 0
-        self._causes: dict[str, tuple[int, str]] = {}  # rows that are no samples; of the first, why
+        # The number of rows without a sample, and the first reason, by cause.
+        self._causes: dict[str, tuple[int, str]] = {}
 
     @property
     def columns(self) -> list[str]:
@@ -272,13 +286,13 @@ class GpuRows:
         return self._header.columns if self._header else []
 
     def read(self, line: str) -> GpuSample | None:
-        """Return the sample of a row, or None.
+        """Return the sample in a line, or None.
 
-        None: the line is the first one, or a repetition of it, or a row that a crash cut short, or
-        no sample. :meth:`left_out` counts the last two kinds.
+        None stands for the first line and its repetitions, for a row that a crash cut short, and
+        for a row that is no sample. :meth:`left_out` counts the last two kinds.
 
         Raises:
-            MotleyError: the first line is no GPU log's.
+            MotleyError: the first line is not that of a GPU log.
         """
         self._line += 1
         if self._header is None:
@@ -308,13 +322,12 @@ class GpuRows:
         self._causes[cause] = count + 1, first
 
     def left_out(self, none_read: bool) -> str:
-        """Return how many rows are no samples, and the reasons for the first ones.
+        """Return a sentence with the number of rows that are no samples, and the first reasons.
 
-        The text is empty if all rows are samples, apart from those that were cut short.
+        The sentence is empty if all rows are samples, apart from rows that were cut short.
 
         Args:
-            none_read: True if no row was a sample. Rows that were cut short are reported too in
-                that case.
+            none_read: True if no row was a sample. Rows that were cut short are then reported too.
         """
         received = {cause: each for cause, each in self._causes.items()
                 if none_read or cause != _CUT_SHORT}  # fmt: skip
@@ -327,14 +340,14 @@ class GpuRows:
 
 
 def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) -> list[GpuSample]:
-    """Return all samples of a GPU log; see :class:`GpuRows`.
+    """Return all samples in a GPU log; see :class:`GpuRows`.
 
     Args:
         path: path of the log.
-        warn: called with a text on the rows that are left out, and the reason.
+        warn: called with a sentence on the rows that are left out, and the reason.
 
     Raises:
-        MotleyError: it is no GPU log, or no row of it can be read.
+        MotleyError: the file is no GPU log, or no row of it can be read.
     """
     rows = GpuRows(path)
     with path.open(encoding=detect_encoding(path), errors="replace") as file:
@@ -349,7 +362,10 @@ def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) 
 
 
 def read_hosts(path: Path) -> set[str]:
-    """Return the hosts of a GPU log: the one that ``gpu.HOST.csv`` is of, of any other file all."""
+    """Return the hosts in a GPU log.
+
+    A log ``gpu.HOST.csv`` has one host. All rows of any other log are read.
+    """
     rows = GpuRows(path)
     with path.open(encoding=detect_encoding(path), errors="replace") as file:
         if _is_ours(path):
@@ -378,7 +394,7 @@ def _sample(row: Mapping[str, str], when: float, host: str) -> GpuSample:
         host=_get_host(row, host),
         gpu=gpu,
         name=(row.get("CPU_Name") if on_cpu else row.get("GPU_Name")) or "",
-        load=None if load is None or load < 0 else load,  # -1: the tool does not know
+        load=None if load is None or load < 0 else load,  # -1 stands for an unknown load
         memory_used_mib=read_number(row.get("RAM_Used_MB" if on_cpu else "GPU_Used_Mem_MB")),
         memory_total_mib=read_number(row.get("RAM_Total_MB" if on_cpu else "GPU_Total_Mem_MB")),
         temperature_c=read_number(row.get("GPU_Temp_C")),
@@ -393,7 +409,7 @@ def _sample(row: Mapping[str, str], when: float, host: str) -> GpuSample:
 
 
 def device_name(name: str) -> str:
-    """Return a device's name without what every such name has, for example ``RTX 3070``."""
+    """Return a device's name without common parts, for example ``RTX 3070``."""
     return re.sub(r"NVIDIA GeForce |\((R|TM)\)| CPU\b| @.*| [0-9]+-Core Processor", "", name)[:40]
 
 

@@ -1,7 +1,7 @@
-"""The GPU logger: one sampler a machine, off the training thread.
+"""The GPU logger: one sampler per host, outside of the training thread.
 
-One rank a machine samples all its GPUs, every 2 s, in a thread that keeps NVML open: what a sample
-costs is a part of a thousand of these 2 s at most, whatever nvidia-smi takes to start.
+One rank per host samples all GPUs of the host every 2 s, in a thread that keeps NVML open. A sample
+takes at most a thousandth of these 2 s, however long nvidia-smi takes to start.
 """
 
 import contextlib
@@ -20,16 +20,18 @@ from motley.cluster.facts import cpu_name
 from motley.cluster.gpus import MIB, DeviceFacts, GpuSampler
 from motley.records.gpu_csv import GpuLog
 
-_SHARED = "/dev/shm"  # through which loader processes pass batches
-_FULL, _ROOM = 0.8, 0.7  # parts of it that are used: said from there on, and again after this
+_SHARED = "/dev/shm"  # shared memory, in which loader processes pass batches
+_FULL, _ROOM = 0.8, 0.7  # used fraction that causes a warning; fraction that re-arms it
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is when a sample is taken; None before the first step.
+    """The position of training when a sample is taken; None before the first step.
 
     Attributes:
-        compute_s: this rank's forward and backward of the last step, seconds.
+        epoch: number of the epoch.
+        step: number of the step.
+        compute_s: seconds of this rank's forward and backward pass in the last step.
     """
 
     epoch: int | None = None
@@ -38,14 +40,14 @@ class Progress:
 
 
 class GpuLogger:
-    """Samples this machine until closed.
+    """A logger that samples this host until it is closed.
 
     Args:
-        log: where rows go.
-        host: name of this machine.
-        ranks: rank that uses each GPU, by the GPU's UUID; the machine's first rank is
-            under the empty string.
-        progress: where training is; called from the sampler's thread.
+        log: log that receives the rows.
+        host: name of this host.
+        ranks: rank that uses each GPU, by the GPU's UUID. The key of the host's first rank is the
+            empty string.
+        progress: returns the position of training; called from the sampler's thread.
         interval: seconds between samples.
     """
 
@@ -71,20 +73,20 @@ class GpuLogger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take a last sample and close the log."""
+        """Take a last sample, and close the log."""
         self._stop.set()
         self._thread.join(timeout=10)
         self._log.close()
 
     def _sample_until_closed(self) -> None:
-        # psutil reports the load since this thread's last call, so the first one says nothing.
+        # psutil reports the load since this thread's last call, so the first value is meaningless.
         psutil.cpu_percent()
         wait, running = min(0.5, self._interval), True
         with GpuSampler() as sampler:
             while running:
                 running = not self._stop.wait(wait)
                 wait = self._interval
-                # One bad answer of a driver, or a full disk for a while, ends no log.
+                # A single bad answer of a driver, or a temporarily full disk, must not end the log.
                 with contextlib.suppress(Exception):
                     for row in self._rows(sampler):
                         self._log.write(row)
@@ -92,7 +94,7 @@ class GpuLogger:
     def _shared_memory(self) -> tuple[int, int] | None:
         """Return the used and total bytes of shared memory, or None if there is none.
 
-        The method prints a warning once when it becomes full.
+        A warning is printed once when the shared memory becomes full.
         """
         try:
             there = shutil.disk_usage(_SHARED)
@@ -132,7 +134,13 @@ class GpuLogger:
 
 
 def full_text(host: str, used: float, total: float) -> str:
-    """Return a sentence on shared memory that is nearly full, in bytes."""
+    """Return the warning about nearly full shared memory.
+
+    Args:
+        host: name of this host.
+        used: used bytes.
+        total: total bytes.
+    """
     return (
         f"motley: {_SHARED} on {host} is {used / total:.0%} full ({used / MIB:,.0f} of "
         f"{total / MIB:,.0f} MiB); a loader process that finds no room there dies: take fewer with "

@@ -1,10 +1,11 @@
-"""JSON in files: files of one record per line, and files of one object.
+"""JSON in files: files with one record per line, and files with one object.
 
-A crash may cut a line short anywhere. Files of one object are replaced in one piece.
+A crash may cut a line short anywhere. A writer that continues such a file starts a new line, and a
+reader leaves out damaged lines. A crash, a full disk or a power cut therefore costs only the line
+that was being written.
 
-A writer that continues a file begins a line of its own, and a reader leaves out torn lines. A
-crash, a full disk or a power cut therefore costs the line that it hit, and none of those after it.
-Files of one object stay whole where a disk or a process's file descriptors are used up.
+Files with one object are replaced atomically. They stay complete even if no disk space or file
+descriptor is left.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ _NO_FILES = "raise the limit with ulimit -n, or see what keeps so many files ope
 
 
 def open_to_append(path: Path, newline: str | None = None) -> TextIO:
-    """Open a file of lines, which reach it when written, and begin a new one if the last is torn.
+    """Open a file of lines for appending, and start a new line if the last one is incomplete.
+
+    A line reaches the file when it is written.
 
     Args:
         path: path of the file.
@@ -41,7 +44,7 @@ def open_to_append(path: Path, newline: str | None = None) -> TextIO:
 
 
 def make_gone_error(path: Path) -> MotleyError:
-    """Return the error for a file that a running program writes to, and that is gone."""
+    """Return the error for a missing file to which a running program writes."""
     return MotleyError(
         f"{path} is gone: it was removed, moved or replaced while the run went on; put the run's "
         "folder back if it was moved, and continue with --resume auto, else begin anew"
@@ -58,12 +61,12 @@ def unwritable(path: Path, error: OSError) -> MotleyError:
 
 
 def fix_for(error: Exception, others: str) -> str:
-    """Return the fix for an error of writing: ``others``, unless it is not the disk's."""
+    """Return the fix for an error of writing: ``others``, or that for too many open files."""
     return _NO_FILES if "too many open files" in str(error).lower() else others
 
 
 def to_json(value: Any) -> str:
-    """One line of strict JSON; NaN and infinities become null (strict JSON has none)."""
+    """Return one line of strict JSON. NaN and infinities become null."""
     return json.dumps(finite(value), allow_nan=False, default=str)
 
 
@@ -79,7 +82,9 @@ def finite(value: Any) -> Any:
 
 
 class JsonLines:
-    """Appends JSON objects to a file, a line each; every line reaches the file when written.
+    """A writer that appends JSON objects to a file, one per line.
+
+    Every line reaches the file when it is written.
 
     Raises:
         MotleyError: the disk is full, or the file was removed, moved or replaced.
@@ -93,7 +98,11 @@ class JsonLines:
             raise unwritable(path, error) from None
 
     def write(self, record: Any) -> None:
-        """Append a mapping or a dataclass instance (of flat fields)."""
+        """Append a mapping or a dataclass instance (of flat fields).
+
+        Raises:
+            MotleyError: the disk is full, or the file was removed, moved or replaced.
+        """
         if not isinstance(record, Mapping):
             record = {field.name: getattr(record, field.name) for field in fields(record)}
         try:
@@ -105,7 +114,7 @@ class JsonLines:
             raise make_gone_error(self._path)
 
     def close(self) -> None:
-        """Close the file, without what could not be written."""
+        """Close the file. Lines that could not be written are lost."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -117,11 +126,11 @@ class JsonLines:
 
 
 def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> Iterator[JsonDict]:
-    """Read the objects of a file. Lines that are no objects are left out, and named.
+    """Read the objects in a file. Lines that are not JSON are left out, and reported.
 
     Args:
         path: path of the file.
-        torn: called with the number of each such line, from 1, in place of a message.
+        torn: called with the number of each such line, from 1, instead of printing a message.
     """
     if not path.exists():
         return
@@ -140,7 +149,7 @@ def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> It
 
 
 def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
-    """Return the objects in the last ``most`` bytes of a file; none without a file."""
+    """Return the objects in the last ``most`` bytes of a file; empty if there is no file."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         cut = file.seek(0, 2) > most
         file.seek(-most if cut else 0, 2 if cut else 0)
@@ -154,7 +163,7 @@ def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
 
 
 def keep_lines(path: Path, steps: int) -> None:
-    """Keep the records of the first ``steps`` steps; a record without a step is of none."""
+    """Drop all records from step ``steps`` on, and records without a step."""
     saved = [
         to_json(record)
         for record in read_json_lines(path)
@@ -166,11 +175,11 @@ def keep_lines(path: Path, steps: int) -> None:
         temporary.replace(path)
 
 
-_LEAST_ROOM = 65_536  # bytes; the words of a fault are 10,000 characters at most
+_LEAST_ROOM = 65_536  # bytes; the text of a fault has 10,000 characters at most
 
 
 class Reserve:
-    """The next version of a file, as zeros: room on the disk, and an open descriptor.
+    """Reserved space for the next version of a file: zeros on the disk, and an open descriptor.
 
     Args:
         path: path of the file.
@@ -184,25 +193,25 @@ class Reserve:
         os.fsync(self._file.fileno())
 
     def become(self, path: Path, content: bytes) -> None:
-        """Take the file's place; once."""
+        """Write the content into the reserved space, and replace the file by it. Called once."""
         os.pwrite(self._file.fileno(), content, 0)
         self._file.truncate(len(content))
         self._path.replace(path)
         self._file.close()
 
     def give_back(self) -> None:
-        """Remove it."""
+        """Remove the reserved space."""
         self._path.unlink(missing_ok=True)
         self._file.close()
 
 
 def write_json(path: Path, content: Mapping[str, Any], reserve: Reserve | None = None) -> None:
-    """Replace a file in one piece.
+    """Replace a file atomically.
 
     Args:
         path: path of the file.
         content: content of the file.
-        reserve: reserved room of this file, used if there is no other room.
+        reserve: reserved space for this file, used if the disk has no other.
     """
     text = _text(content)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -221,7 +230,12 @@ def _text(content: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> JsonDict:
-    """Read :func:`write_json`'s file; FileNotFoundError, or MotleyError if it is damaged."""
+    """Return the object in a file of :func:`write_json`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        MotleyError: the file is damaged or unreadable.
+    """
     try:
         content = json.loads(path.read_bytes().decode())
     except FileNotFoundError:

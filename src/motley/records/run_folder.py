@@ -1,23 +1,23 @@
 """The folder of a run, ``logs/<run>/``: its lock, its files, and their writers and readers.
 
-No other module has names of files in it.
+No other module contains names of files in the folder.
 
 The lock is flock(2) on the file ``.lock``, which names its holder. NFS passes such locks on to its
-server, so all hosts see them; where a disk is mounted without locks (Lustre without ``flock``,
-BeeGFS by default) they are not known on other hosts, or at all.
+server, so they hold on all hosts. On a disk that is mounted without locks (Lustre without
+``flock``, BeeGFS by default) they do not hold on other hosts, or at all.
 
     run.json              what was run, on what, and how it ended
-    steps.rank<k>.jsonl   one line a training step of rank k; see motley.records.training
-    epochs.jsonl          one line an evaluation
+    steps.rank<k>.jsonl   one line per training step of rank k; see motley.records.training
+    epochs.jsonl          one line per evaluation
     events.jsonl          overflow, left-out rank, bad image, fault, ...
     trace.rank<k>.json.gz profiled steps of a rank; see motley.records.trace
-    published.<tracker>.json   how far it is published there; see motley.publish.publisher
-    nccl.rank<k>.<host>.<process>.log   output of NCCL, where NCCL_DEBUG asks for it
-    gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
+    published.<tracker>.json   extent of publication to a tracker; see motley.publish.publisher
+    nccl.rank<k>.<host>.<process>.log   output of NCCL, if NCCL_DEBUG asks for it
+    gpu.<host>.csv        one line per GPU and sample (a host without a GPU: one line per sample)
     checkpoints/          see motley.checkpoint.store
 
-An unknown value is empty (null in JSON), never 0. A line that a crash cut short costs itself
-alone: see motley.records.json_files.
+An unknown value is empty (null in JSON), never 0. If a crash cuts a line short, all other lines
+remain valid: see motley.records.json_files.
 """
 
 import contextlib
@@ -47,18 +47,23 @@ from motley.records.json_files import (
 from motley.records.training import OWN_PART, OWN_STEP
 
 _FILE = ".lock"
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # other errors: this disk has no locks
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # other errors mean that the disk has no locks
 _TRIES, _BETWEEN_S = 10, 0.02  # a process that checks if a lock is free holds it briefly
 
 
 def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO:
-    """Take a folder for this process; the lock goes when the returned file is closed.
+    """Lock a folder for this process, and return the lock file.
+
+    Closing the returned file releases the lock.
 
     Args:
         folder: the folder.
-        busy: message if another process has the folder. Its holder and the time are appended.
-        then: remedy in that message.
-        name: name of the lock file, if a part of the folder is locked and not all of it.
+        busy: message if another process holds the lock. Its holder and the time are appended.
+        then: fix in that message.
+        name: name of the lock file, if only a part of the folder is locked.
+
+    Raises:
+        MotleyError: another process holds the lock.
     """
     file = (folder / name).open("a+")
     for remaining in reversed(range(_TRIES)):
@@ -74,7 +79,7 @@ def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO
                 raise MotleyError(f"{busy}{who}; {then}") from None
             time.sleep(_BETWEEN_S)
     own = {"host": os.uname().nodename, "pid": os.getpid(), "since": time.time()}
-    with contextlib.suppress(OSError):  # of a full disk: it is locked all the same
+    with contextlib.suppress(OSError):  # the lock holds even if the disk is full
         file.truncate(0)
         file.write(json.dumps(own))
         file.flush()
@@ -83,7 +88,10 @@ def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait until no other process is in here with this file; a disk without locks lets all in."""
+    """Wait until no other process is in this context with the same file.
+
+    On a disk without locks, no process waits.
+    """
     with path.open("a") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -91,7 +99,7 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _owner(file: TextIO) -> str:
-    """Return the owner of a lock in words; empty if the owner is unknown.
+    """Return the holder of a lock in words; empty if the holder is unknown.
 
     An example is ", by process 714 on ecetesla0 since 2026-11-24 20:18:15".
     """
@@ -105,7 +113,7 @@ def _owner(file: TextIO) -> str:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise MotleyError where a run's folder leads elsewhere: to another run's records, say."""
+    """Raise MotleyError if a run's folder is a symbolic link, perhaps to another run."""
     if folder.is_symlink():
         raise MotleyError(
             f"the run folder {folder} is a symbolic link, to {folder.resolve()}; name that one by "
@@ -114,25 +122,25 @@ def refuse_link(folder: Path) -> None:
 
 
 def is_free(folder: Path) -> bool:
-    """Return True if surely no living process has taken a folder."""
+    """Return True if certainly no running process has locked a folder."""
     try:
         with (folder / _FILE).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return True
-    except OSError:  # it is held, or that cannot be found out
+    except OSError:  # the lock is held, or its state is unknown
         return False
     return True
 
 
-# Readers rely on these parts of run.json, each null or absent where it is not known.
+# Readers rely on these fields of run.json. Each is null or absent if it is unknown.
 _OBJECTS = ("config", "result", "failure", "plan", "task")
-_LISTS = ("ranks", "left_out", "facts", "groups", "advice")  # of objects
+_LISTS = ("ranks", "left_out", "facts", "groups", "advice")  # lists of objects
 _MEND = "; restore it, or write {} into it: all other records are read then"
 
 
 def _misshapen(content: Mapping[str, Any]) -> str:
-    """Return which part of run.json has a shape that no writer gave it; empty if all are right."""
+    """Return a description of a field of run.json with a wrong type; empty if all are right."""
     plan = content.get("plan")
     forecast = plan.get("forecast") if isinstance(plan, dict) else None
     named = {**{name: content.get(name) for name in _OBJECTS}, "forecast": forecast}
@@ -155,8 +163,8 @@ def _misshapen(content: Mapping[str, Any]) -> str:
 class RunFolder:
     """The folder of one run, ``DIR/NAME``: opens writers and finds files.
 
-    Several ranks share it where they share a disk; each writes only files of its own
-    (rank 0: run.json, epochs.jsonl, events.jsonl, checkpoints/).
+    Several ranks may share the folder on one disk. Each writes only its own files (rank 0:
+    run.json, epochs.jsonl, events.jsonl, checkpoints/).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -166,30 +174,34 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """See motley.checkpoint.store."""
+        """Path of the folder of checkpoints; see motley.checkpoint.store."""
         return self.path / "checkpoints"
 
     @property
     def run_file(self) -> Path:
-        """Its run.json."""
+        """Path of run.json."""
         return self.path / "run.json"
 
     @property
     def epochs_file(self) -> Path:
-        """Its ``epochs.jsonl``."""
+        """Path of ``epochs.jsonl``."""
         return self.path / "epochs.jsonl"
 
     @property
     def events_file(self) -> Path:
-        """Its ``events.jsonl``."""
+        """Path of ``events.jsonl``."""
         return self.path / "events.jsonl"
 
     def create(self) -> None:
-        """Make the folder; raise MotleyError if that is not possible, or a link is there."""
+        """Create the folder.
+
+        Raises:
+            MotleyError: the folder cannot be created or written to, or is a link.
+        """
         refuse_link(self.path)  # each host may have a disk of its own
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # Two hosts that share the disk may well have a process of the same number.
+            # Two hosts that share the disk may have processes with the same number.
             probe = self.path / f".probe.{os.uname().nodename}.{os.getpid()}"
             probe.write_text("")
             probe.unlink()
@@ -200,7 +212,7 @@ class RunFolder:
             ) from None
 
     def lock(self) -> TextIO:
-        """Take the folder for this process; see :func:`take_folder`."""
+        """Lock the folder for this process, and return the lock file; see :func:`take_folder`."""
         return take_folder(
             self.path, f"the run folder {self.path} is in use by another run",
             "wait for it, end it to take its place, or choose another name with --run NAME (if "
@@ -208,23 +220,24 @@ class RunFolder:
         )  # fmt: skip
 
     def published_file(self, tracker: str) -> Path:
-        """Its ``published.<tracker>.json``."""
+        """Return the path of ``published.<tracker>.json``."""
         return self.path / f"published.{tracker}.json"
 
     # -- run.json
 
     def write_run(self, content: Mapping[str, Any], keep_room: bool = False) -> None:
-        """Replace run.json in one piece.
+        """Replace run.json atomically.
 
-        At least ``status`` (running, finished, stopped or failed), ``result``, ``config``,
-        ``task``, ``facts``, ``plan``, ``start`` (seconds, see motley.launch.start_watch); as in
-        ``{"status": "finished", "result": {"top1": 0.97, ...}, "config": {"model": "vit_digits",
-        ...}, "ranks": [{"rank": 0, "host": "a"}], "start": {"imports": 1.9, ...}, ...}``.
+        The content has at least ``status`` (running, finished, stopped or failed), ``result``,
+        ``config``, ``task``, ``facts``, ``plan`` and ``start`` (seconds, see
+        motley.launch.start_watch). An example is ``{"status": "finished", "result": {"top1": 0.97,
+        ...}, "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], "start":
+        {"imports": 1.9, ...}, ...}``.
 
         Args:
             content: content of the file.
-            keep_room: reserve room on the disk, and a file descriptor, so that the file can be
-                replaced whatever else fails.
+            keep_room: reserve disk space and a file descriptor, so that the file can be replaced
+                even if none are left.
         """
         if keep_room:
             self._reserve = Reserve(self.run_file, content)
@@ -235,9 +248,13 @@ class RunFolder:
             self._reserve = None
 
     def read_run(self) -> JsonDict:
-        """Read run.json; an empty dict if there is none, MotleyError if it is damaged.
+        """Return the content of run.json; an empty dict if there is none.
 
-        A run whose file says running is ``stopped`` if no process holds its lock.
+        If the status is running, but no process holds the run's lock, the status becomes
+        ``stopped``.
+
+        Raises:
+            MotleyError: the file is damaged.
         """
         try:
             content = read_json(self.run_file)
@@ -250,14 +267,18 @@ class RunFolder:
         if content.get("status") == "running" and is_free(self.path):
             content["status"] = "stopped"
         model = (content.get("config") or {}).get("model")
-        if model and "task" not in content:  # of an older version, which knew images alone
+        if model and "task" not in content:  # an older version, which had only the image task
             title = f"{model} on {content['config'].get('dataset', 'images')}"
             content["task"] = {"name": "image", "unit": "images", "weight": 1.0, "title": title}
             upgrade_record(content.get("result") or {})
         return content
 
     def update_run(self, **changes: Any) -> None:
-        """Change some fields of run.json, which it has; MotleyError if it is gone."""
+        """Change some fields of run.json.
+
+        Raises:
+            MotleyError: run.json is missing.
+        """
         path = self.run_file
         if not path.exists():
             raise make_gone_error(path)
@@ -266,7 +287,7 @@ class RunFolder:
     # -- jsonl
 
     def step_file(self, rank: int) -> Path:
-        """Its ``steps.rank<k>.jsonl``."""
+        """Return the path of ``steps.rank<k>.jsonl``."""
         return self.path / f"steps.rank{rank}.jsonl"
 
     def steps(self, rank: int) -> "JsonLines":
@@ -278,7 +299,7 @@ class RunFolder:
         return JsonLines(self.epochs_file)
 
     def event(self, kind: str, /, **content: Any) -> None:
-        """Append one event, durable at once.
+        """Append one event, which reaches the file immediately.
 
         An example of a line:
 
@@ -290,15 +311,15 @@ class RunFolder:
     def drop_after(
         self, step: int, rank: int, ranks: Sequence[int], diverges: bool = False
     ) -> None:
-        """Drop this rank's lines of steps that will be taken again after a resume.
+        """Drop this rank's lines of steps that are repeated after a resume.
 
-        The first of ``ranks``, which train now, also does it for those that were there before.
+        The first of ``ranks`` also drops the lines of ranks that trained before, but not now.
 
         Args:
             step: step at which the run continues.
             rank: number of this rank.
             ranks: numbers of the ranks that train now.
-            diverges: True if each rank takes steps of its own; see motley.engines.protocol.
+            diverges: True if each rank takes its own steps; see motley.engines.protocol.
         """
         first = rank == ranks[0]
         lost = [other for other in self._ranks() if other not in ranks] if first else []
@@ -312,11 +333,12 @@ class RunFolder:
     def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
         """Add a rank's missing records of steps before ``step`` from the records of others.
 
-        The rank, or the one that had its number before, may have been killed before it wrote the
-        last ones.
+        The rank, or the rank that had its number before, may have been killed before it wrote its
+        last records.
         """
         path = self.step_file(rank)
-        last = max((line["step"] for line in read_last_lines(path)), default=-1)  # all are ours
+        # All lines have a step.
+        last = max((line["step"] for line in read_last_lines(path)), default=-1)
         if last >= step - 1:
             return
         missing: dict[int, JsonDict] = {}
@@ -329,39 +351,39 @@ class RunFolder:
                 lines.write(line)
 
     def read_steps(self) -> dict[int, list[JsonDict]]:
-        """All step records by rank, in order."""
+        """Return all step records by rank, in order."""
         return {
             rank: [upgrade_record(line) for line in read_json_lines(path)]
             for rank, path in self.step_files().items()
         }
 
     def read_last_steps(self) -> dict[int, list[JsonDict]]:
-        """Return the last some hundred step records of each rank, in order."""
+        """Return the last few hundred step records of each rank, in order."""
         return {rank: read_last_lines(path) for rank, path in self.step_files().items()}
 
     def step_files(self) -> dict[int, Path]:
-        """Files of step records by rank, ascending."""
+        """Return the paths of the step records by rank, ascending."""
         return {rank: self.step_file(rank) for rank in self._ranks()}
 
     def last_steps(self) -> list[JsonDict]:
-        """Return the last step records, some hundred, of the rank that has written last."""
+        """Return the last few hundred step records of the rank that wrote most recently."""
         files = sorted(self.path.glob("steps.rank*.jsonl"), key=lambda path: path.stat().st_mtime)
         return read_last_lines(files[-1]) if files else []
 
     def record_files(self) -> list[Path]:
-        """Its files of lines: steps, evaluations, events."""
+        """Return the paths of all JSON-lines files: steps, evaluations, events."""
         return sorted(self.path.glob("*.jsonl"))
 
     def _ranks(self) -> list[int]:
-        """Ranks that have step records here."""
+        """Return the ranks whose step records are here, ascending."""
         return _numbers(self.path, "steps.rank", ".jsonl")
 
     def read_epochs(self) -> list[JsonDict]:
-        """All evaluations, in order."""
+        """Return all evaluations, in order."""
         return list(read_json_lines(self.epochs_file))
 
     def read_events(self) -> list[JsonDict]:
-        """All events, in order."""
+        """Return all events, in order."""
         return list(read_json_lines(self.events_file))
 
     # -- completion, and the GPU log
@@ -377,20 +399,20 @@ class RunFolder:
         path.write_text(to_json({"rank": rank, "host": host, "time": time.time()}) + "\n")
 
     def trace(self, rank: int) -> Path:
-        """Return the path of a rank's profiled steps; see motley.records.trace."""
+        """Return the path of the trace of a rank; see motley.records.trace."""
         return self.path / f"trace.rank{rank}.json.gz"
 
     def traces(self) -> list[Path]:
-        """Return the traces of all ranks that have one, in order."""
+        """Return the paths of all ranks' traces, ascending by rank."""
         result = {rank: self.trace(rank) for rank in _numbers(self.path, "trace.rank", ".json.gz")}
         return [result[rank] for rank in sorted(result)]
 
     def trace_of_all(self) -> Path:
-        """They are put together here."""
+        """Return the path of the trace into which all ranks' traces are merged."""
         return self.path / "trace.json.gz"
 
     def nccl_log(self, rank: int) -> str:
-        """Return the path for NCCL_DEBUG_FILE: NCCL puts in the host and the process."""
+        """Return the value for NCCL_DEBUG_FILE. NCCL fills in the host and the process."""
         path = self.path.absolute() / f"nccl.rank{rank}."
         return f"{path}".replace("%", "%%") + "%h.%p.log"
 
@@ -399,11 +421,11 @@ class RunFolder:
         return GpuLog(self.gpu_file(host))
 
     def gpu_file(self, host: str) -> Path:
-        """Its ``gpu.<host>.csv``."""
+        """Return the path of ``gpu.<host>.csv``."""
         return self.path / f"gpu.{host}.csv"
 
     def gpu_files(self) -> dict[str, Path]:
-        """GPU logs by host."""
+        """Return the paths of the GPU logs by host."""
         result = sorted(self.path.glob("gpu.*.csv"))
         return {path.name.removeprefix("gpu.").removesuffix(".csv"): path for path in result}
 
@@ -416,31 +438,34 @@ def _numbers(folder: Path, before: str, after: str) -> list[int]:
 
 
 def find_runs(paths: list[Path]) -> list[RunFolder]:
-    """Every run folder at or under ``paths``, oldest name first; a run holds no other."""
+    """Return every run folder at or under ``paths``, sorted by path.
+
+    A run folder is not searched for further runs.
+    """
     result = set()
     for path in paths:
         for folder, names, files in os.walk(path):
             if "run.json" in files:
                 result.add(Path(folder))
-                names.clear()  # its checkpoints may be many files
+                names.clear()  # checkpoints may have many files
     return [RunFolder(path) for path in sorted(result)]
 
 
 def upgrade_record(line: JsonDict) -> JsonDict:
-    """Return a record of an older version with the rate by its present name."""
+    """Return a record with the rate under its present name, also if an older version wrote it."""
     if "images_per_s" in line:
         line["samples_per_s"] = line.pop("images_per_s")
     return line
 
 
-_NAMED = 5  # runs that are named in an error
+_NAMED = 5  # most runs that an error names
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Return the run of a folder, such as ``logs/RUN``.
+    """Return the run in a folder, such as ``logs/RUN``.
 
     Raises:
-        MotleyError: it is none; says what it is.
+        MotleyError: the folder is no run.
     """
     folder = Path(path)
     if not folder.exists():

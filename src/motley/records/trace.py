@@ -5,9 +5,10 @@
      "traceEvents": [{"ph": "X", "name": "step 20", "pid": 2000, "tid": 2999, "ts": 812.4,
                       "dur": 9310.5, "cat": "user_annotation", "args": {"thread": 4711}}, ...]}
 
-``ts`` and ``dur`` are microseconds, the first since ``baseTimeNanoseconds``, which all traces of a
-profile share: their clocks are put right, so they lie in one picture. A span is a step, a phase of
-one (``forward``, ``all-reduce``, ...), or what torch's profiler names.
+``ts`` and ``dur`` are in microseconds. ``ts`` counts from ``baseTimeNanoseconds``, which all traces
+of a profile share. The clocks of the ranks are corrected, so the traces can be shown together. A
+span is a step, a phase of a step (``forward``, ``all-reduce``, ...), or an event of torch's
+profiler.
 """
 
 import gzip
@@ -22,13 +23,13 @@ from motley.errors import MotleyError
 from motley.faults import Phase
 
 Event = dict[str, Any]
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # kinds of events that a GPU was busy with
-_WIRE = ("gloo:", "nccl", "rccl")  # how what travels is called
-_STEP = "step "  # and its number
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of events on a GPU
+_WIRE = ("gloo:", "nccl", "rccl")  # prefixes of names of communication events
+_STEP = "step "  # prefix of a step's name, before its number
 _PHASES = {phase.key for phase in Phase}
-_PIDS = 1000  # numbers of processes and devices that a rank's trace may have
-_FLOWS = 10**9  # and of arrows
-_THREAD = "thread"  # that a step or phase was on
+_PIDS = 1000  # size of each rank's range of process and device numbers
+_FLOWS = 10**9  # size of each rank's range of flow numbers
+_THREAD = "thread"  # argument with the thread of a step or phase
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class TraceClock:
     """The correction of a rank's clock.
 
     Attributes:
-        offset_s: its clock less that of the first rank, seconds. error_s: of that, at most.
+        offset_s: the rank's clock minus that of the first rank, seconds.
+        error_s: largest error of the offset, seconds.
     """
 
     offset_s: float
@@ -45,16 +47,18 @@ class TraceClock:
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Where the time of one rank's profiled steps went.
+    """The time of one rank's profiled steps by activity.
 
     Attributes:
-        steps: how many. seconds: from the first one's begin to the last one's end.
-        busiest: name, seconds and calls: of a GPU's kernels, else of operators, less those that
-            they call; what took longest first.
-        wire: part of the time in which something was on the wire.
-        waited: part in which the rank did nothing but wait for that: in which its GPU did nothing
-            else, or its processor was at that phase.
-        idle: part in which its GPU had nothing to do, else in which no operator ran.
+        steps: number of steps.
+        seconds: time from the start of the first step to the end of the last.
+        on_gpu: the rank computes on a GPU.
+        busiest: name, seconds and calls of a GPU's kernels, the longest first. Without a GPU: of
+            operators, without the time of operators that they call.
+        wire: fraction of the time in which data was sent.
+        waited: fraction in which the rank only waited for communication. With a GPU, it ran no
+            other kernel. On a CPU, the rank was in the phase of the all-reduce.
+        idle: fraction in which the GPU was idle. Without a GPU: in which no operator ran.
     """
 
     rank: int
@@ -69,14 +73,14 @@ class TraceSummary:
 
 
 def step_span_name(step: int) -> str:
-    """How the span of a step is called: as people count, from 1."""
+    """Return the name of a step's span, with the step counted from 1."""
     return f"{_STEP}{step + 1}"
 
 
 def write_trace(
     path: Path, profiled: Mapping[str, Any], rank: int, host: str, clock: TraceClock, base_ns: int
 ) -> None:
-    """Write the export of torch's profiler, on the first rank's clock, as one rank of several.
+    """Write the export of torch's profiler as the trace of one rank, on the first rank's clock.
 
     Args:
         path: path of the trace.
@@ -98,7 +102,7 @@ def write_trace(
         changes: Event = {"pid": pid}
         if "ts" in event:
             changes["ts"] = round(event["ts"] + shift_us, 3)
-        if "id" in event:  # a number, of no other rank: Perfetto takes no words
+        if "id" in event:  # unique over ranks, and a number, as Perfetto accepts no text
             changes["id"] = flows.setdefault(event["id"], _FLOWS * (rank + 1) + len(flows))
         if event.get("name") == "process_name":
             changes["args"] = {"name": f"rank {rank} on {host}"}
@@ -117,7 +121,7 @@ def write_trace(
 
 
 def _named_lane(pid: int, lane: int) -> list[Event]:
-    """Return the event that names a line of its own, above the others."""
+    """Return the events that name a separate lane, and place it above the others."""
     about = {"thread_name": {"name": "steps and phases"}, "thread_sort_index": {"sort_index": -1}}
     return [
         {"ph": "M", "pid": pid, "tid": lane, "name": name, "args": value}
@@ -135,17 +139,22 @@ def _is_of_profiler(event: Event) -> bool:
 
 
 def _is_ours(event: Event) -> bool:
-    """Return True for a step, or a phase of one.
+    """Return True for a step, or a phase of a step.
 
-    A phase may begin or end within an operator: DDP adds up within the last one of the backward
-    pass. On one thread Perfetto leaves out such a span, so phases have a line of their own.
+    A phase may start or end within an operator: DDP runs the all-reduce within the last operator of
+    the backward pass. Perfetto leaves out such a span on the same thread, so phases have a separate
+    lane.
     """
     name = event.get("name", "")
     return event.get("cat") == "user_annotation" and (name.startswith(_STEP) or name in _PHASES)
 
 
 def merge_traces(traces: Sequence[Mapping[str, Any]], into: Path) -> None:
-    """Put traces of one profile into one file; MotleyError if they are of several."""
+    """Write all traces of one profile into one file.
+
+    Raises:
+        MotleyError: the traces are of several profiles.
+    """
     bases = {trace["baseTimeNanoseconds"] for trace in traces}
     if len(bases) > 1:
         raise MotleyError(
@@ -157,7 +166,11 @@ def merge_traces(traces: Sequence[Mapping[str, Any]], into: Path) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Return a trace that was written here; MotleyError if it is damaged."""
+    """Return the content of a trace of Motley.
+
+    Raises:
+        MotleyError: the file is damaged, or no trace of Motley.
+    """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             content = json.load(file)
@@ -180,20 +193,20 @@ def _write(path: Path, about: list[Event], base_ns: int, events: list[Event]) ->
         json.dump(content, file)
 
 
-# -- what it says
+# -- summary
 
-Span = tuple[float, float]  # begin and end, microseconds
+Span = tuple[float, float]  # start and end, microseconds
 
 
 def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
-    """Summarise the time in the trace of one rank.
+    """Return a summary of the time in the trace of one rank.
 
     Args:
         trace: the trace.
         most: largest number of kernels or operators that are named.
 
     Raises:
-        MotleyError: the trace has no whole step.
+        MotleyError: the trace has no complete step.
     """
     about, *_ = trace["motley"]
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -217,9 +230,9 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
 
 
 def _waited(device: Sequence[Event], notes: Sequence[Event], whole: Span) -> float:
-    """Return the time in which a rank did nothing but wait for the wire, microseconds.
+    """Return the time in which a rank did nothing but wait for communication, microseconds.
 
-    A rank that computes on a GPU is in that phase while the GPU still computes.
+    With a GPU, the phase of the all-reduce does not count, because the GPU may still compute in it.
     """
     if not device:
         waits = [event for event in notes if event["name"] == Phase.ALL_REDUCE.key]
@@ -233,7 +246,7 @@ def _span(event: Event) -> Span:
 
 
 def _covered(events: Iterable[Event], whole: Span) -> float:
-    """Time within ``whole`` in which at least one of them was under way, microseconds."""
+    """Return the time within ``whole`` that at least one of the events covers, microseconds."""
     covered, reached = 0.0, whole[0]
     for begin, end in sorted(map(_span, events)):
         begin, end = max(begin, reached), min(end, whole[1])
@@ -243,7 +256,10 @@ def _covered(events: Iterable[Event], whole: Span) -> float:
 
 
 def _busiest(events: Iterable[Event], most: int) -> tuple[tuple[str, float, int], ...]:
-    """Names that took longest, less what they call on the same thread or stream."""
+    """Return the names with the longest time, with their seconds and calls.
+
+    Time in nested events on the same thread or stream counts for the nested event alone.
+    """
     took: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for name, seconds in _own_times(events):
@@ -254,12 +270,12 @@ def _busiest(events: Iterable[Event], most: int) -> tuple[tuple[str, float, int]
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Name and seconds of each, less those of what it encloses."""
+    """Yield the name and the own seconds of each event, without the events that it encloses."""
     lanes: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
     for event in events:
         lanes[event.get("pid"), event.get("tid")].append(event)
     for lane in lanes.values():
-        open_spans: list[tuple[float, str, list[float]]] = []  # end, name, what is its own
+        open_spans: list[tuple[float, str, list[float]]] = []  # end, name, own time
         for event in sorted(lane, key=lambda each: (each["ts"], -each.get("dur", 0.0))):
             begin, end = _span(event)
             while open_spans and open_spans[-1][0] <= begin:

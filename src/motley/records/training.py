@@ -1,9 +1,10 @@
 """Records of training: steps, evaluations, and groups of ranks. Pure.
 
-The groups trained a run one after another, as ``groups`` of run.json lists them.
+The groups are the sets of ranks that trained a run one after another, as ``groups`` of run.json
+lists them.
 
-A group ends when a rank is lost, and with its job. A rank keeps its number within a job, but a
-resumed run may have another host for it: the host of a record is found by its step.
+A group ends when a rank is lost, and with its job. A rank keeps its number within a job. A resumed
+run may give the number to another host, so the host of a record is found by its step.
 
     "groups": [{"step": 0, "ranks": [{"rank": 0, "host": "a", ...}, {"rank": 1, "host": "b", ...}]},
                {"step": 57, "ranks": [{"rank": 1, "host": "b", ...}]}]
@@ -16,11 +17,11 @@ from typing import Any
 
 from motley.records.json_files import JsonDict
 
-_TOLD = ("rank", "host", "device", "uuid", "precision")  # of a rank
+_TOLD = ("rank", "host", "device", "uuid", "precision")  # recorded fields of a rank
 
 
 def read_workers(ranks: Any) -> list[JsonDict]:
-    """Return the entries of run.json's ``ranks``, without those that are damaged."""
+    """Return the entries of run.json's ``ranks``, without damaged entries."""
     return [
         each for each in (ranks if isinstance(ranks, list) else [])
         if isinstance(each, dict) and isinstance(each.get("rank"), int)
@@ -28,9 +29,9 @@ def read_workers(ranks: Any) -> list[JsonDict]:
 
 
 def read_groups(about: Mapping[str, Any]) -> list[JsonDict]:
-    """Return the groups of run.json, the first one first; of an older run.json, its only one.
+    """Return the groups in run.json, in order. An older run.json has a single group.
 
-    Each has ``step``, the steps that were taken before it began, and ``ranks``.
+    Each group has ``step``, the number of steps taken before it started, and ``ranks``.
     """
     result = about.get("groups")
     groups = [
@@ -45,9 +46,9 @@ def read_groups(about: Mapping[str, Any]) -> list[JsonDict]:
 def add_group(
     groups: Sequence[JsonDict], step: int, workers: Sequence[Mapping[str, Any]]
 ) -> list[JsonDict]:
-    """Return the groups with another one, which trains from ``step`` on.
+    """Return the groups with a further group, which trains from ``step`` on.
 
-    Records of later steps are dropped when a run is continued, and so are their groups.
+    When a run is continued, records of later steps are dropped, and so are their groups.
     """
     received = [{name: worker.get(name) for name in _TOLD} for worker in workers]
     return [
@@ -57,7 +58,7 @@ def add_group(
 
 
 class RankGroups:
-    """The groups of one run.json.
+    """The groups of ranks in one run.json.
 
     Attributes:
         groups: see :func:`read_groups`.
@@ -73,9 +74,11 @@ class RankGroups:
                 workers.append(worker)
 
     def worker(self, rank: int, step: int | None = None) -> JsonDict:
-        """Return the record of the rank that took a step; empty if there is none.
+        """Return the entry of the rank that took a step; empty if there is none.
 
-        None as the step stands for the last one that the rank took.
+        Args:
+            rank: number of the rank.
+            step: number of the step. None: the last step that the rank took.
         """
         steps, workers = self._known.get(rank, ([], []))
         if not workers:
@@ -94,7 +97,7 @@ class RankGroups:
         return list(dict.fromkeys(str(each["host"]) for each in workers if each.get("host")))
 
 
-MOST_WRITERS = 64  # ranks of which each writes its steps; of more, the first writes for all
+MOST_WRITERS = 64  # ranks that each write their steps; among more, the first writes for all
 
 
 @dataclass(frozen=True)
@@ -110,26 +113,30 @@ class StepRecord:
     "time": 1763693554.1, "t_host": 0.0004}``
 
     Attributes:
-        step: optimizer steps since the start of training, 0-based.
+        step: optimizer steps since the start of training, from 0.
         loss: mean over the *global* batch, by weight. Local SGD has it in an averaging round only,
             as the mean of all samples between the two rounds before; else null.
-        loss_scale: the factor that this step's loss was multiplied by.
-        overflow: the gradient was not finite and all ranks skipped the step; of local steps,
-            this rank.
-        grad_norm: of the unscaled gradient, before clipping; null after an overflow.
+        loss_scale: factor on this step's loss.
+        overflow: the gradient was not finite, and all ranks skipped the step. In Local SGD, this
+            rank skipped it.
+        grad_norm: norm of the unscaled gradient, before clipping; null after an overflow.
+        n_local: samples of this rank.
+        n_global: samples of all ranks together.
         t_data: seconds waiting for samples.
         t_compute: seconds of forward and backward until this rank's own gradient is ready.
         t_wait: seconds waiting for the slowest rank.
         t_comm: seconds of communication still exposed after the last rank is ready.
         t_opt: seconds of norm, clip and optimizer.
         t_host: seconds of the loop's own Python while no device of this rank computes, 0 in older
-            records. The six sum to the step. Each is null where an engine cannot separate it.
-        mem_peak_mib: most memory this rank held (GPU where it has one, else its own RAM).
-        samples_per_s: of all ranks together; older records: ``images_per_s``.
-        weight: of the global batch, in the unit that run.json's ``task`` names: images, tokens.
+            records. The six times sum to the step. Each is null if an engine cannot separate it.
+        mem_peak_mib: largest memory of this rank so far: of the GPU if it has one, else its own
+            RAM.
+        samples_per_s: rate of all ranks together. Older records call it ``images_per_s``.
+        weight: weight of the global batch, in the unit that run.json's ``task`` names: images,
+            tokens.
         time: end of the step, seconds since the epoch.
-        others_ready: of more than MOST_WRITERS ranks, of which the first alone writes lines: see
-            :func:`others_ready`; else null.
+        others_ready: times of other ranks, if there are more than MOST_WRITERS ranks and the first
+            alone writes lines; see :func:`others_ready`. Else null.
     """
 
     step: int
@@ -154,11 +161,11 @@ class StepRecord:
     t_host: float = 0.0
 
 
-# Fields of a rank that another rank's line does not hold: null.
+# Fields of a rank that are null if another rank's line stands in for it.
 OWN_PART: JsonDict = dict.fromkeys(
     ("n_local", "t_data", "t_compute", "t_wait", "t_comm", "t_opt", "t_host", "mem_peak_mib")
 )
-OWN_STEP: JsonDict = dict.fromkeys(("grad_norm", "overflow", "loss_scale"))  # of local steps
+OWN_STEP: JsonDict = dict.fromkeys(("grad_norm", "overflow", "loss_scale"))  # in Local SGD
 
 
 def others_ready(
@@ -169,17 +176,17 @@ def others_ready(
     ``{"least": {"rank": 17, "ready_s": 0.131, "n_local": 60}, "middle": {"rank": 4, "ready_s":
     0.1443, "n_local": 60}, "largest": {"rank": 70, "ready_s": 0.1656, "n_local": 31}}``
 
-    A rank's ``ready_s`` is its time from the step's begin until its own gradient was ready: the sum
-    of ``t_data``, ``t_compute`` and ``t_host`` but for what of these comes after the exchange. The
-    largest of all less its own is a rank's ``t_wait``.
+    A rank's ``ready_s`` is its time from the start of the step until its own gradient was ready.
+    This is the sum of ``t_data``, ``t_compute`` and ``t_host``, without the parts that follow the
+    exchange. A rank's ``t_wait`` is the largest ``ready_s`` of all ranks minus its own.
 
     Args:
-        ready_s: seconds of each rank, those of the first rank at the head.
+        ready_s: seconds of each rank, the first rank's first.
         counts: samples of each rank.
         ranks: number of each rank in the launch.
 
     Returns:
-        None if a rank's time is unknown, or no times are given.
+        None if a rank's time is unknown, or there are fewer than two ranks.
     """
     if not all(ready_s) or len(ready_s) < 2:
         return None
@@ -191,7 +198,7 @@ def others_ready(
     }
 
 
-EMA = "ema_"  # before the name of a metric
+EMA = "ema_"  # prefix of the name of a metric
 
 
 @dataclass(frozen=True)
@@ -204,8 +211,8 @@ class EpochRecord:
     "top1": 0.9722, "loss": 0.1021}``
 
     Attributes:
-        metrics: what the task says of the model, by name; ``loss`` is among them. With EMA before
-            their names: of the average of its parameters, where a run keeps one.
+        metrics: the task's metrics of the model, by name, ``loss`` among them. Metrics with the
+            prefix EMA are those of the average of the parameters, if the run has one.
     """
 
     step: int
@@ -223,12 +230,12 @@ class EpochRecord:
 
     @classmethod
     def from_json(cls, line: JsonDict) -> "EpochRecord":
-        """Read the output of :meth:`as_json`."""
+        """Read the result of :meth:`as_json`."""
         metrics = cls.read_metrics(line)
         return cls(**{k: v for k, v in line.items() if k not in metrics}, metrics=metrics)
 
     @classmethod
     def read_metrics(cls, line: JsonDict) -> JsonDict:
-        """Return the metrics in a line, in their order."""
+        """Return the metrics in a line, in the line's order."""
         known = {each.name for each in fields(cls)}
         return {name: value for name, value in line.items() if name not in known}

@@ -15,7 +15,7 @@ from motley.registry import import_extra
 from motley.tasks.states import AIR, INPUTS, STATIC, SURFACE, Grid, Usual
 from motley.tasks.task import Net
 
-_HEAD = 64  # numbers of a head of the backbone's attention; 32 of the encoder's and decoder's
+_HEAD = 64  # width of a head in the backbone's attention; 32 in the encoder's and decoder's
 # Weight of each variable in the loss, after https://arxiv.org/abs/2405.13063.
 _COUNTS = {"2t": 3.0, "10u": 0.77, "10v": 0.66, "msl": 1.5}
 _COUNTS_AIR = {"z": 2.8, "u": 0.87, "v": 0.6, "t": 1.7, "q": 0.78}
@@ -24,11 +24,13 @@ _SURFACE_PART = 0.25
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of an Aurora; the defaults are those of its makers.
+    """The shape of an Aurora. The defaults are those of its makers.
 
     Attributes:
-        width: of a patch. depths: blocks of the encoder's stages; the decoder's are the reverse.
-        levels: latent ones. patch: degrees of the grid a side.
+        width: embedding width of a patch.
+        depths: number of blocks of each encoder stage. The decoder has them in reverse order.
+        levels: number of latent levels.
+        patch: side of a patch in grid points.
     """
 
     width: int
@@ -54,10 +56,10 @@ class Shape:
 
 
 def aurora() -> Any:
-    """Return the package.
+    """Return the package ``aurora``.
 
     Raises:
-        MotleyError: it is not installed.
+        MotleyError: the package is not installed.
     """
     import_extra("aurora.normalisation", "--task weather", "microsoft-aurora")
     return import_extra("aurora", "--task weather", "microsoft-aurora")
@@ -67,10 +69,7 @@ def build(shape: Shape, step: int) -> nn.Module:
     """Return an Aurora with new weights.
 
     The model has no LoRA, which serves roll-outs of a trained model. Aurora's own autocast is off
-    too: the task decides which parts compute in 16 bits.
-
-    No LoRA, which is for roll-outs of a trained one; nor Aurora's own autocast: which parts compute
-    in 16 bits is the task's to say.
+    too, because the task decides which parts compute in 16 bits.
 
     Args:
         shape: width, depths, latent levels and patch size of the model.
@@ -87,7 +86,7 @@ def build(shape: Shape, step: int) -> nn.Module:
 
 
 def known_levels() -> tuple[int, ...]:
-    """Return the pressure levels of which Aurora has means and deviations, hPa."""
+    """Return the pressure levels for which Aurora has means and deviations, hPa, ascending."""
     names = aurora().normalisation.locations
     numbers = (name.partition("_")[2] for name in names if name.startswith("t_"))
     levels = (int(number) for number in numbers if number.isdecimal())
@@ -95,10 +94,10 @@ def known_levels() -> tuple[int, ...]:
 
 
 def usual(levels: Sequence[int]) -> Usual:
-    """Means and deviations of what is on these levels and on the ground, as Aurora has them.
+    """Return Aurora's means and deviations of the surface variables and of these pressure levels.
 
     Raises:
-        MotleyError: a level is not among those.
+        MotleyError: Aurora has no values for a level.
     """
     known = known_levels()
     if unknown := [level for level in levels if level not in known]:
@@ -131,7 +130,7 @@ def as_batch(
         levels: pressure levels in hPa.
     """
     package = aurora()
-    # With their zone: Aurora would take naive times as the host's own, and hosts may differ.
+    # Times need a zone: Aurora reads naive times in the host's zone, and hosts may differ.
     times = tuple(datetime.fromtimestamp(3600 * hour, UTC) for hour in hours)
     return package.Batch(
         surf_vars={name: surface[:, :, number] for number, name in enumerate(SURFACE)},
@@ -143,14 +142,14 @@ def as_batch(
 
 @dataclass(frozen=True)
 class ForecastErrors:
-    """Errors of forecasts, with the values that all samples on a device share.
+    """Errors of forecasts, with the constants that all samples on a device share.
 
-    The values are not buffers of the model. DDP would broadcast buffers, and checkpoints would keep
-    them.
+    The constants are not buffers of the model, because DDP would broadcast buffers and checkpoints
+    would contain them.
 
     Attributes:
         levels: pressure levels in hPa.
-        area: area of each row of the grid, 1 on average, [lat, 1].
+        area: area of each row of the grid, 1 on average, [rows, 1].
         places: latitudes and longitudes, in degrees.
         static: static variables by name, each [lat, lon].
         surface: mean, deviation and weight of each surface variable, [3, 4, 1, 1].
@@ -168,7 +167,7 @@ class ForecastErrors:
     def on(
         cls, device: torch.device, grid: Grid, static: Mapping[str, Any], usual: Usual, patch: int
     ) -> Self:
-        """Return the errors of a grid.
+        """Return the object for a grid, with its tensors on a device.
 
         Args:
             device: device of the tensors.
@@ -202,7 +201,10 @@ class ForecastErrors:
         return self._loss(*self._between(net, batch))
 
     def scores(self, net: Net, batch: Tensors) -> dict[str, Tensor]:
-        """Return the loss, and squared errors by variable, of the air over all levels, [n]."""
+        """Return the loss and the squared error of each variable, [n] by name.
+
+        Errors of atmospheric variables are averaged over all levels.
+        """
         surface, air = self._between(net, batch)
         squares = [(each.square() * self.area).flatten(2).mean(dim=2) for each in (surface, air)]
         named = zip((*SURFACE, *(f"air_{name}" for name in AIR)),
@@ -210,7 +212,7 @@ class ForecastErrors:
         return {"loss": self._loss(surface, air), **dict(named)}
 
     def noise(self, example: Tensors, count: int) -> Tensors:
-        """Return a batch of usual values, nothing alike."""
+        """Return random values with the usual means and deviations, as a batch for timing."""
         device = example["surface"].device
         dice, made = torch.Generator(device).manual_seed(0), dict[str, Tensor]()
         for name, (mean, deviation, _) in (("surface", self.surface), ("air", self.air)):

@@ -1,12 +1,11 @@
 """Builders of a task's network, whole or block by block.
 
-A network that is built block by block has no numbers at first. No rank needs the memory for the
-whole model then.
+A network that is built block by block has no numbers at first: its tensors are on the device
+``meta``. No rank then needs memory for the whole model.
 
-Until it has its numbers such a network may be *folded*: all blocks of a kind stand for themselves
-with the parameters of the first of them. A folded network computes as long as the whole does, in as
-much memory for activations. One block of each kind is enough to check a task, and to time and plan
-it.
+Until a network has its numbers it may be *folded*: all blocks of a kind use the parameters of the
+first block of that kind. A folded network takes as much compute time and activation memory as the
+whole network. One block of each kind is enough to check, time and plan a task.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from motley.tasks.ghost_batch_norm import batch_norms
 from motley.tasks.net import build_net, get_kind, prepared
 from motley.tasks.task import Task
 
-_THREADS = 8  # that draw numbers, each of a tensor of its own, some 100 million a second
+_THREADS = 8  # threads that draw, one tensor each, about 100 million numbers per second
 
 
 @dataclass
@@ -35,15 +34,16 @@ class _Held:
     """A parameter or buffer, as the network was built.
 
     Attributes:
-        tensor: on the device ``meta``, or a small one with its numbers.
-        places: where modules hold it: in which table, by what name. A tied one has several.
+        tensor: a tensor on the device ``meta``, or a small one with its numbers.
+        places: places where modules hold the tensor: module, table and name. A tied one has
+            several.
     """
 
     tensor: Tensor
     places: list[tuple[nn.Module, dict[str, Tensor | None], str]] = field(default_factory=list)
 
     def put(self, tensor: Tensor) -> None:
-        """Another in its place."""
+        """Replace the tensor in all modules that hold it."""
         for _, table, name in self.places:
             table[name] = tensor
 
@@ -69,17 +69,16 @@ class BlockByBlock:
                     if tensor is not None:
                         held = self._held.setdefault(id(tensor), _Held(tensor))
                         held.places.append((module, table, name))  # type: ignore[arg-type]
-        self._waiting = dict(self._held)  # for their numbers
+        self._waiting = dict(self._held)  # tensors that have no numbers yet
         self._drawing: dict[int, Future[Tensor]] = {}
         self._threads = ThreadPoolExecutor(
             min(_THREADS, len(os.sched_getaffinity(0))), "initial numbers"
         )
 
     def parameters(self) -> list[Tensor]:
-        """Return current parameters of the network, in order.
+        """Return the current parameters of the network, in order.
 
-        The list has one entry for each parameter, of the same shape, also while the network is
-        folded.
+        The list has one entry per parameter, of the same shape, also while the network is folded.
         """
         return [
             table[name]  # type: ignore[misc]
@@ -90,8 +89,10 @@ class BlockByBlock:
     def fold(self, device: torch.device) -> None:
         """Make all blocks of a kind compute with the tensors of the first block of that kind.
 
-        The parameters and buffers of these first blocks, and all tensors outside of blocks, get
-        their numbers.
+        The tensors of these first blocks, and all tensors outside of blocks, get their numbers.
+
+        Args:
+            device: device of the numbers.
         """
         instead: dict[int, int] = {}
         first: dict[Hashable, list[int]] = {}
@@ -113,7 +114,7 @@ class BlockByBlock:
 
     @contextlib.contextmanager
     def folded(self, device: torch.device) -> Iterator[None]:
-        """Fold the network for a while."""
+        """Fold the network for the time of the context."""
         self.fold(device)
         try:
             yield
@@ -121,7 +122,10 @@ class BlockByBlock:
             self.unfold()
 
     def narrow(self, dtype: torch.dtype) -> None:
-        """Have what it is folded with be in 16 bits, as where parameters are gathered in them."""
+        """Convert the parameters of the folded network to a 16-bit dtype.
+
+        An engine that gathers parameters in 16 bits is timed this way.
+        """
         made: dict[int, Tensor] = {}
         for held in self._held.values():
             _, table, name = held.places[0]
@@ -131,12 +135,12 @@ class BlockByBlock:
                 held.put(made[id(now)])
 
     def unfold(self) -> None:
-        """Let go of what it was folded with: all that has no numbers yet waits for them."""
+        """Discard the tensors of the folded network, and restore the tensors without numbers."""
         for held in self._waiting.values():
             held.put(held.tensor)
 
     def fill(self, parts: Iterable[nn.Module], device: torch.device) -> None:
-        """Give some modules their numbers, on a device; not what has them already."""
+        """Give modules their numbers, on a device, except those that have them already."""
         keys = {
             id(tensor): None
             for part in parts for module in part.modules()
@@ -151,7 +155,7 @@ class BlockByBlock:
             self._threads.shutdown()
 
     def _draw_ahead(self, key: int) -> None:
-        """Have threads draw a tensor's numbers, and those of some that are likely to be next."""
+        """Start threads that draw a tensor's numbers, and those of the tensors that follow it."""
         order = list(self._waiting)
         ahead = order[order.index(key) :][: 2 * _THREADS]
         for each in ahead:
@@ -160,7 +164,7 @@ class BlockByBlock:
                 self._drawing[each] = self._threads.submit(self._recording.value, tensor)
 
     def _only_in(self, block: nn.Module) -> list[int]:
-        """Return the tensors that a block alone holds."""
+        """Return the ids of the tensors that no module outside of the block holds."""
         inside = {id(module) for module in block.modules()}
         return [
             key for key in _list_tensors(block)
@@ -169,16 +173,16 @@ class BlockByBlock:
 
 
 def _ready(value: Tensor, held: _Held, device: torch.device) -> Tensor:
-    """Numbers as a module holds them."""
+    """Return numbers on a device, as a parameter or buffer like the one that they replace."""
     if not isinstance(held.tensor, nn.Parameter):
         return value.to(device)
     made = nn.Parameter(value.to(device), requires_grad=held.tensor.requires_grad)
-    made.__dict__.update(held.tensor.__dict__)  # what a model has noted on it
+    made.__dict__.update(held.tensor.__dict__)  # attributes that a model has set on the parameter
     return made
 
 
 def _list_tensors(block: nn.Module) -> Iterator[int]:
-    """By id, each once."""
+    """Return an iterator over the ids of a block's tensors, each once."""
     result = (
         id(tensor)
         for module in block.modules()
@@ -188,12 +192,12 @@ def _list_tensors(block: nn.Module) -> Iterator[int]:
     return iter(dict.fromkeys(result))
 
 
-LARGE = 1_000_000_000  # parameters; alike on all machines, whatever memory they have
-_COUNTED = LARGE // 3  # after so many it is looked how many there are, before more are drawn
+LARGE = 1_000_000_000  # parameters; the same on all hosts, whatever their memory
+_COUNTED = LARGE // 3  # after this many, all parameters are counted before more are drawn
 
 
 class _Large(BaseException):
-    """No task catches it."""
+    """The model has many parameters. A BaseException, so that no task catches it."""
 
 
 def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
@@ -203,7 +207,7 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
     network is built.
 
     Raises:
-        MotleyError: the user wants it block by block, and it cannot be.
+        MotleyError: ``--build blocks`` is given, and the network cannot be built that way.
     """
     if config.build == "blocks":
         if given := _begins_with_weights(task, config):
@@ -228,7 +232,7 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
         _open_data(task)
     try:
         net, by_blocks = _by_blocks(task, config)
-    except (NotImplementedError, RuntimeError, MotleyError):  # of all ranks alike
+    except (NotImplementedError, RuntimeError, MotleyError):  # all ranks raise it
         return build_net(task, config), None
     if sum(each.numel() for each in net.parameters()) > LARGE:
         return net, by_blocks
@@ -264,7 +268,8 @@ def _build_small(task: Task, config: Config) -> nn.Module:
 def _open_data(task: Task) -> None:
     """Open the data before the network is recorded.
 
-    ``model()`` may need the data, and tensors that are made during the recording have no numbers.
+    ``model()`` may need the data, and tensors that are created during the recording have no
+    numbers.
     """
     for held_out in (False, True):
         task.data(held_out)

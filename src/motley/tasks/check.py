@@ -1,10 +1,10 @@
 """Checks of a task before it is trained, by a few passes over two samples.
 
 Training is exact only under these conditions. Each sample has a loss of its own, which depends on
-nothing else. Random numbers come from torch, seeded for the sample. Every parameter is known to
-torch, and has a gradient. A forward pass changes no parameter or buffer that ranks hold alike. A
-parameter may have a gradient for some samples alone, as an expert that a sample does not choose has
-none.
+no other sample. Random numbers come from torch, seeded for the sample. A forward pass changes no
+parameter or buffer that is equal on all ranks. Every parameter is registered with torch, and has a
+gradient. A parameter may lack a gradient for some samples, as an expert that a sample does not
+choose.
 """
 
 import re
@@ -21,9 +21,9 @@ from motley.tasks.model import TaskModel
 from motley.tasks.task import Task
 from motley.text import name_some
 
-_WORD = 8  # bytes that are mixed at once
-_CHUNKS = {"cpu": 1 << 15}  # words at a time: what is read twice is still in the core's own cache
-_CHUNK = 1 << 23  # on a GPU, which wants much to do at once; they take three times that meanwhile
+_WORD = 8  # bytes that are hashed at once
+_CHUNKS = {"cpu": 1 << 15}  # words at a time, few enough to stay in the core's own cache
+_CHUNK = 1 << 23  # words at a time on a GPU, which needs three times their memory meanwhile
 _GOLDEN = -0x61C8864680B583EB
 _FACTOR = -0x40A7B892E31B1A47
 
@@ -33,10 +33,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
     The tensor's device computes the hash. All devices give equal hashes for equal bits.
 
-    The hash is the sum, modulo 2**64, of each eight bytes mixed with their place, as SplitMix64
-    mixes, but for its last factor, which a sum may have as well. Sums of whole numbers do not
-    depend on their order, as those of floating-point numbers do. Zeros fill the last eight bytes
-    up.
+    The hash is a sum modulo 2**64 over words of eight bytes. Each word is first mixed with its
+    position, as in SplitMix64 without the last factor. A sum of integers does not depend on the
+    order of its terms, unlike a sum of floating-point numbers. The last word is padded with zeros.
     """
     words = _words(tensor)
     chunk = min(_CHUNKS.get(tensor.device.type, _CHUNK), words.numel()) or 1
@@ -54,17 +53,20 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Its bytes, int64 [words]; a view where they are whole words."""
+    """Return a tensor's bytes, padded with zeros to whole words, int64 [words].
+
+    The result is a view of the tensor if no padding or copy is needed.
+    """
     result = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if missing := -result.numel() % _WORD:
         result = torch.nn.functional.pad(result, (0, missing))
-    if result.storage_offset() % _WORD:  # of a part of a larger one
+    if result.storage_offset() % _WORD:  # a view that does not start at a word
         result = result.clone()
     return result.view(torch.int64)
 
 
 def _wrapped(value: int) -> int:
-    """Modulo 2**64, as a signed number of 64 bits."""
+    """Return a number modulo 2**64 as a signed 64-bit number."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -82,20 +84,20 @@ _FIXES: dict[str, str] = {
 
 
 class ForwardChanges:
-    """The values of a network's parameters and buffers before some passes.
+    """A record of a network's parameters and buffers before some passes, to find changes later.
 
     Args:
-        net: the network, whose values are fingerprints for parameters, and copies for buffers.
+        net: the network. Fingerprints of its parameters and copies of its buffers are kept.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self._net, self._before = net, _values(net)
 
     def names(self, caches: bool) -> list[str]:
-        """Return the parameters and buffers that have changed since.
+        """Return the names of the parameters and buffers that have changed since construction.
 
         Args:
-            caches: buffers count too that are in no checkpoint. Such a one may be a cache that the
+            caches: include buffers that are in no checkpoint. Such a buffer may be a cache that the
                 first pass has filled.
         """
         saved, now = self._net.state_dict().keys(), _values(self._net)
@@ -107,9 +109,9 @@ class ForwardChanges:
 
 
 def check_renormalised(name: str, net: nn.Module) -> None:
-    """Raise MotleyError if an embedding rescales the rows that it reads.
+    """Raise MotleyError if an embedding rescales the rows that it reads (``max_norm``).
 
-    A check of two samples does not always show this change of weights in the forward pass.
+    A check of two samples does not always show that the forward pass changes these weights.
 
     Args:
         name: name of the task.
@@ -138,14 +140,14 @@ def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyErr
 
 
 def _cause(net: nn.Module, name: str) -> str:
-    """Return the key of :data:`_FIXES` for a tensor; empty for a module of the user's own."""
+    """Return the key of :data:`_FIXES` for a tensor, or an empty string if no fix is known."""
     path, _, last = name.rpartition(".")
     owner: Any = net.get_submodule(path)
     if getattr(owner, "max_norm", None):
         return "max_norm"
     if isinstance(owner, _InstanceNorm):
         return "instance_norm"
-    hooks = (*owner._forward_pre_hooks.values(), owner)  # of the two ways that torch has
+    hooks = (*owner._forward_pre_hooks.values(), owner)  # torch has two implementations
     if any(type(each).__name__ in ("SpectralNorm", "_SpectralNorm") for each in hooks):
         return "spectral_norm"
     return last if last in _FIXES else ""
@@ -153,7 +155,10 @@ def _cause(net: nn.Module, name: str) -> str:
 
 @torch.no_grad()
 def _values(net: nn.Module) -> dict[str, Tensor]:
-    """Return fingerprints of parameters, of which a copy may not fit, and copies of buffers."""
+    """Return fingerprints of parameters and copies of buffers, by name.
+
+    A copy of all parameters may not fit into memory.
+    """
     parameters = {
         key: fingerprint(each) for key, each in net.named_parameters() if not each.is_meta
     }
@@ -167,20 +172,21 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
-_MORE = 32  # samples that are tried where the first ones leave some parameters out
+_MORE = 32  # samples that are tried if the first ones leave some parameters without a gradient
 
 
 def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple[str, ...]:
-    """Return the parameters that some passes give no gradient.
+    """Return the names of the parameters that some passes give no gradient.
 
     Args:
         name: name of the task.
         model: the task's model, in fp32, not wrapped.
-        passes: names of the parameters without a gradient, one set for each of some passes.
+        passes: names of the parameters without a gradient, one set per pass.
 
     Raises:
-        MotleyError: a parameter has no gradient after any pass, nor after one over more samples,
-            and none of its like has, as the experts of one layer are.
+        MotleyError: a parameter has no gradient after any pass, nor after a pass over more samples.
+            A parameter is exempt if the same parameter of another module in its list has one, as
+            with the experts of a layer.
     """
     learning = [key for key, each in model.net.named_parameters() if each.requires_grad]
     result = list(passes)
@@ -202,24 +208,32 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
 
 
 def unused(model: TaskModel, data: dict[str, torch.Tensor]) -> set[str]:
-    """Return the parameters to be trained that a pass over some samples gives no gradient."""
+    """Return the names of the trainable parameters that a pass gives no gradient.
+
+    Args:
+        model: the task's model.
+        data: tensors of the samples of the pass, by name.
+    """
     model.zero_grad(set_to_none=True)
     model(data).sum().backward()
     return without_gradient(model.net)
 
 
 def without_gradient(net: nn.Module) -> set[str]:
-    """Return the names of the parameters to be trained that have no gradient now."""
+    """Return the names of the trainable parameters that have no gradient now."""
     return {key for key, each in net.named_parameters() if each.requires_grad and each.grad is None}
 
 
 def _like(name: str) -> str:
-    """Return what the names of the same parameter in equal modules of a list have in common."""
+    """Return a parameter's name with list indices replaced by ``*``.
+
+    Parameters of equal modules in one list have the same result.
+    """
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def refuse_unused(model: TaskModel, engine: str) -> None:
-    """Raise MotleyError if some steps leave parameters unused and the engine cannot train so.
+    """Raise MotleyError if some samples leave parameters unused, which the engine does not support.
 
     Args:
         model: the checked model. Its ``sometimes_unused`` names these parameters.
@@ -235,9 +249,9 @@ def refuse_unused(model: TaskModel, engine: str) -> None:
 
 
 def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyError:
-    """Return the error for parameters that had no gradient in a step.
+    """Return the error for parameters that had no gradient in a training step.
 
-    The samples that the check at the start tried gave each of these parameters a gradient.
+    In the check at the start, each of these parameters had a gradient.
 
     Args:
         model: the model that is trained.
@@ -257,13 +271,13 @@ _TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
 def check_task(model: TaskModel) -> tuple[str, ...]:
     """Raise MotleyError if the task cannot be trained exactly.
 
-    The message says what is wrong and how to fix it. No gradients are left on the model.
+    The message states the cause and the fix. The model has no gradients afterwards.
 
     Args:
-        model: in fp32, not wrapped.
+        model: the task's model, in fp32, not wrapped.
 
     Returns:
-        The parameters that some samples give no gradient, by name.
+        The names of the parameters that some samples give no gradient.
     """
     task = type(model.task).__name__
     _check_samples(task, model.task)
@@ -289,7 +303,7 @@ def check_task(model: TaskModel) -> tuple[str, ...]:
 
 
 def _check_samples(name: str, task: Task) -> None:
-    """There are some, and the same sample, seeded alike, is the same."""
+    """Raise MotleyError if there are no samples, or if one sample differs between two reads."""
     check_length(task, len(task.data(held_out=True)), held_out=True)
     once, again = first_sample(task), first_sample(task)
     for key, value in once.items():
@@ -308,7 +322,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _check_hidden(name: str, net: nn.Module) -> None:
-    """No modules or parameters where torch does not look for them."""
+    """Raise MotleyError if a plain list, tuple or dict of a module hides parameters from torch."""
     known = {*map(id, net.modules()), *map(id, net.parameters())}
     for path, part in net.named_modules():
         for field, value in vars(part).items():
@@ -325,7 +339,7 @@ def _check_hidden(name: str, net: nn.Module) -> None:
 
 
 def _learnable(value: Any) -> Iterator[Any]:
-    """Modules and parameters in a plain list, tuple or dict."""
+    """Return an iterator over the modules and parameters in a plain list, tuple or dict."""
     parts: Iterable[Any] = ()
     if isinstance(value, list | tuple):
         parts = value
@@ -336,7 +350,7 @@ def _learnable(value: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def _check_losses(name: str, model: TaskModel) -> None:
-    """Return a loss a sample, which is of that sample alone."""
+    """Raise MotleyError if a sample's loss depends on other samples or on earlier passes."""
     batch = model.example
     n = len(batch)
     losses = _losses(name, model, batch.data, n)
@@ -362,7 +376,10 @@ def _check_losses(name: str, model: TaskModel) -> None:
 
 
 def _check_dense(name: str, net: nn.Module) -> None:
-    """Raise MotleyError if a gradient holds a few rows alone: ranks have other rows."""
+    """Raise MotleyError if a gradient is sparse.
+
+    A sparse gradient holds a few rows, and these differ between ranks.
+    """
     result = [
         key for key, each in net.named_parameters()
         if each.grad is not None and each.grad.layout != torch.strided
@@ -375,10 +392,13 @@ def _check_dense(name: str, net: nn.Module) -> None:
 
 
 def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> list[set[str]]:
-    """Check that training passes change no parameter or buffer, except caches in the first.
+    """Raise MotleyError if a training pass changes a parameter or buffer.
+
+    Buffers that are in no checkpoint may change in the first pass, as caches do.
 
     Returns:
-        The parameters without a gradient after a pass over each of the first samples alone.
+        The names of the parameters without a gradient, one set per sample, each from a pass over
+            that sample alone.
     """
     devices = [model.device.index or 0] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

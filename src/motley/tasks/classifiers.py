@@ -16,7 +16,7 @@ from motley.errors import MotleyError
 from motley.tasks.ghost_batch_norm import batch_norms
 from motley.text import did_you_mean
 
-# timm's fields about a model's pre-trained weights, which are not those that were trained here.
+# timm's fields that describe pre-trained weights; they do not apply to weights trained here.
 _OF_WEIGHTS = (
     "tag",
     "url",
@@ -37,9 +37,10 @@ _OF_WEIGHTS = (
 
 @timm.models.register_model
 def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
-    """Build a ViT the size of the digits: 8x8 pixels in patches of 4, 0.45 M parameters.
+    """Build a ViT for the digits: 8x8 pixels in patches of 4, 0.45 M parameters.
 
-    Its name is one of timm's, with other sizes, so that it is known where this file is not.
+    The model is a registered timm model with other sizes, so a program without this file can build
+    it.
     """
     size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
     shape = {"embed_dim": 96, "depth": 4, "num_heads": 3, "global_pool": "avg"}
@@ -51,13 +52,13 @@ def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model that timm has by this name."""
+    """A model of timm, by its name."""
 
     name: str
 
     @cached_property
     def native_size(self) -> int:
-        """Pixels a side that the model is made for.
+        """Side in pixels of the images for which the model is made.
 
         Raises:
             MotleyError: timm has no such model.
@@ -73,7 +74,7 @@ class Classifier:
         return int(pretrained.input_size[-1]) if pretrained else 224
 
     def check_square(self) -> None:
-        """Raise MotleyError for a model that is made for images with sides of two lengths."""
+        """Raise MotleyError if the model is made for images that are not square."""
         pretrained = timm.get_pretrained_cfg(self.name)
         height, width = pretrained.input_size[1:] if pretrained else (0, 0)
         if height != width:
@@ -83,9 +84,9 @@ class Classifier:
             )
 
     def data_config(self) -> dict[str, Any]:
-        """Return mean, std, interpolation and crop that the model was trained with.
+        """Return the mean, std, interpolation and crop with which the model was trained.
 
-        ImageNet's usual values stand in for a model without such values in timm.
+        If timm has no such values for the model, they are ImageNet's usual ones.
         """
         known: Any = timm.get_pretrained_cfg(self.name)
         own = {"interpolation": "bilinear"} if known is None else known.to_dict()
@@ -93,13 +94,13 @@ class Classifier:
 
     @property
     def has_fixed_size(self) -> bool:
-        """True if the model is made for images of one size, as a ViT is; a ResNet takes any."""
+        """True if the model takes images of one size only, as a ViT does."""
         pretrained = timm.get_pretrained_cfg(self.name)
         return pretrained is None or bool(pretrained.fixed_input_size)
 
     @cached_property
     def has_batch_norm(self) -> bool:
-        """True if the model takes statistics of the batch."""
+        """True if the model has a batch norm that is trained."""
         with torch.device("meta"):
             return bool(batch_norms(self.build()))
 
@@ -107,7 +108,7 @@ class Classifier:
         """Return timm's model.
 
         Raises:
-            MotleyError: it cannot be built with these options.
+            MotleyError: timm cannot build the model with these options.
         """
         name = self.name
         try:
@@ -127,7 +128,7 @@ class Classifier:
 def list_blocks(net: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a timm model by name, in order.
 
-    A rule that goes by classes would take the stages of Swin and ConvNeXt instead.
+    A search for lists of equal modules would find the stages of Swin and ConvNeXt instead.
     """
     return {
         name: part for name, part in net.named_modules()
@@ -136,22 +137,23 @@ def list_blocks(net: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_head(net: nn.Module) -> tuple[str, ...]:
-    """Return the path of a model's classifier; of both, where it has two."""
+    """Return the path of a model's classifier, or two paths if the model has two classifiers."""
     result: Any = net.get_classifier() if hasattr(net, "get_classifier") else ()  # type: ignore[operator]
     heads = result if isinstance(result, tuple | list) else (result,)
     return tuple(name for name, part in net.named_modules() if any(part is head for head in heads))
 
 
 def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """Weights as timm's model takes them: of other names, or of images of another size."""
+    """Return weights converted to the names and image size of timm's model."""
     convert = getattr(sys.modules[type(net).__module__], "checkpoint_filter_fn", None)
     return tensors if convert is None else dict(convert(tensors, net))
 
 
 def save_classifier(net: Any, folder: Path, look: Look, names: Sequence[str]) -> None:
-    """Save a folder that timm and transformers load: model.safetensors and config.json.
+    """Save model.safetensors and config.json into a folder, for timm and transformers.
 
-    The config has the preparation of images, and the names of the classes if they are known.
+    The config describes how images are prepared, and has the names of the classes if they are
+    known.
     """
     of_other_weights = dict.fromkeys((*_OF_WEIGHTS, "label_names", "label_descriptions"))
     net.pretrained_cfg = {

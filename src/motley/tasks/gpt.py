@@ -1,7 +1,8 @@
-"""A GPT: attention to earlier tokens, block by block.
+"""A GPT: transformer blocks with causal attention.
 
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, for the
-architecture; the initial weights too, those of projections into the residual stream by depth.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. The
+architecture and the initial weights follow this paper. The initial weights of projections into the
+residual stream are scaled by the depth.
 """
 
 import math
@@ -17,7 +18,12 @@ class Shape:
     """The shape of a GPT.
 
     Attributes:
-        vocabulary: number of tokens. length: of the context, in tokens. width: of a token.
+        vocabulary: number of tokens in the vocabulary.
+        length: length of the context, in tokens.
+        depth: number of blocks.
+        width: embedding width of a token.
+        heads: number of attention heads.
+        dropout: drop-out probability.
     """
 
     vocabulary: int
@@ -29,7 +35,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two layers for each token."""
+    """A transformer block: causal attention, then two linear layers for each token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -38,10 +44,10 @@ class Block(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(shape.dropout)
-        self.fused_attn = True  # motley.tasks.net.set_attention may say otherwise
+        self.fused_attn = True  # motley.tasks.net.set_attention may change it
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, length, width], in and out."""
+        """Return the block's output, [n, length, width], of an input of the same shape."""
         x = x + self.drop(self.proj(self._attend(self.norm1(x))))
         hidden = functional.gelu(self.fc1(self.norm2(x)), approximate="tanh")
         out: Tensor = x + self.drop(self.fc2(hidden))
@@ -67,7 +73,10 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Logits of each next token, [n, length, vocabulary], of tokens, int64 [n, length]."""
+    """A language model: int64 tokens [n, length] to logits of each next token.
+
+    The logits are [n, length, vocabulary].
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -87,7 +96,7 @@ class Gpt(nn.Module):
                 nn.init.zeros_(part.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """See the class."""
+        """Return the logits of each next token, [n, length, vocabulary]."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.drop(self.token(tokens) + self.position(places))
         for block in self.blocks:

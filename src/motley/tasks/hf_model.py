@@ -2,11 +2,12 @@
 
 A config.json gives the shape of a model. Its weights are drawn at random or read from the folder.
 
-Nothing is fetched, no code but the library's is run, and weights are read from safetensors alone:
-a pickle may run anything. With LoRA the model's weights stay as they are, and small matrices
-beside some of them are trained.
+Nothing is downloaded, and only the library's own code runs. Weights are read from safetensors
+alone, because a pickle may run any code. With LoRA the model's weights stay as they are, and small
+matrices beside some of the layers are trained.
 
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; by the peft library.
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. The peft library
+implements it.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ from motley.registry import import_offline
 def add_lora(
     net: nn.Module, rank: int, alpha: float | None, targets: tuple[str, ...] | None
 ) -> nn.Module:
-    """Freeze a network, and put a pair of matrices beside each of its target layers, in place.
+    """Freeze a network, and add a pair of LoRA matrices to each target layer, in place.
 
     Args:
         net: the network.
@@ -45,7 +46,7 @@ def add_lora(
     config = peft.LoraConfig(
         r=rank, lora_alpha=rank if alpha is None else alpha, lora_dropout=0.0,
         target_modules=None if targets is None else list(targets),
-        # GPT-2's layers are kept transposed; peft would find out too, and warn.
+        # GPT-2's weights are transposed; without this flag peft corrects it with a warning.
         fan_in_fan_out=any(type(part).__name__ == "Conv1D" for part in net.modules()),
     )  # fmt: skip
     try:
@@ -65,10 +66,10 @@ def add_lora(
 
 
 def merge_lora(net: nn.Module) -> None:
-    """Add the matrices to the layers that they stand beside, and take them away, in place.
+    """Add the LoRA matrices to their layers' weights, and remove the matrices, in place.
 
-    A layer that shares its weight with another one gets a weight of its own first: the matrices
-    change what this layer computes, and not the other.
+    A layer that shares its weight with another layer first gets a copy of the weight. The matrices
+    belong to one of the two layers only.
     """
     owners = Counter(each for _, each in net.named_parameters(remove_duplicate=False))
     for name, part in list(net.named_modules()):
@@ -85,20 +86,20 @@ def merge_lora(net: nn.Module) -> None:
 
 
 def matrices(net: nn.Module) -> tuple[str, ...]:
-    """Paths of LoRA's own modules."""
+    """Return the paths of LoRA's own modules."""
     return tuple(
         path for path, _ in net.named_modules() if path.rsplit(".", 1)[-1].startswith("lora_")
     )
 
 
 def beside_lora(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """Weights of a model without LoRA, by the names that they have with it."""
+    """Return the weights of a model without LoRA by their names in the model with LoRA."""
     moved = {name.replace(".base_layer.", "."): name for name in net.state_dict()}
     return {moved.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _layers(net: nn.Module) -> list[str]:
-    """Last words of the names of what LoRA can stand beside."""
+    """Return the last words of the names of all layers that LoRA supports, sorted."""
     return sorted({
         name.rsplit(".", 1)[-1] for name, part in net.named_modules()
         if isinstance(part, nn.Linear | nn.Embedding) or type(part).__name__ == "Conv1D"
@@ -112,16 +113,17 @@ _TOKENIZER = (
     "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_LOOKED_AT = 8  # tokens, of which the later half is changed
+_LOOKED_AT = 8  # tokens in the test for causality, which changes the later half
 
 
 @dataclass(frozen=True)
 class HfModel:
-    """A model that a user has named.
+    """A transformers model that a user has named.
 
     Attributes:
-        path: a config.json, or a folder with one. option: that named it, for errors.
-        with_weights: the folder's; else they are drawn.
+        path: path of a config.json, or of a folder with one.
+        option: option that named the model, for errors.
+        with_weights: the weights are read from the folder. Otherwise they are drawn at random.
     """
 
     path: Path
@@ -130,7 +132,7 @@ class HfModel:
 
     @property
     def flag(self) -> str:
-        """The option as the user wrote it."""
+        """The option and its value, as the user wrote them."""
         return f"{self.option} {self.path}"
 
     @cached_property
@@ -138,7 +140,7 @@ class HfModel:
         """Fields of config.json.
 
         Raises:
-            MotleyError: it is missing, or no model's.
+            MotleyError: the file is missing, is no JSON, or does not describe a model.
         """
         path = self.path / _CONFIG if self.path.is_dir() else self.path
         try:
@@ -172,32 +174,35 @@ class HfModel:
                 f"{transformers.__version__} has; code of a model's own is not run"
             )
         try:
-            # A copy: it takes fields out.
+            # from_dict() removes fields from its argument.
             return transformers.CONFIG_MAPPING[kind].from_dict(dict(self.fields))
         except Exception as error:
             raise MotleyError(f"{self.flag}: {_first_line(error)}") from None
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that it knows."""
+        """Number of tokens in the model's vocabulary."""
         return int(self.config.vocab_size)
 
     @property
     def longest(self) -> int | None:
-        """Tokens that it sees at most; None: any number."""
+        """Longest context in tokens; None: any length."""
         result = getattr(self.config, "max_position_embeddings", None)
         return result if isinstance(result, int) else None
 
     def build(self, dropout: float) -> nn.Module:
-        """Return the model in fp32, on the CPU, with random weights, from torch's random numbers.
+        """Return the model in fp32, on the CPU, with weights from torch's random generator.
+
+        Args:
+            dropout: drop-out probability.
 
         Raises:
-            MotleyError: it cannot be built, or does not predict each token from those before it.
+            MotleyError: the model cannot be built, or is not causal.
         """
         transformers = import_offline("transformers", self.option)
         config = self.config
         _set_dropout(config, dropout)
-        config.use_cache = False  # of no use in training, and not a tensor
+        config.use_cache = False  # training does not use the cache, which is not a tensor
         maker = transformers.AutoModelForCausalLM
         if type(config) not in maker._model_mapping:
             raise MotleyError(self._no_language_model("transformers has no causal model of it"))
@@ -208,7 +213,7 @@ class HfModel:
                 raise MotleyError(
                     f"{self.flag}: a model of this {_CONFIG} cannot be built: {_first_line(error)}"
                 ) from error
-        # The check needs a pass, which a model without numbers cannot make.
+        # The check runs a pass, which is impossible on meta tensors.
         has_numbers = not any(parameter.is_meta for parameter in net.parameters())
         if has_numbers and not _is_causal(net, self.vocabulary):
             raise MotleyError(
@@ -230,7 +235,7 @@ class HfModel:
         The transformers library converts the names in older files.
 
         Raises:
-            MotleyError: there are none, none that are safe to read, not all, or others'.
+            MotleyError: there are no weights, they are pickles, some are missing, or shapes differ.
         """
         self._check_files()
         transformers = import_offline("transformers", self.option)
@@ -249,7 +254,7 @@ class HfModel:
         for key, says in {
             "missing_keys": "lacks", "mismatched_keys": "has in another shape",
         }.items():  # fmt: skip
-            # transformers draws these anew, with no more than a warning.
+            # transformers draws these weights at random, and only warns.
             names = sorted(each[0] if isinstance(each, tuple) else each for each in received[key])
             if names:
                 raise MotleyError(
@@ -275,7 +280,7 @@ class HfModel:
         )
 
     def save(self, net: Any, folder: Path) -> None:
-        """Write a folder that transformers loads, with the tokenizer's files where there are."""
+        """Write a folder that transformers loads, with the tokenizer's files if there are any."""
         transformers = import_offline("transformers", self.option)
         with _quiet(transformers):
             net.save_pretrained(folder)
@@ -284,21 +289,26 @@ class HfModel:
                 shutil.copyfile(self.path / name, folder / name)
 
     def identity(self) -> dict[str, str]:
-        """Return the hash by which a checkpoint recognises the model, wherever its folder is.
+        """Return the hash of the config, by which a checkpoint recognises the model.
 
-        A checkpoint has weights of its own, so the weights of the folder do not count.
+        The path of the folder does not count. The weights in the folder do not count either,
+        because a checkpoint has its own.
         """
         fields = json.dumps(self.fields, sort_keys=True)
         return {"hf_config_sha256": hashlib.sha256(fields.encode()).hexdigest()[:16]}
 
     def title(self) -> str:
-        """For the summary of a run."""
+        """Return the model's type, folder and kind of weights, for the summary of a run."""
         weights = "its weights" if self.with_weights else "random weights"
         return f"{self.fields['model_type']} of {self.path.resolve().name} ({weights})"
 
 
 def get_logits(made: Any) -> Tensor:
-    """[n, length, vocabulary], of what a model gives: logits, or transformers' output."""
+    """Return the logits in a model's output, [n, length, vocabulary].
+
+    Args:
+        made: the logits themselves, or an output object of transformers.
+    """
     result: Tensor = made if isinstance(made, Tensor) else made["logits"]
     return result
 
@@ -306,8 +316,8 @@ def get_logits(made: Any) -> Tensor:
 def _set_dropout(config: Any, dropout: float) -> None:
     """Set all drop-out rates of a config, whatever their names.
 
-    Rates of dropped layers become 0, because the parameters of a dropped layer would have no
-    gradient.
+    The rates at which whole layers are dropped become 0, because the parameters of a dropped layer
+    would have no gradient.
     """
     for key, value in list(vars(config).items()):
         if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
@@ -316,7 +326,10 @@ def _set_dropout(config: Any, dropout: float) -> None:
 
 @torch.no_grad()
 def _is_causal(net: nn.Module, vocabulary: int) -> bool:
-    """Try a pass, since a field of the configuration decides for some kinds of model."""
+    """Test by two passes that the output for a token does not depend on later tokens.
+
+    For some kinds of model, a field of the configuration decides this.
+    """
     net.eval()
     here = torch.arange(_LOOKED_AT)[None] % vocabulary
     other, half = here.clone(), _LOOKED_AT // 2
@@ -326,7 +339,7 @@ def _is_causal(net: nn.Module, vocabulary: int) -> bool:
 
 
 class _quiet:  # noqa: N801  # a context manager
-    """Suppress transformers' output about a model, which every rank would print."""
+    """A context manager that suppresses transformers' messages, which every rank would print."""
 
     def __init__(self, transformers: Any) -> None:
         self._logging = transformers.utils.logging

@@ -1,14 +1,17 @@
-"""A task's network and its loss in one module, and its compilation by torch.compile.
+"""A module that holds a task's network and its loss, and its compilation by torch.compile.
 
-All engines share one rule for dtypes thereby. The module is compiled block by block, or whole with
-the loss.
+All engines train this module, so one rule for dtypes holds for all of them. The module is compiled
+block by block, or as a whole, including the loss.
 
-Blocks of one class are compiled once, however many there are: a ViT-B in a third of the time, and
-as fast. Between them gradients are sent as they become ready. The parts around them, as a ViT's
-patch embedding, last norm and head, are 1 % of its time. Shapes are fixed but for the first, which
-counts samples, so that a batch of another size compiles nothing anew. Convolutions are the
-exception: torch's kernels around them are slower for any number of samples than for a known one, a
-ResNet-50 by a fifth. For these, each number of samples in a plan is compiled separately.
+Blocks of one class are compiled once, however many there are. A ViT-B is compiled in a third of the
+time that way, and runs as fast. Gradients are sent between compiled blocks, as they become ready.
+The parts around the blocks, such as a ViT's patch embedding, last norm and head, take 1 % of its
+time.
+
+All dimensions of a shape are fixed except the first, which counts samples. A batch of another size
+therefore causes no recompilation. Convolutions are the exception: torch's kernels around them are
+slower for a variable number of samples than for a fixed one, by a fifth for a ResNet-50. A network
+with convolutions is compiled separately for each number of samples in a plan.
 """
 
 import warnings
@@ -29,13 +32,13 @@ from motley.tasks.task import Task
 
 Compute = Callable[..., Any]
 
-_MOST = 64  # ways of one piece of code: blocks of stages differ, and an evaluation has its own
-_READS = 16  # tensors that one kernel reads; torch's 8 writes a batch norm's gradient out in fp32
-_RARE = 2  # passes of unforeseen sizes in a row: the last batches of an epoch or an evaluation
+_MOST = 64  # compiled versions of one function: stages and evaluations need their own
+_READS = 16  # tensors that one kernel may read; with torch's 8, batch norm writes fp32 gradients
+_RARE = 2  # unplanned sizes in a row that run uncompiled: last batches of an epoch or evaluation
 
 
 class _Way(Enum):
-    """How the parts compute a pass."""
+    """The version of the code that computes a pass: plain or compiled."""
 
     PLAIN = 0
     ONE_COUNT = 1  # compiled for its number of samples
@@ -43,17 +46,20 @@ class _Way(Enum):
 
 
 class Compiled:
-    """Parts of a model that are compiled when they first compute; :meth:`undo` makes them plain.
+    """Parts of a model that are compiled at their first call.
+
+    :meth:`undo` restores the plain parts.
 
     Args:
-        whole: module that computes everything. Its methods ``names`` are compiled, and it holds the
-            compiled ones from now on.
+        whole: module that computes everything. Its methods ``names`` are compiled, and replaced by
+            the compiled ones, if ``blocks`` is empty.
         names: names of these methods.
         blocks: blocks that are compiled in place of ``whole``.
-        around: modules that are compiled beside the blocks. Calls with other arguments than tensors
-            are computed plainly.
-        counts: numbers of samples that are each compiled for themselves. A pass of another number
-            is computed plainly, unless several follow one another. Empty: compile for any number.
+        around: modules that are compiled beside the blocks. A call runs uncompiled if an argument
+            is not a tensor.
+        counts: numbers of samples, for each of which a version is compiled. A pass over another
+            number of samples runs uncompiled, unless several such passes follow one another. Empty:
+            compile one version for any number.
     """
 
     def __init__(
@@ -64,7 +70,7 @@ class Compiled:
         around: Iterable[nn.Module],
         counts: Collection[int] = (),
     ) -> None:
-        torch._dynamo.config.suppress_errors = True  # what cannot be compiled is computed plainly
+        torch._dynamo.config.suppress_errors = True  # code that cannot be compiled runs uncompiled
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST)
         if counts:
             torch._inductor.config.realize_acc_reads_threshold = _READS
@@ -82,7 +88,7 @@ class Compiled:
             self._put(module, "forward", _of_tensors(self._of_one_size(plain), plain))
 
     def begin_pass(self, samples: int) -> None:
-        """Choose how the parts compute the next pass, of this many samples."""
+        """Choose the version that computes the next pass, which is over this many samples."""
         if not self._counts:
             return
         if samples in self._counts:
@@ -92,11 +98,11 @@ class Compiled:
             self._way = _Way.PLAIN if self._others <= _RARE else _Way.ANY_COUNT
 
     def _put(self, module: nn.Module, name: str, compute: Compute) -> None:
-        self._before.append((module, name, module.__dict__.get(name)))  # as it is recomputed, say
+        self._before.append((module, name, module.__dict__.get(name)))  # recompute() sets one, say
         module.__dict__[name] = compute
 
     def undo(self) -> None:
-        """Compute as before; what was compiled is let go of."""
+        """Restore the plain methods, and discard all compiled code."""
         for module, name, before in self._before:
             del module.__dict__[name]
             if before is not None:
@@ -104,7 +110,7 @@ class Compiled:
         torch._dynamo.reset()
 
     def _compile(self, plain: Compute) -> Compute:
-        """Return a compiled function; where its batch has any number of samples, for any."""
+        """Return a function that runs the plain or a compiled version, as the pass needs."""
         fixed, free = torch.compile(plain, dynamic=False), torch.compile(plain)
 
         def computed(*given: Any, **named: Any) -> Any:
@@ -120,10 +126,10 @@ class Compiled:
     def _of_one_size(self, plain: Compute) -> Compute:
         """Return a function that is compiled for tensors of the sizes in its first call.
 
-        Other sizes than these run in a version that is compiled for any size.
+        Calls with tensors of other sizes run a version that is compiled for any size.
 
-        Blocks of all stages share their code, and torch takes for variable what differs from one
-        call of a piece of code to the next: Swin's windows of any height and width kept it busy for
+        Blocks of all stages share their code. Torch makes a dimension variable if it differs
+        between two calls of the same code. Compiling Swin's windows for any height and width took
         minutes.
         """
         fixed, free = torch.compile(plain, dynamic=False), torch.compile(plain)
@@ -143,21 +149,21 @@ class Compiled:
 
 
 def _batched(given: Any) -> list[Tensor]:
-    """Return the tensors among arguments that have a first dimension."""
+    """Return the tensors among (nested) arguments that have at least one dimension."""
     return [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.dim()]
 
 
 def _mark_counts(given: Any) -> None:
-    """Have torch take the first dimension of all tensors for variable."""
+    """Mark the first dimension of all tensors as dynamic for torch.compile."""
     for tensor in _batched(given):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def _of_tensors(compute: Compute, plain: Compute) -> Compute:
-    """Return the compiled module, or the plain one in calls with arguments that are no tensors.
+    """Return a function that calls ``compute``, or ``plain`` if an argument is not a tensor.
 
-    The value of such an argument, as the time of a forecast, would be compiled in: each value would
-    compile the module again.
+    Torch compiles the value of such an argument in, for example the time of a forecast. Each new
+    value would compile the module again.
     """
 
     def computed(*given: Any, **named: Any) -> Any:
@@ -168,44 +174,45 @@ def _of_tensors(compute: Compute, plain: Compute) -> Compute:
 
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_EXAMPLES = 2  # samples that a model is tried and timed with
+_EXAMPLES = 2  # samples with which a model is checked and timed
 
 
 def common_type(task: Task, precisions: Collection[str]) -> torch.dtype | None:
     """Return the 16-bit dtype in which parameters may be gathered, or None.
 
-    All ranks have to compute in this dtype, and no part of the model may have to stay in fp32.
+    A dtype is returned only if all ranks compute in it, and no part of the model must stay in fp32.
     """
     first, *others = set(precisions)
     return None if others or task.fp32 else AUTOCAST[first]
 
 
 class _Idle(torch.autograd.Function):
-    """No samples: no losses, and a gradient of zeros for every parameter.
+    """Autograd function of a pass without samples: no losses, and a zero gradient per parameter.
 
-    A rank without work must still take part in every collective, so its parameters need
-    gradients and their hooks must fire. Sending an empty batch through the network would
-    do, but costs more, torch 2.11's attention returns None for it in 16 bits on CUDA, and no task
-    need be written for it.
+    A rank without work must still take part in every collective, so its parameters need gradients
+    and their hooks must fire. An empty batch through the network would also do, but costs more, and
+    every task would have to support it. On CUDA, torch 2.11's attention returns None for an empty
+    batch in 16 bits.
     """
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        """Losses of no samples, [0]."""
+        """Return the losses of no samples, fp32 [0]."""
         ctx.save_for_backward(*parameters)
         return parameters[0].new_zeros(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Zeros."""
+        """Return zeros for each parameter."""
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
 class TaskModel(nn.Module):
-    """Samples in, the loss of each out; the task's loss and autocast inside.
+    """A module that takes samples and returns the loss of each sample.
 
-    Autocast sits inside ``forward``, where DDP and DeepSpeed wrap it, and what the network gives
-    is fp32, so that the wrappers never see a rank's dtype and ranks may differ in it.
+    The task's loss and autocast are inside. Autocast sits inside ``forward``, which DDP and
+    DeepSpeed wrap, and the network's output is cast to fp32. The wrappers therefore never see a
+    rank's dtype, and ranks may differ in their dtype.
 
     Args:
         task: the task.
@@ -214,17 +221,19 @@ class TaskModel(nn.Module):
         device: device of this rank.
 
     Attributes:
-        example: some samples. samples: how many there are to train on.
-        score_names: of what :meth:`forward` gives of held-out samples, in order.
-        by_blocks: gives the network its numbers, if it has not got all of them; until an engine is
-            built it is folded.
-        held_mib: that training holds on the device besides activations, where that is more than is
-            there now; 0: no more.
-        statistics: of batch norms, if it has any.
+        example: batch of a few samples, on the device.
+        samples: number of training samples.
+        score_names: names of the scores that :meth:`forward` returns for held-out samples, in
+            order.
+        by_blocks: object that fills the network with its initial numbers, or None if the network
+            has them all. The network is folded until an engine is built; see motley.tasks.build.
+        held_mib: memory in MiB that training holds on the device besides activations. 0: no more
+            than is allocated already.
+        statistics: statistics of the batch norms, or None for a model without batch norm.
         sometimes_unused: names of parameters that have no gradient for some samples.
     """
 
-    measuring_s = 11.0  # that measuring its speed may take; all ranks measure at once
+    measuring_s = 11.0  # longest time to measure the model's speed; all ranks measure at once
 
     def __init__(self, task: Task, net: nn.Module, precision: str, device: torch.device) -> None:
         super().__init__()
@@ -246,11 +255,11 @@ class TaskModel(nn.Module):
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
             keep_fp32(net, task.fp32)
-        # Tensor cores take 16 bits with channels last; torch.compile arranges only fixed shapes so.
+        # Tensor cores need channels last for 16 bits; torch.compile uses it for fixed shapes only.
         convolutions = sum(isinstance(part, nn.Conv2d) for part in net.modules())
         self._convolves = convolutions > 1 and device.type == "cuda" and self._autocast is not None
         kinds = {each.dtype for each in net.parameters()}
-        wide = kinds <= {torch.float64, torch.complex128}  # tests check gradients so
+        wide = kinds <= {torch.float64, torch.complex128}  # as in tests that check gradients
         self._dtype = torch.float64 if wide else torch.float32
         example, self.samples = first_batch(task, _EXAMPLES)
         self.example = example.to(device)
@@ -259,11 +268,15 @@ class TaskModel(nn.Module):
             self._find_rows(self.statistics)
 
     def every_parameter(self) -> list[Tensor]:
-        """One for each that the network has, like it in shape, also while it is folded."""
+        """Return the network's parameters, one entry per parameter.
+
+        This holds while the network is folded, too. An entry may then be a parameter of another
+        block, of the same shape.
+        """
         return self.by_blocks.parameters() if self.by_blocks else list(self.net.parameters())
 
     def fill(self, *parts: nn.Module) -> None:
-        """Give modules of the network their initial numbers, on its device, if they have none."""
+        """Draw the initial numbers of modules that have none yet, on the model's device."""
         if self.by_blocks:
             self.by_blocks.fill(parts, self.device)
 
@@ -283,8 +296,9 @@ class TaskModel(nn.Module):
         """Return the loss of each sample, fp32 [n].
 
         Args:
-            data: see motley.data.source.Batch; n may be 0.
-            scored: held-out samples: the task's scores in place of losses, [n] by name.
+            data: tensors by name, as in motley.data.source.Batch; n may be 0.
+            scored: True for held-out samples. The task's scores are returned in place of losses,
+                [n] by name.
         """
         samples = len(next(iter(data.values()), ()))
         if self._compiled is not None and samples:
@@ -299,10 +313,10 @@ class TaskModel(nn.Module):
             return self._losses(data)
 
     def compile_task(self, counts: Collection[int] = ()) -> None:
-        """Have torch.compile do what is computed of a batch; see motley.tasks.model.
+        """Compile the computation of a batch at the next pass; see motley.tasks.model.
 
         Args:
-            counts: samples of the micro-batches to come, where they are not going to change.
+            counts: numbers of samples in the coming micro-batches, if these numbers are fixed.
         """
         if self._compiled is None:
             whole = self.task.compiles_whole
@@ -313,7 +327,7 @@ class TaskModel(nn.Module):
             )
 
     def compute_plainly(self) -> None:
-        """Take :meth:`compile_task` back."""
+        """Undo :meth:`compile_task`."""
         if self._compiled is not None:
             self._compiled.undo()
             self._compiled = None
@@ -334,8 +348,8 @@ class TaskModel(nn.Module):
         given, named = tree_map(self._gather, given), tree_map(self._gather, named)
         if self._compiled is not None and self._convolves:
             given = tree_map(_channels_last, given)
-        # Weights in 16 bits, to be used again, would be kept until the end: of a model in blocks,
-        # which are cut or computed again, as much as half of all parameters once more.
+        # The cache of autocast keeps a 16-bit copy of each weight until the pass ends. If blocks
+        # are sharded or recomputed, the copies would add half of the parameters' memory.
         keeps = not (self.by_blocks or self._recomputes)
         enabled = self._autocast is not None
         with torch.autocast(self.device.type, self._autocast, enabled, cache_enabled=keeps):
@@ -347,15 +361,15 @@ class TaskModel(nn.Module):
         return value.to(self._dtype) if is_float else value
 
     def blank(self) -> Tensors:
-        """Return a sample to compute where only a pass counts, on the model's device."""
+        """Return one sample for passes whose values do not matter, on the model's device."""
         return self.example[:1].data
 
     def noise(self, count: int) -> Tensors:
-        """``count`` samples to time, always the same, on the model's device."""
+        """Return ``count`` samples for timing, always the same, on the model's device."""
         return self.task.noise(self.example.data, count)
 
     def try_attention(self, kind: str) -> None:
-        """MotleyError if a kernel that the user has chosen cannot compute this model here."""
+        """Raise MotleyError if the chosen attention kernel cannot compute this model here."""
         if kind not in ("fused", "efficient"):
             return
         with warnings.catch_warnings(record=True) as text, torch.no_grad():
@@ -376,9 +390,9 @@ def _channels_last(value: Any) -> Any:
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Switch TF32 on for the precision ``tf32``, and off for all others.
+    """Switch TF32 on for the precision ``tf32``, and off for all other precisions.
 
-    The switch holds for matrix products and for the patch convolution. With fp32 both use IEEE
+    The switch applies to matrix products and to convolutions. Without TF32 both use IEEE fp32
     arithmetic.
     """
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"

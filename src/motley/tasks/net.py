@@ -1,4 +1,4 @@
-"""The blocks of a network, and the changes that options make to it.
+"""The blocks of a network, and the changes that options make to a network.
 
 Options freeze parts, recompute them in the backward pass, keep them in fp32, and select the
 attention kernels.
@@ -26,9 +26,9 @@ def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Mod
 
     Args:
         net: the network.
-        classes: class names of the blocks. Empty: two or more modules of one class in a list, as
-            in a transformer. The outermost such list counts, but a list of lists is searched
-            further, because its members are stages.
+        classes: class names of the blocks. Empty: blocks are the members of a list of two or more
+            modules of one class, as in a transformer. The outermost such list counts. A list of
+            lists is searched further, because its members are stages.
     """
     result: dict[str, nn.Module] = {}
     for name, part in net.named_modules():
@@ -60,7 +60,10 @@ def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Modul
 
 
 def get_kind(block: nn.Module) -> Hashable:
-    """Blocks of the same kind have the same modules, which hold tensors of the same shapes."""
+    """Return a key that is equal for blocks of the same kind.
+
+    Such blocks have the same modules, with tensors of the same shapes.
+    """
     return tuple(
         (name, type(module), tuple(
             (key, tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
@@ -71,7 +74,7 @@ def get_kind(block: nn.Module) -> Hashable:
 
 
 def _are_blocks(parts: Sequence[nn.Module]) -> bool:
-    """Two or more of one class, not lists themselves, that learn."""
+    """Return True for two or more trainable modules of one class that are not lists."""
     kinds = {type(part) for part in parts}
     return (
         len(parts) > 1 and len(kinds) == 1 and not isinstance(parts[0], _LISTS)
@@ -86,7 +89,7 @@ def build_net(task: Task, config: Config) -> nn.Module:
 
 
 def prepared(net: nn.Module, task: Task, config: Config) -> nn.Module:
-    """Return the network, as its options want it."""
+    """Freeze and recompute parts of a network as its options require, and return it."""
     if config.freeze:
         freeze(net, config.freeze, task.head(net))
     if config.grad_checkpointing:
@@ -95,17 +98,18 @@ def prepared(net: nn.Module, task: Task, config: Config) -> nn.Module:
 
 
 def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
-    """Freeze parameters.
+    """Freeze parameters of a network.
 
     Args:
         net: the network.
-        names: paths of parameters or modules, or their last words. ``backbone``: all but ``head``.
+        names: paths of parameters or modules, or their last words. ``backbone``: all except
+            ``head``.
         head: paths of the head's modules.
 
     Raises:
         MotleyError: no part has such a name, or ``backbone`` is frozen and the head is unknown.
     """
-    parameters = dict(net.named_parameters(remove_duplicate=False))  # a tied one by any name
+    parameters = dict(net.named_parameters(remove_duplicate=False))  # tied ones under every name
     in_head = {each for path, each in parameters.items() if is_in(path, head)}
     paths = [path for path, _ in (*net.named_modules(), *parameters.items()) if path]
     for name in names:
@@ -156,7 +160,7 @@ def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Modu
                 f"{did_you_mean(name, known)}; without a name it takes all blocks"
             )
         for part in result.values():
-            # Not twice: then it would be computed three times.
+            # A module that is wrapped twice would be computed three times.
             if not isinstance(part.forward, partial):
                 part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
@@ -167,7 +171,11 @@ def is_recomputed(part: nn.Module) -> bool:
 
 
 def set_attention(net: nn.Module, kind: str) -> None:
-    """Take this process's attention kernels for ``--attention``."""
+    """Select the attention kernels of this process by the value of ``--attention``.
+
+    Raises:
+        MotleyError: the model has no attention whose kernel can be selected.
+    """
     parts: list[Any] = [part for part in net.modules() if hasattr(part, "fused_attn")]
     if kind != "auto" and not parts:
         raise MotleyError(
@@ -182,7 +190,7 @@ def set_attention(net: nn.Module, kind: str) -> None:
 
 
 def keep_fp32(net: nn.Module, names: Iterable[str]) -> None:
-    """Make modules compute in fp32, whatever the dtype of the rest.
+    """Make modules compute in fp32, whatever the dtype of other modules.
 
     Args:
         net: the network.

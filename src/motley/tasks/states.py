@@ -1,6 +1,7 @@
-"""States of the air on a grid, from which Aurora learns: synthetic ones, and NetCDF files.
+"""States of the atmosphere on a grid, from which Aurora learns: synthetic or from NetCDF files.
 
-The files are like ERA5's: any number of files, each with some variables at some times.
+The files are laid out like ERA5's. There may be any number of files, each with some variables at
+some times.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,20 +21,22 @@ from motley.text import did_you_mean
 Array = NDArray[np.float32]
 SURFACE = ("2t", "10u", "10v", "msl")
 STATIC = ("lsm", "z", "slt")
-AIR = ("z", "u", "v", "t", "q")  # on pressure levels
+AIR = ("z", "u", "v", "t", "q")  # variables on pressure levels
 UNITS = {"2t": "K", "10u": "m/s", "10v": "m/s", "msl": "Pa", "z": "m2/s2", "u": "m/s", "v": "m/s",
          "t": "K", "q": "kg/kg"}  # fmt: skip
 INPUTS = 2  # states that the next one is predicted from
-_WAVES = 3  # of each made field
+_WAVES = 3  # waves that are added up in each synthetic field
 _GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the numbers of a field are.
+    """The points of a field.
 
     Attributes:
-        lat: degrees, from north to south. lon: degrees from 0 to 360, rising. levels: hPa.
+        lat: latitudes in degrees, from north to south.
+        lon: longitudes in degrees from 0 to 360, ascending.
+        levels: pressure levels in hPa.
     """
 
     lat: Array
@@ -42,16 +45,17 @@ class Grid:
 
     @property
     def text(self) -> str:
-        """Grid in words, as in ``721x1440, 13 levels``."""
+        """Size of the grid in words, as in ``721x1440, 13 levels``."""
         return f"{len(self.lat)}x{len(self.lon)}, {len(self.levels)} levels"
 
 
 @dataclass(frozen=True)
 class Usual:
-    """The usual values of each variable, to normalise with.
+    """Mean and standard deviation of each variable, for normalisation.
 
     Attributes:
-        surface: mean and deviation, [2, 4]. air: of each level, [2, 5, levels].
+        surface: means and deviations of the surface variables, [2, 4].
+        air: means and deviations of the atmospheric variables on each level, [2, 5, levels].
     """
 
     surface: Array
@@ -59,16 +63,16 @@ class Usual:
 
 
 class States(Protocol):
-    """States by their time."""
+    """A source of states of the atmosphere, which are read by their time."""
 
     grid: Grid
-    hours: Sequence[int]  # since 1970, UTC, rising
+    hours: Sequence[int]  # hours since 1970 of all states, UTC, ascending
 
     def static(self) -> dict[str, Array]:
         """Return the constant fields, [lat, lon] by name."""
 
     def read(self, hours: Sequence[int]) -> tuple[Array, Array]:
-        """Return fields of :data:`SURFACE` and :data:`AIR`.
+        """Return the fields of :data:`SURFACE` and :data:`AIR` at these hours.
 
         Shapes: [times, 4, lat, lon] and [times, 5, levels, lat, lon].
         """
@@ -110,16 +114,16 @@ class Made:
         return surface, air
 
     def _waves(self, first: int, count: int, hours: Sequence[int]) -> Array:
-        """Return waves of about -2 to 2, [hours, count, lat, lon].
+        """Return synthetic fields with values of about -2 to 2, [hours, count, lat, lon].
 
-        Each is a product of a profile in latitude and a wave in longitude. No random numbers are
-        involved, because numpy may draw others in a later version.
+        Each field is a sum of waves. A wave is the product of a profile in latitude and a wave in
+        longitude. No random numbers are involved, because another version of numpy may draw others.
         """
         field, wave = np.ogrid[first : first + count, 0:_WAVES]
         dice = ((field * _WAVES + wave + 1) * _GOLDEN) % 1.0  # [count, waves]
         lat, lon = np.deg2rad(self.grid.lat, dtype=float), np.deg2rad(self.grid.lon, dtype=float)
         profile = np.cos(lat) * np.cos((wave + 1)[..., None] * lat + 7 * dice[..., None])
-        speed = (dice - 0.5) / 12  # radians an hour
+        speed = (dice - 0.5) / 12  # radians per hour
         when = np.asarray(hours, dtype=float)[:, None, None]
         phase = (2 * np.pi * dice - speed * when)[..., None]  # [hours, count, waves, 1]
         waves = np.cos((wave + 1)[..., None] * lon + phase)
@@ -134,10 +138,14 @@ def _scale(fields: Array, usual: Array) -> None:
 
 
 def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
-    """Return the whole globe, poles included, as ``LATxLON`` points.
+    """Return a grid of the whole globe, poles included, for text such as ``17x32``.
+
+    Args:
+        text: numbers of latitudes and longitudes, as ``LATxLON``.
+        levels: pressure levels in hPa.
 
     Raises:
-        MotleyError: the text says something else.
+        MotleyError: the text is not two numbers above 1.
     """
     words = text.lower().split("x")
     if len(words) != 2 or not all(word.isdecimal() and int(word) > 1 for word in words):
@@ -149,11 +157,11 @@ def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
 
 
 class Forecasts:
-    """Samples: two states and the one that follows, a step apart; lists of these by index.
+    """Samples by index: two states and the state that follows them, a step apart.
 
     Args:
-        states: the states.
-        starts: hours of the first state of each sample.
+        states: source of the states.
+        starts: hour of the first state of each sample.
         step: hours from one state to the next.
     """
 
@@ -169,21 +177,21 @@ class Forecasts:
         return {"surface": surface, "air": air, "hour": hours[INPUTS - 1]}
 
     def hours_at(self, index: int) -> list[int]:
-        """Hours of its states."""
+        """Return the hours of the states of one sample."""
         return [self.starts[index] + number * self._step for number in range(INPUTS + 1)]
 
 
 def split(states: States, step: int) -> tuple[Forecasts, Forecasts]:
-    """Return the samples to train with, and the last tenth, which is held out.
+    """Return the training samples and the held-out samples, which are the last tenth.
 
     No state is part of both.
 
     Args:
-        states: the states.
+        states: source of the states.
         step: hours from one state to the next.
 
     Raises:
-        MotleyError: there are too few.
+        MotleyError: there are too few states.
     """
     known, length = set(states.hours), INPUTS * step
     starts = [hour for hour in states.hours if {hour + step, hour + length} <= known]
@@ -202,7 +210,8 @@ def split(states: States, step: int) -> tuple[Forecasts, Forecasts]:
 
 
 _PACKAGES = "xarray netCDF4"
-_NAMES: Mapping[str, tuple[str, ...]] = {  # of ECMWF, of its NetCDF files, of WeatherBench
+# Names of ECMWF, of its NetCDF files, and of WeatherBench.
+_NAMES: Mapping[str, tuple[str, ...]] = {
     "2t": ("2t", "t2m", "2m_temperature"),
     "10u": ("10u", "u10", "10m_u_component_of_wind"),
     "10v": ("10v", "v10", "10m_v_component_of_wind"),
@@ -217,16 +226,17 @@ _NAMES: Mapping[str, tuple[str, ...]] = {  # of ECMWF, of its NetCDF files, of W
 }
 _TIME, _LEVEL = ("time", "valid_time"), ("level", "pressure_level", "isobaricInhPa", "plev")
 _LAT, _LON = ("latitude", "lat"), ("longitude", "lon")
-_FAR = 8.0  # deviations from the usual mean that only another unit explains
+_FAR = 8.0  # a mean this many deviations off must be in another unit
 
 
 @dataclass(frozen=True)
 class _Variable:
-    """Where a variable is.
+    """The places of a variable in the files.
 
     Attributes:
-        name: in its files. places: file and position by hour; of a static one by 0.
-        levels: as its files have them, by file.
+        name: name of the variable in its files.
+        places: file and position in it, by hour. The key of a static variable is 0.
+        levels: pressure levels in hPa in the file's order, by file.
     """
 
     name: str
@@ -235,25 +245,26 @@ class _Variable:
 
 
 class Files:
-    """States of the air in NetCDF files.
+    """States of the atmosphere in NetCDF files.
 
-    Files are opened for each sample: an open one must not be shared with a worker process.
+    Files are opened anew for each sample, because an open file must not be shared with a worker
+    process.
 
     Args:
         paths: paths of the files.
         levels: pressure levels to read, hPa; None: all levels in the files.
 
     Raises:
-        MotleyError: a file cannot be read, or what Aurora needs is not in any.
+        MotleyError: a file cannot be read, or a variable that Aurora needs is in no file.
     """
 
     def __init__(self, paths: Sequence[str], levels: tuple[int, ...] | None) -> None:
         self._paths = paths
         self._air: dict[str, _Variable] = {}
         self._flat: dict[str, _Variable] = {}
-        self._lat = self._lon = np.empty(0)  # of the first variable
+        self._lat = self._lon = np.empty(0)  # grid of the first variable
         self._first = ""
-        self._seen: dict[str, str] = {}  # every variable, and a file that it is in
+        self._seen: dict[str, str] = {}  # name of every variable, and a file that has it
         for path in paths:
             self._add(path)
         for name in AIR:
@@ -287,7 +298,7 @@ class Files:
         """See States.
 
         Raises:
-            UnreadableSample: something in it is no number.
+            UnreadableSample: a value is NaN or infinite.
         """
         shape = len(self.grid.lat), len(self.grid.lon)
         surface = np.empty((len(hours), len(SURFACE), *shape), dtype=np.float32)
@@ -314,7 +325,13 @@ class Files:
         return surface, air
 
     def check_units(self, usual: Usual) -> None:
-        """MotleyError if the first state can only be in other units than Aurora's."""
+        """Raise MotleyError if a variable is in another unit than Aurora uses.
+
+        The mean of the first state shows the unit.
+
+        Args:
+            usual: mean and deviation of each variable.
+        """
         surface, air = self.read(self.hours[:1])
         for name, variable, values, (mean, deviation) in (
             *((name, self._flat[name], surface[0, n], usual.surface[:, n])
@@ -351,7 +368,7 @@ class Files:
                     known.levels[path] = _hectopascals(file[level])
 
     def _check_grid(self, path: str, name: str, variable: Any) -> None:
-        """All variables are on one grid."""
+        """Raise MotleyError if a variable is on another grid than the first variable."""
         own = [_dimension(variable, names) for names in (_LAT, _LON)]
         if None in own:
             raise MotleyError(
@@ -369,7 +386,13 @@ class Files:
             )
 
     def _points(self) -> tuple[Array, Array]:
-        """Latitudes from the north, longitudes from Greenwich, whatever the files have."""
+        """Return latitudes from north to south, and ascending longitudes from 0.
+
+        The order in the files does not matter.
+
+        Raises:
+            MotleyError: a longitude occurs twice.
+        """
         lon = self._lon % 360.0
         self._order = np.argsort(-self._lat, kind="stable"), np.argsort(lon, kind="stable")
         rows, columns = self._order
@@ -382,7 +405,13 @@ class Files:
         return self._lat[rows].astype(np.float32), lon.astype(np.float32)
 
     def _levels(self, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the levels that are wanted, or all; every variable has them, everywhere."""
+        """Return the wanted pressure levels, or all common ones, ascending, in hPa.
+
+        A common level is one that every variable has in every file.
+
+        Raises:
+            MotleyError: a variable lacks a wanted level in a file.
+        """
         every = [(name, path, has) for name in AIR for path, has in self._air[name].levels.items()]
         if wanted is None:
             return tuple(sorted(set.intersection(*(set(has) for *_, has in every))))
@@ -407,7 +436,18 @@ class Files:
     def _values(
         self, file: Any, path: str, variable: _Variable, position: int, levels: Any
     ) -> Array:
-        """[lat, lon], or [levels, lat, lon]."""
+        """Return one variable at one time, fp32 [lat, lon] or [levels, lat, lon].
+
+        Args:
+            file: the open file.
+            path: path of the file.
+            variable: the variable.
+            position: index of the time in the file.
+            levels: pressure levels in hPa; ignored for a variable without levels.
+
+        Raises:
+            MotleyError: the variable has a further dimension.
+        """
         array = file[variable.name]
         time, level, *place = (
             _dimension(array, names) for names in (_TIME, _LEVEL, _LAT, _LON)
@@ -435,7 +475,11 @@ class Files:
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """Return a file; MotleyError where it cannot be."""
+    """Open a NetCDF file for the time of the context.
+
+    Raises:
+        MotleyError: the file is missing, or cannot be read.
+    """
     xarray = import_extra("xarray", "--fields", _PACKAGES)
     if not Path(path).is_file():
         raise MotleyError(f"--fields {path}: there is no such file here; every host reads it")
@@ -452,12 +496,16 @@ def _opened(path: str) -> Iterator[Any]:
 
 
 def _dimension(variable: Any, names: Sequence[str]) -> str | None:
-    """Which of the variable's dimensions is called so."""
+    """Return the variable's dimension that has one of these names, or None."""
     return next((str(name) for name in variable.dims if name in names), None)
 
 
 def _hours(path: str, times: Any) -> list[int]:
-    """Since 1970; MotleyError of what is no time."""
+    """Return times in hours since 1970.
+
+    Raises:
+        MotleyError: xarray does not read ``times`` as times.
+    """
     if times.dtype.kind != "M":
         raise MotleyError(
             f"--fields {path}: {times.name} is no time that xarray can read ({times.dtype}); give "
@@ -468,13 +516,17 @@ def _hours(path: str, times: Any) -> list[int]:
 
 
 def _hectopascals(level: Any) -> tuple[int, ...]:
-    """Levels as a file has them; some have them in Pa."""
+    """Return the pressure levels of a file in hPa, also if the file has them in Pa."""
     values = np.asarray(level.values, dtype=float)
     return tuple(round(value) for value in values / (100 if values.max() > 2000 else 1))
 
 
 def format_time(hour: int) -> str:
-    """Return a time in words, as in 2024-05-01T06."""
+    """Return a time in words, as in ``2024-05-01T06``.
+
+    Args:
+        hour: hours since 1970, UTC.
+    """
     return str(np.datetime64(hour, "h"))
 
 

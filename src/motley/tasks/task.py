@@ -6,10 +6,11 @@
 
         def model(self): ...                   # nn.Module
         def data(self, held_out): ...          # len(), [index]
-        def losses(self, net, batch): ...      # [n], of each sample, summed over what is averaged
+        def losses(self, net, batch): ...      # [n], per sample, summed over tokens or pixels
 
-``--task FILE.py`` takes the one such class in a file; see examples/my_task.py. Torch is not
-imported here, nor by the built-in tasks: a task's fields are options, which ``-h`` lists.
+``--task FILE.py`` takes the one class in a file that is derived from Task; see
+examples/my_task.py. Neither this module nor the built-in tasks import torch when they are
+imported: ``-h`` imports them only to list a task's fields as options.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,40 +25,41 @@ if TYPE_CHECKING:
 
     from motley.data.source import Samples, Source, Tensors
 
-Net = Callable[..., Any]  # the model; it computes in the rank's precision, and gives fp32
+Net = Callable[..., Any]  # the model; it computes in the rank's precision, and returns fp32
 
 
 class Task:
     """A model, its data and its loss, as a user defines them.
 
     A subclass is a dataclass. Its fields are options of the command line: ``digits: int = 2`` is
-    ``--digits``. Each rank makes the task from the same options. A subclass has :meth:`model`,
-    :meth:`data` and :meth:`losses`; the rest has defaults.
+    ``--digits``. Each rank makes the task from the same options. A subclass defines :meth:`model`,
+    :meth:`data` and :meth:`losses`. All other methods have defaults.
 
     Attributes:
-        noun: name of one sample in messages. unit: plural that a rate counts, such as tokens.
+        noun: name of one sample in messages.
+        unit: plural noun that rates count, such as tokens.
         weight: weight of a usual sample, in units. The sum of a batch's losses is divided by it
             until the true weights are known.
         grain: number of consecutive samples that depend on each other, as under batch norm, and
-            stay on one rank. A micro-batch of G groups has them interleaved: row k * G + j is
-            sample k of group j. The rest of a smaller last batch is a shorter group, in a
+            stay on one rank. The samples of G groups are interleaved in a micro-batch: row k * G +
+            j is sample k of group j. The rest of a smaller last batch is a shorter group, in a
             micro-batch of its own.
-        grain_is: reason for the grain and the option that sets it, as a message says it behind
+        grain_is: reason for the grain, and the option that sets the grain. A message puts it after
             "32 samples".
-        block_classes: class names of the modules that are sharded and recomputed as one. Empty:
-            the longest lists of equal modules.
+        block_classes: class names of the modules that are sharded and recomputed as one. Empty: the
+            longest lists of equal modules.
         compiles_whole: torch.compile compiles the loss as well as the blocks.
         fp32: modules that never compute in 16 bits, by path or by the path's last word.
         keeps: checkpoints are written.
         head_options: names of the options that decide the classes.
-        recipes: options by a name that ``--recipe`` takes, as a user writes them. Typed options
-            count more.
+        recipes: options as a user writes them, by a name that ``--recipe`` takes. Options on the
+            command line override them.
         sometimes_unused: some parameters have no gradient in some steps, as experts that no sample
-            chose, and the first samples do not show it.
+            chose, and the check at the start may not find this.
         needs_workers: reading a sample takes longer than passing it between processes.
-        class_names: names of the classes by number; empty without classes. A run continues with
-            the same names only. Exports and predictions have them.
-        account: one line about samples that were read and left out; empty if all were read.
+        class_names: names of the classes by number; empty without classes. A run continues only
+            with the same names. Exports and predictions contain them.
+        account: one line about samples that were read and left out; empty if none was left out.
         sample_list: fingerprint of the list of samples, in words. A continued run reports a change.
     """
 
@@ -124,7 +126,7 @@ class Task:
             return dict(default_collate(list(samples)))
         except (RuntimeError, TypeError) as error:
             if "Too many open files" in str(error):
-                raise  # of the host, not of the samples
+                raise  # the host's limit is the cause, not the samples
             raise MotleyError(
                 f"samples of {type(self).__name__} cannot be stacked: "
                 f"{str(error).splitlines()[0]}; write collate(), which fills them up"
@@ -196,7 +198,7 @@ class Task:
         return ()
 
     def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
-        """Return the weights by name that a new run begins with, and a description of their source.
+        """Return the weights of a new run by name, and a description of their source.
 
         None: random weights. Rank 0 calls this method and broadcasts the weights.
         """
@@ -235,7 +237,7 @@ class Task:
         raise MotleyError(f"{type(self).__name__} takes no files of your own; leave out --images")
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
-        """Return a batch of repeated samples, on their device, to time the device with."""
+        """Return a batch of ``count`` samples for timing, which repeats the rows of ``example``."""
         import torch
 
         rows = torch.arange(count) % len(next(iter(example.values())))
@@ -247,7 +249,10 @@ class Task:
 
 
 def weighs(task: Task) -> bool:
-    """Return True if samples may differ in weight, so that a batch's weight is known late."""
+    """Return True if samples may differ in weight.
+
+    The weight of a batch is then known only when the batch has been read.
+    """
     return type(task).weights is not Task.weights
 
 

@@ -1,4 +1,7 @@
-"""The kinds of ``--dataset``: a file here adds one by listing it under ``DATASETS``."""
+"""The kinds of ``--dataset``.
+
+A module in this package adds kinds by listing them in ``DATASETS``.
+"""
 
 import fcntl
 from collections.abc import Callable, Collection
@@ -13,24 +16,26 @@ from motley.text import did_you_mean
 if TYPE_CHECKING:
     from motley.data.images import Images
 
-# Splits as those name them who publish images; the first of these that is there is held out.
+# Usual names of splits. The first of these that exists is held out.
 TRAIN = "train"
 HELD_OUT = ("validation", "val", "valid", "test")
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images that are known by a name.
+    """A data set of images, known by its name.
 
     Attributes:
-        name: as ``--dataset`` takes it. says: of it, for ``-h``.
-        open: from ``--data-dir``, for a model that takes so many pixels a side. This function
-            touches no network, raises MotleyError where a file is missing or damaged, and imports
-            its packages itself: ``-h`` reads this file too.
-        download: missing files, into ``--data-dir``; None: nothing can be.
-        model: that suits them, where ``--model`` names none.
-        keeps: a run is worth checkpoints; not where there is nothing to learn.
-        needs_workers: reading and decoding take longer than asking another process to.
+        name: name, as ``--dataset`` takes it.
+        says: description for ``-h``.
+        open: opens the data set under ``--data-dir``, for a model that takes images of this many
+            pixels per side. The function does not use the network, and raises MotleyError if a file
+            is missing or damaged. The function imports its packages itself, because ``-h`` imports
+            this module too.
+        download: downloads missing files into ``--data-dir``; None: nothing can be downloaded.
+        model: default of ``--model``.
+        keeps: checkpoints are written. False if there is nothing to learn.
+        needs_workers: reading and decoding take longer than passing an image between processes.
     """
 
     name: str
@@ -42,9 +47,12 @@ class Dataset:
     needs_workers: bool = True
 
     def prepare(self, folder: Path) -> None:
-        """Download and unpack what is missing; call it on one rank a machine.
+        """Download and unpack missing files; call it on one rank per host.
 
-        Machines that share the folder wait for each other at a lock.
+        Hosts that share the folder wait for each other at a lock.
+
+        Raises:
+            MotleyError: the download fails.
         """
         if self.download is None:
             return
@@ -65,12 +73,12 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Family:
-    """Datasets whose names begin alike.
+    """Data sets whose names begin with the same prefix.
 
     Attributes:
-        name: how they begin, with a slash at the end, as in ``hfds/``.
-        says: of them, for ``-h``.
-        make: return the dataset whose name goes on with these words.
+        name: prefix with a slash at the end, as in ``hfds/``.
+        says: description for ``-h``.
+        make: returns the data set whose name continues with this text.
     """
 
     name: str
@@ -79,12 +87,16 @@ class Family:
 
 
 def known_datasets() -> dict[str, Dataset | Family]:
-    """All of them by name, or by how their names begin."""
+    """Return all data sets and families by name or prefix."""
     return {each.name: each for each in entries("motley.data.datasets", "DATASETS")}
 
 
 def find_dataset(name: str) -> Dataset:
-    """Return the dataset of this name."""
+    """Return the data set with this name.
+
+    Raises:
+        MotleyError: the name is unknown.
+    """
     known = known_datasets()
     begins, slash, rest = name.partition("/")
     result = known.get(begins + slash)
@@ -96,7 +108,11 @@ def find_dataset(name: str) -> Dataset:
 
 
 def dataset_name(text: str) -> str:
-    """Return the text of ``--dataset`` if there is a dataset of this name."""
+    """Return the text of ``--dataset`` if it is the name of a data set.
+
+    Raises:
+        MotleyError: the name is unknown.
+    """
     find_dataset(text)
     return text
 
@@ -109,7 +125,7 @@ def held_out_split(splits: Collection[str], where: str) -> str:
         where: beginning of the error message.
 
     Raises:
-        MotleyError: there is none, or none to train on.
+        MotleyError: there is no split to hold out, or none to train on.
     """
     result = next((name for name in HELD_OUT if name in splits), None)
     if TRAIN not in splits or result is None:

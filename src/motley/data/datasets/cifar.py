@@ -1,6 +1,6 @@
-"""CIFAR-10 and CIFAR-100: 50,000 images of 32 pixels a side to train on, 10,000 held out.
+"""CIFAR-10 and CIFAR-100: 50,000 training images of 32x32 pixels, and 10,000 held-out ones.
 
-Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
 
 from functools import partial

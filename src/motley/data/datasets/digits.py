@@ -15,14 +15,14 @@ _HELD_OUT = 360
 def read_digits() -> tuple[Any, Any]:
     """Return all digits as scikit-learn has them, without importing it.
 
-    The import takes four seconds on two cores, for five ranks.
+    In five ranks on two cores, the import takes four seconds.
 
     Returns:
         Pixels, 0 to 16, fp64 [1797, 64]; and digits, int64 [1797].
     """
     import numpy as np
 
-    package = find_spec("sklearn")  # wherever it is: what lists its files may lie elsewhere
+    package = find_spec("sklearn")  # finds the files wherever the package is installed
     if package is None or package.origin is None:
         raise ModuleNotFoundError("no module named sklearn", name="sklearn")
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
@@ -31,11 +31,11 @@ def read_digits() -> tuple[Any, Any]:
 
 
 def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
-    """Return the samples to train on, and those held out.
+    """Return the indices of the training samples, and those of the held-out samples.
 
-    Each class has the same part of both as of all samples. The result is that of
-    ``sklearn.model_selection.train_test_split(random_state=0, stratify=labels)``, to which the
-    figures of all earlier runs refer.
+    Both parts have the same proportions of classes as all samples. The result equals that of
+    ``sklearn.model_selection.train_test_split(random_state=0, stratify=labels)``, which all earlier
+    measurements used.
 
     Args:
         labels: label of each sample, int [samples].
@@ -60,7 +60,7 @@ def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
 
 
 def _apportion_counts(counts: Any, total: int, rng: Any) -> Any:
-    """Split ``total`` in proportion to the counts.
+    """Split ``total`` in proportion to the counts, and return whole numbers, int [classes].
 
     The remainder of the rounding goes to the largest fractions, and to random ones among equal
     fractions.

@@ -1,4 +1,4 @@
-"""One folder a class, under ``train`` and ``val``, as torchvision's ImageFolder reads it."""
+"""Images with one folder per class, under ``train`` and ``val``, as torchvision reads them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Images of Hugging Face's datasets, as timm's ``hfds/`` reads them."""
+"""Images of Hugging Face's datasets library, as timm's ``hfds/`` reads them."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ from motley.registry import import_extra
 if TYPE_CHECKING:
     from motley.data.images import Images
 
-_TIMM = (1, 0, 31)  # before, names were lower case, and datasets 4 and later not understood
+_TIMM = (1, 0, 31)  # earlier versions lower names' case, and do not support datasets >= 4
 
 
 class _Split:
     """The images of one split.
 
     Args:
-        reader: timm's reader. The data set that timm builds around it would silently replace an
-            image that cannot be read by another one.
+        reader: timm's reader. Timm's own data set on top of the reader is not used, because it
+            silently replaces an unreadable image by another one.
         name: name of the split.
         label: name of the column with the labels.
     """
@@ -72,7 +72,10 @@ def _open(name: str, folder: Path, img_size: int) -> "Images":
 
 
 def _prepare(name: str, folder: Path) -> None:
-    """Also of a folder, whose images go into one file a split: by one rank for all of a machine."""
+    """Download the data set, or convert a folder's images into one file per split.
+
+    One rank does this for all ranks of a host.
+    """
     _load(name, folder)
 
 
@@ -81,12 +84,19 @@ def _is_folder(name: str) -> bool:
 
 
 def _place(name: str) -> str:
-    """Return a folder's whole path: a short one may be the name of a format, for datasets."""
+    """Return the absolute path of a folder, or the name as it is.
+
+    The datasets library could take a relative path for the name of a format.
+    """
     return str(Path(name).resolve()) if _is_folder(name) else name
 
 
 def _load(name: str, folder: Path) -> Mapping[str, Any]:
-    """All splits; what is not there yet is fetched, and changed to what can be read by index."""
+    """Return all splits by name. Missing files are downloaded, and converted for access by index.
+
+    Raises:
+        MotleyError: the data set cannot be loaded.
+    """
     option = f"--dataset hfds/{name}"
     datasets = _datasets(option)
     if not _is_folder(name) and name.count("/") != 1:
@@ -95,7 +105,7 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
         )
     try:
         result: Mapping[str, Any] = datasets.load_dataset(_place(name), cache_dir=str(folder))
-    except Exception as error:  # of many formats, whose errors have no type in common
+    except Exception as error:  # errors of the many formats have no common type
         cause = error.__cause__ or error
         raise MotleyError(
             f"{option} cannot be loaded ({type(cause).__name__}: {' '.join(str(cause).split())}); "
@@ -106,7 +116,13 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
 
 
 def _datasets(option: str) -> Any:
-    """Return the package, without its progress bars and warnings, which come from each rank."""
+    """Return the datasets package, with its progress bars and warnings off.
+
+    Every rank would print them.
+
+    Raises:
+        MotleyError: the installed timm is too old.
+    """
     from motley.data.import_timm import timm
 
     datasets = import_extra("datasets", option)
@@ -123,7 +139,10 @@ def _datasets(option: str) -> Any:
 
 @contextmanager
 def _offline(option: str) -> Iterator[None]:
-    """Keep the hub unasked within: one rank of a machine has asked it for all."""
+    """Suppress requests to the hub within the context.
+
+    One rank per host has made the requests for all its ranks.
+    """
     config = _datasets(option).config
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
     try:
@@ -133,7 +152,11 @@ def _offline(option: str) -> Iterator[None]:
 
 
 def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> str:
-    """Return the column that timm would read, or the only one of its kind."""
+    """Return the name of the column that timm would read, or the only one of its kind.
+
+    Raises:
+        MotleyError: there is not exactly one such column.
+    """
     fit = [name for name, feature in features.items() if type(feature).__name__ == kind]
     if usual in features:
         return usual
@@ -146,7 +169,11 @@ def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> 
 
 
 def _classes(part: _Split, known: int | None, option: str) -> int:
-    """How many there are; those with names, or up to the highest label of this split."""
+    """Return the number of classes: those with names, or up to the highest label of this split.
+
+    Raises:
+        MotleyError: a label is not the number of a class.
+    """
     for index, label in enumerate(part.targets):
         if type(label) is not int or not 0 <= label < (known or label + 1):
             raise MotleyError(

@@ -1,4 +1,4 @@
-"""A folder's images in one file on each host's own disk, as setup/stage_cn.sh makes it."""
+"""Images of a folder packed into one file on each host's disk; see setup/stage_cn.sh."""
 
 import os
 from io import BytesIO
@@ -16,7 +16,7 @@ _STALE = "MOTLEY_STALE_PACK"
 
 
 class _Part:
-    """Images of a packed file from one number to before another."""
+    """A range of the images of a packed file."""
 
     def __init__(self, packed: "Packed", begin: int, end: int) -> None:
         self._packed, self.begin = packed, begin
@@ -24,7 +24,7 @@ class _Part:
 
     @property
     def targets(self) -> list[int]:
-        """The labels, as torchvision calls them."""
+        """The labels, under torchvision's name."""
         result: list[int] = self._rows[:, 4].tolist()
         return result
 
@@ -34,8 +34,11 @@ class _Part:
     def __getitem__(self, index: int) -> tuple[Any, int]:
         """Return an image as :class:`motley.data.images.Images` has it, and its label.
 
-        Pixels are not copied: [C, H, W] is another view of [H, W, C], as torchvision makes it of
-        PIL's, so that transforms find the same numbers in the same order.
+        Pixels are not copied. The tensor [C, H, W] is a view of [H, W, C], as torchvision makes it
+        from PIL's images, so that transforms read the same numbers in the same memory order.
+
+        Raises:
+            UnreadableSample: the image could not be read when it was packed.
         """
         import torch
         from PIL import Image
@@ -79,7 +82,11 @@ def _open(place: Path, img_size: int) -> "Images":
 
 
 def _file(place: Path) -> Path:
-    """Return the file itself, or the only one of its kind in a folder."""
+    """Return the path itself, or that of the only packed file in a folder.
+
+    Raises:
+        MotleyError: the folder has no packed file, or several.
+    """
     from motley.data.packed_file import SUFFIX
 
     if not place.is_dir():

@@ -1,4 +1,7 @@
-"""50,000 training images (the lab's epoch) of 64 different ones: no disk, no decoding."""
+"""50,000 training images, copies of 64 random ones in memory: no disk access and no decoding.
+
+The number is that of an epoch in the lab.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Shards of webdataset, as timm's ``wds/`` knows them, but any image of them by its index.
+"""Shards of webdataset, as timm's ``wds/`` names them, with access to images by index.
 
-timm's reader goes through shards from begin to end, in an order of its own for each process; here
-the global order says which image comes next, so they are read by motley.data.shards.
+timm's reader reads shards from beginning to end, in an order of its own for each process. Here the
+global order decides which image comes next, so motley.data.shards reads the shards.
 """
 
 import json
@@ -24,7 +24,13 @@ _INFO = ("_info.json", "info.json")
 
 @dataclass(frozen=True)
 class _Split:
-    """Attributes: count: of its samples, if that is known; label_key: see Shards."""
+    """The shards of one split.
+
+    Attributes:
+        paths: paths of the shards.
+        count: number of samples, if it is known.
+        label_key: see Shards.
+    """
 
     paths: tuple[Path, ...]
     count: int | None = None
@@ -34,7 +40,7 @@ class _Split:
         from motley.data.shards import Shards
 
         images = Shards(self.paths, self.label_key)
-        # With a key of labels, those without one are not counted alike by all who write it.
+        # Writers differ in whether they count samples without a label under ``label_key``.
         wrong = self.count not in (None, len(images)) and not self.label_key
         if wrong or not len(images):
             counted = f" of the {self.count} that {_INFO[0]} tells" if wrong else ""
@@ -48,7 +54,8 @@ class _Split:
 def _open(name: str, root: Path, img_size: int) -> "Images":
     from motley.data.images import Images
 
-    folder = root / name if (root / name).is_dir() else root  # timm takes any name for root
+    # Timm accepts any name for the root folder.
+    folder = root / name if (root / name).is_dir() else root
     info = _info(folder)
     splits = _read_sizes(folder, info) if "splits" in info else _by_name(folder)
     if not splits:
@@ -72,7 +79,11 @@ def _open(name: str, root: Path, img_size: int) -> "Images":
 
 
 def _info(folder: Path) -> Mapping[str, Any]:
-    """Return the content of timm's ``_info.json``; empty where there is none."""
+    """Return the content of timm's ``_info.json``, or an empty mapping if there is no such file.
+
+    Raises:
+        MotleyError: the file is damaged.
+    """
     path = next((folder / name for name in _INFO if (folder / name).exists()), None)
     if path is None:
         return {}
@@ -103,7 +114,10 @@ def _read_sizes(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
 
 
 def _by_name(folder: Path) -> dict[str, _Split]:
-    """Shards by the first split that is a word of their path, as in ``flowers-train-0007.tar``."""
+    """Return shards by split. The first split name in a shard's path decides.
+
+    ``flowers-train-0007.tar`` is of the split ``train``, for example.
+    """
     result: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.tar"), *folder.glob("*/*.tar")]):
         words = re.findall("[a-z]+", str(path.relative_to(folder)).lower())

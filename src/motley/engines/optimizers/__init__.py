@@ -1,4 +1,7 @@
-"""Optimizers beside timm's: a file here adds one by listing it under ``OPTIMIZERS``."""
+"""Optimizers besides timm's.
+
+A module in this package adds optimizers by listing them in ``OPTIMIZERS``.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,19 +13,19 @@ from torch import Tensor
 
 from motley.registry import entries
 
-_WRAPPER = "lookahead_"  # begins --opt where Lookahead wraps the optimizer
+_WRAPPER = "lookahead_"  # prefix of --opt if Lookahead wraps the optimizer
 
 
 @dataclass(frozen=True)
 class Codec:
-    """The form in which an optimizer keeps slots of fewer bits, and the way to 32 bits and back.
+    """The format of slots in fewer than 32 bits, and its conversion to and from 32 bits.
 
     Attributes:
-        is_extra: return True if a slot is part of another one's form, such as its scale.
-        widen: return the slots of one parameter that are in the form, in 32 bits, by name.
-        narrow: write slots in 32 bits back into the slots of one parameter.
-        encode: return a checkpoint's tensors with ``optimizer.<parameter>.<slot>`` in the form.
-        decode: return them in 32 bits.
+        is_extra: returns True if a slot only completes another slot, as its scale does.
+        widen: returns the compressed slots of one parameter in 32 bits, by name.
+        narrow: writes slots in 32 bits back into the slots of one parameter.
+        encode: returns a checkpoint's tensors with ``optimizer.<parameter>.<slot>`` compressed.
+        decode: returns a checkpoint's tensors with all slots in 32 bits.
     """
 
     is_extra: Callable[[str], bool]
@@ -34,16 +37,17 @@ class Codec:
 
 @dataclass(frozen=True)
 class OwnOptimizer:
-    """An optimizer and the form of its state.
+    """An optimizer and the format of its state.
 
     Attributes:
-        name: as ``--opt`` takes it. says: one line about it.
-        kind: its class, which takes ``lr`` and ``weight_decay``, as timm's do.
+        name: name, as ``--opt`` takes it.
+        says: one line about the optimizer.
+        kind: class of the optimizer. The class takes ``lr`` and ``weight_decay``, as timm's do.
         has_betas: the class takes ``betas`` too.
-        row: numbers in a row of the matrices that it is tried on. Above 1 it steps each row of a
-            parameter alone and needs whole rows; 1: it may be given flat parts.
-        codec: of its slots; None: they are tensors like the parameter.
-        like: another ``--opt``. Each continues the other's checkpoints.
+        row: length of the rows in trials. Above 1: the optimizer steps each row of a parameter
+            separately, and needs whole rows. 1: it may get flat parts of parameters.
+        codec: format of the slots; None: slots are tensors like the parameter.
+        like: another ``--opt`` with convertible checkpoints, in both directions.
     """
 
     name: str
@@ -57,32 +61,32 @@ class OwnOptimizer:
 
 @cache
 def own_optimizers() -> tuple[OwnOptimizer, ...]:
-    """Return all entries of the registry."""
+    """Return all optimizers that modules of this package list."""
     return tuple(entries("motley.engines.optimizers", "OPTIMIZERS"))
 
 
 def find_own(opt: str) -> OwnOptimizer | None:
-    """Return the entry for ``--opt``, or for what it wraps; None for timm's own optimizers."""
+    """Return the entry for ``--opt`` or the optimizer that it wraps; None for timm's own."""
     name = opt.lower().removeprefix(_WRAPPER)
     return next((each for each in own_optimizers() if each.name == name), None)
 
 
 def find_row(opt: str) -> int:
-    """Return how many numbers make a row that ``--opt`` steps as a whole.
+    """Return the length of a row if ``--opt`` steps rows as a whole, else 1.
 
-    1: the optimizer may be given flat parts of parameters.
+    1 means that the optimizer may get flat parts of parameters.
     """
     own = find_own(opt)
     return own.row if own else 1
 
 
 def are_convertible(opt: str | None, other: str) -> bool:
-    """Return True if each of two different ``--opt`` continues the other's checkpoints."""
+    """Return True if two different ``--opt`` can continue each other's checkpoints."""
     return any({opt, other} == {each.name, each.like} for each in own_optimizers())
 
 
 def convert(tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors in the form that an optimizer keeps.
+    """Return a checkpoint's tensors in the format of an optimizer.
 
     Args:
         tensors: tensors by name, ``optimizer.<parameter>.<slot>`` among them.
@@ -92,7 +96,7 @@ def convert(tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dic
         if own.codec and isinstance(optimizer, own.kind):
             return own.codec.encode(tensors)
         if own.codec and own.like:
-            from motley.data.import_timm import timm  # 2 s, which a reader of files need not wait
+            from motley.data.import_timm import timm  # the import takes 2 s
 
             like = timm.optim.get_optimizer_class(own.like, bind_defaults=False)
             tensors = own.codec.decode(tensors) if type(optimizer) is like else tensors

@@ -1,23 +1,24 @@
-"""AdamW whose two moments take 8 bits a number, and 32 a block of numbers: ``--opt adamw8bit``.
+"""AdamW whose moments take 8 bits per number, and 32 bits per block: ``--opt adamw8bit``.
 
-Each block of a moment is divided by its largest number, and each number becomes the nearest of 256
-that lie closer together the nearer they are to zero (T. Dettmers et al., "8-bit Optimizers via
+Each block of a moment is divided by its largest number. Each number is then rounded to the nearest
+of 256 values, which are closer together near zero (T. Dettmers et al., "8-bit Optimizers via
 Block-wise Quantization", arXiv:2110.02861). Blocks and codes are those of torchao.optim.AdamW8bit
-where rows are whole blocks. Here
+if rows are whole blocks. This implementation differs as follows:
 
-- a block lies in one row of a parameter, so however rows are cut over ranks, their blocks are too;
+- A block lies in one row of a parameter. If ranks divide a parameter by rows, blocks stay whole.
 
-- a step is made of operations that IEEE rounds alike on every device, one at a time and none of
-  them fused. Where a GPU's multiplication and addition round once and a processor's twice, a number
-  may get the next code, one percent away, and unlike ranks would part in a few steps;
+- A step consists of separate operations that IEEE arithmetic rounds equally on every device, and
+  none of them are fused. If a GPU rounds a multiplication and addition once, and a CPU rounds
+  twice, a number may get the next code, one percent away. Unlike ranks would diverge in a few
+  steps.
 
-- nothing is compiled, so no host needs a compiler, and no rank waits for one;
+- Nothing is compiled, so no host needs a compiler, and no rank waits for one.
 
-- the second moment is never rounded to zero, behind which a step would have no bound. Small
-  gradients, as of models of billions, are not lost (torchao has no scale below 1e-12, which is
-  that of a gradient of 1e-6).
+- The second moment is never rounded to zero, because a step would then have no bound. Small
+  gradients, as in models with billions of parameters, are not lost. In torchao no scale is below
+  1e-12, which is that of a gradient of 1e-6.
 
-Vectors, as norms and biases, and matrices of short rows keep moments of 32 bits.
+Vectors, such as norms and biases, and matrices of short rows keep moments of 32 bits.
 """
 
 import math
@@ -35,20 +36,20 @@ from motley.engines.named_state import own_rows, rows_as
 from motley.engines.optimizers import Codec, OwnOptimizer
 
 BLOCK = 256  # numbers that share a scale
-_SHORTEST = 64  # row in 8 bits: its scale is a sixteenth of a number's 8 bits more
-_SCALE = "_scale"  # behind the name of a slot of codes
+_SHORTEST = 64  # length of the shortest row in 8 bits; its scale adds a sixteenth
+_SCALE = "_scale"  # suffix of a slot with the scales of another slot
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
-_LEAST = 1e-30  # scale, so that nothing is divided by zero
-_CELLS, _REST = 1 << 16, 16  # of numbers that begin with the same bits; bits besides
-# Numbers that are stepped at a time: what is computed between codes and codes takes 25 bytes of
-# each, and should be in the cache of a processor's core. A GPU is no faster with more.
+_LEAST = 1e-30  # least scale, against division by zero
+_CELLS, _REST = 1 << 16, 16  # cells of numbers with equal first bits; number of other bits
+# Numbers that are stepped at a time. The fp32 values between decoding and encoding take 25 bytes
+# per number, and should fit into the cache of a core. A GPU is not faster with more.
 _A_CORES, _A_GPUS = 1 << 15, 1 << 22
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW whose moments have 8 bits; see the module.
+    """AdamW whose moments have 8 bits; see this module.
 
-    The steps are computed in fp32, whatever the type of the parameters. The step of a row does not
+    Steps are computed in fp32, whatever the type of the parameters. The step of a row does not
     depend on the rest of its tensor, unless the tensor is a vector.
 
     Args:
@@ -95,7 +96,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer, which would make 32 bits of the codes first."""
+        """See torch.optim.Optimizer, whose own method would convert the codes to 32 bits."""
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [each for group in self.param_groups for each in group["params"]]
         for number, slots in state_dict["state"].items():
@@ -106,12 +107,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def is_scale(slot: str) -> bool:
-    """Return True if a slot holds the factors of codes."""
+    """Return True if a slot holds the scales of another slot's codes."""
     return slot.removesuffix(_SCALE) in _SIGNED and slot.endswith(_SCALE)
 
 
 def widen(slots: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return in 32 bits the moments that a parameter has in 8, by name; empty where it has none."""
+    """Return a parameter's 8-bit moments in 32 bits, by name; empty without such moments."""
     return {
         name: unpack(own_rows(slots[name]).flatten(1), own_rows(slots[name + _SCALE]), signed)
         for name, signed in _SIGNED.items()
@@ -128,11 +129,11 @@ def narrow(slots: Mapping[str, Any], wide: Mapping[str, Tensor]) -> None:
 
 
 def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tensor]:
-    """Convert the saved state of one AdamW to that of the other: moments in 8 bits, or in 32.
+    """Convert the saved state of AdamW to that of AdamW8bit or back.
 
     Args:
         tensors: tensors by name, ``optimizer.<parameter>.<slot>`` among them.
-        in_8_bits: True: convert to 8 bits. False: convert to 32.
+        in_8_bits: True: convert moments to 8 bits. False: convert them to 32 bits.
     """
     result = dict(tensors)
     for key, value in tensors.items():
@@ -153,7 +154,7 @@ def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tenso
 
 
 class _Factors:
-    """The factors of a step, computed in Python's numbers, on no device."""
+    """The scalar factors of a step, computed in Python, so that they do not depend on a device."""
 
     def __init__(self, group: Mapping[str, Any], step: int) -> None:
         self.beta1, self.beta2 = group["betas"]
@@ -181,7 +182,10 @@ def _new_slots(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def is_packed(shape: torch.Size) -> bool:
-    """Return True if a parameter's moments are kept in 8 bits; the same for any of its rows."""
+    """Return True if moments of a parameter of this shape have 8 bits.
+
+    The result is the same for any rows of the parameter.
+    """
     return len(shape) > 1 and math.prod(shape[1:]) >= _SHORTEST
 
 
@@ -194,7 +198,7 @@ def _step(parameter: Tensor, slots: Mapping[str, Tensor], factors: _Factors) -> 
         _advance(whole, grad, factors, *moments)
         return
     scales = [own_rows(slots[name + _SCALE]) for name in _SIGNED]
-    values = whole.contiguous().flatten(1)  # a view, but of a parameter in another order
+    values = whole.contiguous().flatten(1)  # a view, unless the memory order is another one
     grads, codes = grad.flatten(1), [each.flatten(1) for each in moments]
     most = _A_CORES * torch.get_num_threads() if whole.device.type == "cpu" else _A_GPUS
     count = max(1, most // values.shape[1])
@@ -214,8 +218,9 @@ def _step(parameter: Tensor, slots: Mapping[str, Tensor], factors: _Factors) -> 
 def _advance(values: Tensor, grad: Tensor, factors: _Factors, mean: Tensor, square: Tensor) -> None:
     """Take one step, in place.
 
-    No operation here rounds twice, or once where another device would twice: not lerp, addcmul,
-    addcdiv, nor add of a multiple; and a GPU divides by a number by multiplying.
+    Every operation here rounds in the same way on all devices. Fused operations (lerp, addcmul,
+    addcdiv, add with alpha) are avoided, because they round once on one device and twice on
+    another. Division by a scalar is avoided, because a GPU multiplies by the inverse.
     """
     grad = grad.float()
     mean.mul_(factors.beta1).add_(grad * (1 - factors.beta1))
@@ -226,11 +231,11 @@ def _advance(values: Tensor, grad: Tensor, factors: _Factors, mean: Tensor, squa
 
 
 def _root(values: Tensor) -> Tensor:
-    """Return the nearest number to the square root, in new memory.
+    """Return the square root, rounded to the nearest number, in new memory.
 
-    On a processor torch leaves the root to MKL, which takes a neighbour for 0.7 % of numbers on
-    Intel's processors and for 17 % on AMD's. A root of 64 bits is close enough: its distance to a
-    tie of 32 bits is larger than its error.
+    On a CPU, torch uses MKL's square root. MKL returns a neighbouring number for 0.7 % of the
+    inputs on Intel's processors, and for 17 % on AMD's. A root in fp64 is exact enough: its
+    distance to a rounding boundary of fp32 is larger than its error.
     """
     if values.is_cuda and torch.version.hip is None:
         return values.sqrt()
@@ -238,7 +243,7 @@ def _root(values: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of fp32 [rows, numbers].
+    """Return the codes and scales of values, fp32 [rows, numbers].
 
     The codes are uint8 [rows, numbers], and the scales fp32 [rows, blocks].
     """
@@ -257,7 +262,7 @@ def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Return the numbers of codes, but for rounding: fp32 [rows, numbers], in memory of its own."""
+    """Return the numbers that codes stand for, fp32 [rows, numbers], in memory of its own."""
     numbers = _tables(signed, str(codes.device)).numbers
     result = numbers.index_select(0, codes.int().flatten()).view(codes.shape)
     blocks, last = divmod(codes.shape[1], BLOCK)
@@ -273,13 +278,13 @@ def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 class _Tables:
     """Tables from codes to numbers, and from a number's first 16 bits to its nearest code.
 
-    The 16 bits leave two codes at most, and a comparison decides. A search takes a processor ten
-    times as long.
+    The 16 bits leave two codes at most, between which one comparison decides. A search takes a CPU
+    ten times as long.
 
     Attributes:
-        numbers: of each code, fp32 [256], in order.
-        lowest: the code of the lowest number with these bits, uint8 [cells].
-        edge: the number from which on the next code is nearer, fp32 [cells].
+        numbers: number of each code, fp32 [256], ascending.
+        lowest: code of the lowest number with these bits, uint8 [cells].
+        edge: number from which on the next code is nearer, fp32 [cells].
     """
 
     numbers: Tensor
@@ -289,10 +294,10 @@ class _Tables:
 
 @cache
 def _tables(signed: bool, device: str) -> _Tables:
-    """Return the tables of codes, computed by Python, alike on all hosts.
+    """Return the tables of codes, computed by Python, so that they are equal on all hosts.
 
-    Each of seven decades has twice as many codes as the one below, each in the middle of an equal
-    part of it. With both signs there are half as many. Zero and one are codes besides.
+    There are seven decades. Each has twice as many codes as the decade below it, in the middles of
+    equal parts. With signed numbers, each sign has half as many. Zero and one are additional codes.
     """
     result = [0.0, 1.0]
     for decade in range(7):
@@ -303,7 +308,7 @@ def _tables(signed: bool, device: str) -> _Tables:
     result.sort()
     between = torch.tensor([(one + other) / 2 for one, other in pairwise(result)] + [math.inf])
     cells = torch.arange(-_CELLS // 2, _CELLS // 2, dtype=torch.int32) << _REST
-    cells[: _CELLS // 2] |= (1 << _REST) - 1  # of what is below zero the last is the lowest
+    cells[: _CELLS // 2] |= (1 << _REST) - 1  # for a negative number, more bits mean a lower one
     lowest = torch.bucketize(cells.view(torch.float32), between, right=True)
     lowest.clamp_(0 if signed else 1, len(result) - 1)
     return _Tables(

@@ -1,6 +1,7 @@
-"""The kinds of ``--strategy``: a file here adds one by listing it under ``STRATEGIES``.
+"""The kinds of ``--strategy``.
 
-Torch is not imported here, nor by the entries: the matrix and ``-h`` read them too.
+A module in this package adds a kind by listing it in ``STRATEGIES``. Neither this module nor its
+submodules import torch at the top, because the matrix of tests and ``-h`` import them too.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ TORCH, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
 class StrategyOptions:
     """torch.distributed"""
 
-    # Decides nothing by its name: what a plan depends on are the traits.
+    # The name decides nothing, because a plan depends on the traits alone.
     strategy: str = option(
         "", Decides.NOTHING, "ddp", cell="strategy", usual="what a rank keeps, default ddp: all",
         per_launch=True,
@@ -33,16 +34,18 @@ class StrategyOptions:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The parts of the state that each rank keeps, and what travels between ranks.
+    """The parts of the state that each rank keeps, and the data that travels between ranks.
 
     Attributes:
-        name: as ``--strategy`` takes it. says: the text after its name in ``-h``.
-        traits: what its engine can do, known before that is built.
-        engine: sets it on a model; imports what it needs itself.
-        options: groups of its own, frozen dataclasses.
-        script: that trains with it.
-        packages: that it needs besides torch, of one release on all hosts.
-        cells: names of it in a matrix, and the options for each; None: its name.
+        name: name, as ``--strategy`` takes it.
+        says: text after the name in ``-h``.
+        traits: returns the traits of the engine, which are known before an engine is built.
+        engine: builds an engine for a model. The function imports its packages itself.
+        options: dataclasses of the strategy's own options, frozen.
+        script: script that trains with this strategy.
+        packages: required packages besides torch, of the same release on all hosts.
+        cells: names of the strategy's variants in a matrix, and the options of each; None: one
+            variant.
     """
 
     name: str
@@ -55,19 +58,19 @@ class Strategy:
     cells: Mapping[str, tuple[str, ...]] | None = None
 
     def named_cells(self) -> Mapping[str, tuple[str, ...]]:
-        """See ``cells``."""
+        """Return ``cells``, or the single variant under the strategy's name."""
         return {self.name: ("--strategy", self.name)} if self.cells is None else self.cells
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Implements EngineFactory: the engines of a strategy, as the options say."""
+    """The engines of a strategy, as the options select them. Implements EngineFactory."""
 
     traits: EngineTraits
     build: Callable[["TaskModel", "EngineContext"], "Engine"]
 
     def __call__(self, model: "TaskModel", context: "EngineContext") -> "Engine":
-        """Set an engine on a model."""
+        """Return an engine for a model."""
         return self.build(model, context)
 
 
@@ -89,7 +92,11 @@ def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strat
 
 
 def list_engines(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
-    """Return the engines of :func:`chosen_strategy`."""
+    """Return the engines of :func:`chosen_strategy`.
+
+    Raises:
+        MotleyError: an option of another strategy is given.
+    """
     chosen = chosen_strategy(config, strategies)
     for other in strategies.values():
         for group in set(other.options) - set(chosen.options):
@@ -104,7 +111,7 @@ def list_engines(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
 
 
 def check_offload(what: str, context: "EngineContext") -> None:
-    """Raise MotleyError if ``--offload`` has nothing to move."""
+    """Raise MotleyError if ``--offload`` is given on a CPU, where all state is in host memory."""
     if what != "none" and context.device.type == "cpu":
         raise MotleyError(
             f"--offload {what}: rank {context.rank} computes on the CPU, where all is already"

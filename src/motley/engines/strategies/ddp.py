@@ -1,4 +1,4 @@
-"""DDP: each rank keeps the whole model, and ``--wire`` says what travels."""
+"""DDP: each rank keeps the whole model, and ``--wire`` selects how gradients travel."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
         from motley.engines.local_sgd import LocalEngine
 
         return LocalEngine(model, context)
-    # DDP would wait for the rest of a bucket whose parameters do not all get a gradient.
+    # DDP would wait for ever for a bucket if one of its parameters gets no gradient.
     some_unused = any(all_gather_object(bool(model.sometimes_unused)))
     is_alone = context.size == 1 and context.plan.wire.is_exact
     if some_unused or context.plan.buckets == 1 or is_alone:

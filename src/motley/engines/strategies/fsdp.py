@@ -1,15 +1,17 @@
 """FSDP: each rank keeps a part of every parameter, of its gradient and of the optimizer.
 
-Parameters are gathered piece by piece, in b bytes a number, and gradients scattered in r bytes.
-With P parameters, g of them in the largest piece, and u outside of all pieces, which stay gathered
-from the first use to the end of the backward pass, as their gradient does, a rank holds at most
+Parameters are gathered in pieces, in b bytes per number, and gradients are scattered in r bytes.
+Let P be the number of parameters, and g the number in the largest piece. Let u be the number
+outside of all pieces. These u stay gathered from the first use to the end of the backward pass, as
+their gradient does. A rank holds at most
 
     b (P + u) + g (b + 2 r)          parameters stay gathered after the forward pass
     2 b u + g (3 b + 2 r)            --reshard-after-forward: they are gathered again
 
-bytes of them, for a piece is gathered while the one before it is in use, and its gradient is
-scattered from a copy in r bytes, of which torch keeps the one before until the next is sent. In 16
-bits that is ``MixedPrecisionPolicy`` as torch.distributed.fsdp.fully_shard does it.
+bytes of gathered parameters and gradients. A piece is gathered while the one before it is in use. A
+gradient is scattered from a copy in r bytes, and torch keeps the copy before it until the next one
+is sent. In 16 bits, b and r are those of ``MixedPrecisionPolicy`` in
+torch.distributed.fsdp.fully_shard.
 """
 
 from collections.abc import Sequence
@@ -26,17 +28,17 @@ if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext
     from motley.tasks.model import TaskModel
 
-# Pieces that blocks are gathered and scattered in. A small piece costs the host more than a GPU's
-# computation of it hides, and nothing hides what the last one sends.
+# Number of pieces. The host's time for a small piece exceeds the GPU's computation that should
+# hide it, and no computation hides the communication of the last piece.
 _PIECES = 6
-_MOST = 2**28  # numbers in a piece of several blocks: some are gathered at a time, and take memory
+_MOST = 2**28  # parameters in a piece of several blocks, which limits the memory
 
 
 def count_blocks(numbers: Sequence[int]) -> int:
     """Return how many neighbouring blocks are gathered together.
 
     Args:
-        numbers: of parameters in each block.
+        numbers: number of parameters in each block.
     """
     return max(1, min(-(-len(numbers) // _PIECES), _MOST // max([1, *numbers])))
 

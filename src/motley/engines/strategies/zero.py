@@ -1,17 +1,17 @@
-"""DeepSpeed's ZeRO, stages 0 to 3: what each keeps and sends.
+"""DeepSpeed's ZeRO, stages 0 to 3: the state that each keeps, and the data that it sends.
 
-Stage 3 keeps another 4 T / W bytes of T trained parameters on each of W ranks, which its optimizer
-steps. Let P be the parameters, g of them in the largest block and u in no block. Stage 3 gathers a
-block at a time, in fp32, by way of a copy, and releases parameters that are not used again within
-L = 10^9 numbers. The gradient is collected B numbers at a time, of r bytes each. A rank holds at
-most
+Stage 3 keeps another 4 T / W bytes for T trained parameters on each of W ranks, which its optimizer
+steps. Let P be the number of parameters, g the number in the largest block and u the number in no
+block. Stage 3 gathers a block at a time, in fp32, by way of a copy. Stage 3 releases parameters
+that are not used again within L = 10^9 numbers. The gradient is collected B numbers at a time, of r
+bytes each. A rank holds at most
 
     4 min(P, L + g) + 4 u + g (8 + r) + 4 min(P, B)
 
-bytes of gathered parameters and gradients on their way.
+bytes of gathered parameters and gradients in transfer.
 
-DeepSpeed is imported when an engine is built (:mod:`motley.engines.zero_engine`), and not before: a
-plan, ``-h`` and a training without it do not need it.
+DeepSpeed is imported only when an engine is built (:mod:`motley.engines.zero_engine`). A plan,
+``-h`` and training with other strategies do not need it.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ _AFTER = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False,
     words="DeepSpeed stage 0 sends gradients after the backward pass",
 )  # fmt: skip
-_SOON = 1e9  # numbers; stage3_max_reuse_distance, where the user's file does not say it
+_SOON = 1e9  # numbers; default of DeepSpeed's stage3_max_reuse_distance
 
 
 def _estimate_gathered(size: ModelSize, _: int, wire_bytes: int) -> float:
@@ -65,7 +65,7 @@ TRAITS = (  # by stage
         gathers_per_micro_step=1.0, mixed=False, shards_optimizer=True,
         shards_gradients=True, shards_parameters=True, fills_model=True, flat_parts=True,
         gathered=GatheredMemory(_estimate_gathered),
-        compiles=False,  # it gathers each layer's parameters by hooks inside a block
+        compiles=False,  # hooks inside a block gather each layer's parameters
         words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
     ),
 )  # fmt: skip

@@ -27,12 +27,12 @@ _MUST = ("model", "data", "losses")
 
 
 def known_tasks() -> dict[str, type[Task]]:
-    """Return the built-in ones by name."""
+    """Return the classes of the built-in tasks by name."""
     return dict(entries("motley.tasks.builtin", "TASKS"))
 
 
 def get_task(config: Config) -> Task:
-    """Return the task that was asked for."""
+    """Return the task in a configuration, or the default task."""
     return next((each for each in config.own if isinstance(each, Task)), known_tasks()[USUAL]())
 
 
@@ -70,7 +70,7 @@ def task_class(name: str) -> type[Task]:
     """Return the class that ``--task`` names.
 
     Raises:
-        MotleyError: there is no such task, or a file that does not define one.
+        MotleyError: there is no such task or file, or the file does not define one task.
     """
     known = known_tasks()
     if name in known:
@@ -87,11 +87,11 @@ def task_class(name: str) -> type[Task]:
     return _only_task(name, _load(name, path))
 
 
-_reading: list[str] = []  # files of tasks that are being read
+_reading: list[str] = []  # files of tasks that are being imported
 
 
 def task_being_read() -> str:
-    """Return the file that --task names while it is read; else nothing."""
+    """Return the task file that is being imported, or an empty string."""
     return _reading[-1] if _reading else ""
 
 
@@ -100,7 +100,7 @@ def _load(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(title, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[title] = module  # dataclasses look there
+    sys.modules[title] = module  # dataclasses search their module there
     _reading.append(name)
     try:
         spec.loader.exec_module(module)
@@ -146,7 +146,11 @@ def _only_task(name: str, module: ModuleType) -> type[Task]:
 
 
 def _check_complete(name: str, kind: type[Task]) -> type[Task]:
-    """Return the class, if nothing that it must have is missing."""
+    """Return the class as a dataclass.
+
+    Raises:
+        MotleyError: the class lacks a method that every task needs, or has an ``__init__``.
+    """
     if missing := [each for each in _MUST if getattr(kind, each) is getattr(Task, each)]:
         raise MotleyError(
             f"--task {name}: {kind.__name__} has no {_and(missing)}; see examples/my_task.py"

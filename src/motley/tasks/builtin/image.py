@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
 
 
-# DeiT's of ImageNet from scratch (Touvron et al., 2021, for a batch of 1,024); the usual one for
-# weights that are there; and what the lab of lab/tesla_lab.json did, whose images fill no epoch.
+# "deit": DeiT's recipe for ImageNet from scratch (Touvron et al., 2021, for a batch of 1,024).
+# "finetune": a usual recipe for pre-trained weights. "lab": the recipe of lab/tesla_lab.json.
 RECIPES = {
     "deit": (
         "--epochs 300 --warmup-epochs 5 --lr 1e-3 --min-lr 1e-5 --weight-decay 0.05 "
@@ -42,9 +42,9 @@ RECIPES = {
 class ImageTask(Task):
     """Images and their classes.
 
-    A batch is ``images``, uint8 [n, C, H, W], as large as the model wants them or smaller (see
-    Look.enlarged), and ``labels``, int64 [n]. Where images are mixed, it also has ``partners``, the
-    labels of the others, and ``own``, the weights of ``labels``, fp32 [n].
+    A batch has ``images``, uint8 [n, C, H, W], and ``labels``, int64 [n]. The images have the
+    model's size, or are smaller (see Look.enlarged). If images are mixed, the batch also has
+    ``partners``, the labels of the other images, and ``own``, the weights of ``labels``, fp32 [n].
     """
 
     noun = "image"
@@ -78,7 +78,7 @@ class ImageTask(Task):
         "besides comes after it",
         Decides.NOTHING, metavar="|".join(RECIPES),
     )  # fmt: skip
-    # SPEED: with any of these small images are enlarged by the host, not by the device.
+    # SPEED: with any of these options the host enlarges small images, not the device.
     aa: str | None = option(
         "timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; default: none",
         NUMBERS | SPEED, metavar="POLICY",
@@ -122,7 +122,7 @@ class ImageTask(Task):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.name is None:  # records name the model that was trained
+        if self.name is None:  # records contain the name of the model
             object.__setattr__(self, "name", find_dataset(self.dataset).model)
         if self._mixes and self.bn_group % 2 and self.classifier.has_batch_norm:
             raise MotleyError(
@@ -132,14 +132,14 @@ class ImageTask(Task):
 
     @cached_property
     def classifier(self) -> "Classifier":
-        """``--model``."""
+        """Model that ``--model`` names."""
         from motley.tasks.classifiers import Classifier
 
         return Classifier(str(self.name))
 
     @cached_property
     def size(self) -> int:
-        """Pixels a side."""
+        """Side of an image in pixels."""
         own = self.classifier.native_size
         if self.img_size is None:
             self.classifier.check_square()
@@ -169,7 +169,7 @@ class ImageTask(Task):
 
     @cached_property
     def images(self) -> "Images":
-        """``--dataset``, opened."""
+        """Data set that ``--dataset`` names, opened."""
         from motley.data.images import select_classes
 
         images = find_dataset(self.dataset).open(Path(self.data_dir), self.size)
@@ -177,7 +177,11 @@ class ImageTask(Task):
 
     @cached_property
     def look(self) -> "Look":
-        """How the model wants its images: as it was made for, unless the data set knows better."""
+        """Preparation of images for the model.
+
+        The data set's mean and std are used if it has them and the weights are random, else those
+        for which the model was made.
+        """
         from motley.data.transforms import Look
 
         usual, images = self.classifier.data_config(), self.images
@@ -187,7 +191,7 @@ class ImageTask(Task):
             tuple(images.mean if known and images.mean else usual["mean"])[: images.channels],
             tuple(images.std if known and images.std else usual["std"])[: images.channels],
             usual["interpolation"],
-            # All of an image whose size is known is seen: it is resized to the model's.
+            # Images of a known size are resized to the model's size, and not cropped.
             1.0 if images.native_size else usual["crop_pct"], usual["crop_mode"],
             self.augment, self.aa or "", self.color_jitter, self.reprob, self.cutmix > 0,
         )  # fmt: skip
@@ -217,7 +221,7 @@ class ImageTask(Task):
         own = all(
             getattr(type(self), name) is getattr(ImageTask, name)
             for name in ("data", "sample", "collate", "weights")
-        )  # not of a subclass, which may read other samples
+        )  # a subclass may read other samples
         if device.type != "cuda" or self._mixes or not own:
             return self
         known: dict[torch.device, Samples] = self.__dict__.setdefault("_on", {})
@@ -255,7 +259,7 @@ class ImageTask(Task):
         return find_head(net)
 
     def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
-        """See Task: position embeddings of another size of images among others."""
+        """See Task. Position embeddings are interpolated to another image size."""
         from motley.tasks.classifiers import adapted
 
         return adapted(tensors, net)
@@ -274,7 +278,7 @@ class ImageTask(Task):
         return net.state_dict(), f"timm's {self.name}"
 
     def save(self, net: "nn.Module", folder: Path) -> None:
-        """See Task: as timm and transformers load it."""
+        """See Task: in the format of timm and transformers."""
         from motley.tasks.classifiers import save_classifier
 
         save_classifier(net, folder, self.look, self.class_names)
@@ -288,7 +292,7 @@ class ImageTask(Task):
         return self.images.name_of(source, index)
 
     def with_files(self, folder: Path) -> "ImageTask":
-        """See Task; these have no label."""
+        """See Task; the files have no label."""
         from motley.data.images import with_folder
 
         changed = replace(self)
@@ -312,7 +316,7 @@ class ImageTask(Task):
 
         shape = (self.images.channels, *samples[0]["images"].shape[1:])
         images = torch.empty((len(samples), *shape), dtype=torch.uint8)
-        pixels = images.numpy()  # from pixel by pixel to plane by plane, it copies twice as fast
+        pixels = images.numpy()  # numpy changes HWC to CHW twice as fast
         for row, sample in enumerate(samples):
             pixels[row] = sample["images"].numpy()
         labels = torch.tensor([sample["labels"] for sample in samples], dtype=torch.int64)
@@ -322,10 +326,10 @@ class ImageTask(Task):
         return {"images": images, "labels": labels}
 
     def logits(self, net: Net, images: "Tensor") -> "Tensor":
-        """fp32 [n, classes], of uint8 [n, C, H, W].
+        """Return the logits, fp32 [n, classes], of images, uint8 [n, C, H, W].
 
-        They are enlarged and normalised here, on the device: as small uint8 they are a fraction of
-        the bytes through worker processes and over the PCI bus.
+        Images are enlarged and normalised here, on the device. Small uint8 images take a fraction
+        of the bytes in transfers from worker processes and over the PCI bus.
         """
         mean, std = self._mean_and_std(images.device)
         centred = self.look.enlarged(images) - mean  # float from here on
@@ -335,7 +339,7 @@ class ImageTask(Task):
     def _mean_and_std(self, device: "torch.device") -> "tuple[Tensor, Tensor]":
         """Return mean and deviation of a pixel, fp32 [1, C, 1, 1] each.
 
-        They are not buffers, which DDP would broadcast.
+        The two tensors are not buffers, which DDP would broadcast.
         """
         import torch
 
@@ -397,7 +401,7 @@ class ImageTask(Task):
         return text
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
-        """Return random pixels for a timing.
+        """Return random pixels as a batch for timing.
 
         A GPU draws less power on images that are all alike. Its steps would be faster than in
         training.

@@ -1,7 +1,7 @@
 """Language models: a GPT from scratch, or a model of the transformers library.
 
 The GPT learns from bytes or characters of any file in any language, without a tokenizer. A
-transformers model has its own tokens. All of it is trained, or LoRA matrices are.
+transformers model has its own tokens. Either all weights are trained, or LoRA matrices only.
 """
 
 import json
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 MODEL, NUMBERS, SPEED, NOTHING = (
     Decides.MODEL, Decides.NUMBERS, Decides.SPEED, Decides.NOTHING,
 )  # fmt: skip
-_OWN_SHAPE = ("vocabulary", "depth", "width", "heads")  # of the GPT here; a config.json has its own
-_IGNORED = -100  # a place that is only there to fill the row
+_OWN_SHAPE = ("vocabulary", "depth", "width", "heads")  # options of the built-in GPT alone
+_IGNORED = -100  # target of padding
 
 
 @dataclass(frozen=True)
 class HfOptions(Task):
-    """A text task is one of these, besides what it has of its own."""
+    """Base of a text task: the options of transformers models and of LoRA."""
 
-    compiles_whole = True  # logits are the largest tensor of all, and are not written so
+    compiles_whole = True  # logits, the largest tensor, are then never written to memory
 
     hf_config: str | None = option(
         "a model of the transformers library (GPT-2, GPT-Neo, Llama, ...) with random weights: its "
@@ -108,7 +108,13 @@ class HfOptions(Task):
             )
 
     def check_fits(self, model: "HfModel", length: int, corpus: Corpus) -> None:
-        """MotleyError for what the model cannot see or does not know."""
+        """Raise MotleyError if the model's context or vocabulary is too small.
+
+        Args:
+            model: the model.
+            length: tokens in a sample.
+            corpus: the text.
+        """
         if model.longest is not None and length > model.longest:
             raise MotleyError(
                 f"--length {length}: {model.flag} sees {model.longest} tokens at most "
@@ -132,7 +138,7 @@ class HfOptions(Task):
         return self.named.weights(), str(self.named.path)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """See Task: what begins anew beside weights from elsewhere."""
+        """See Task: LoRA's matrices, which foreign weights do not contain."""
         from motley.tasks.hf_model import matrices
 
         return matrices(net)
@@ -146,7 +152,7 @@ class HfOptions(Task):
     def save(self, net: "nn.Module", folder: Path) -> None:
         """Save the model as transformers loads it, with its tokenizer. See Task.
 
-        LoRA's matrices are merged into the layers that they belong to.
+        LoRA's matrices are merged into the layers to which they belong.
         """
         if self.lora is not None:
             from motley.tasks.hf_model import merge_lora
@@ -158,7 +164,7 @@ class HfOptions(Task):
         self.named.save(net, folder)
 
     def with_lora(self, net: "nn.Module") -> "nn.Module":
-        """Return the network, as ``--lora`` wants it."""
+        """Return the network, with LoRA matrices added if ``--lora`` is given."""
         if self.lora is None:
             return net
         from motley.tasks.hf_model import add_lora
@@ -170,12 +176,12 @@ class HfOptions(Task):
 class TextTask(HfOptions):
     """Text, each token predicted from those before it.
 
-    A batch is ``tokens`` and ``targets``, int64 [n, length], and ``bytes``, int64 [n]: of the
-    targets in UTF-8.
+    A batch has ``tokens`` and ``targets``, int64 [n, length], and ``bytes``, int64 [n], the number
+    of bytes of the targets in UTF-8.
     """
 
     unit = "tokens"
-    needs_workers = False  # it is in memory
+    needs_workers = False  # the text is in memory
 
     text: tuple[str, ...] = option(
         f"UTF-8; default: {MANUAL}, Python's own, 0.4 MB of English; {SHAKESPEARE}: his plays, "
@@ -216,7 +222,7 @@ class TextTask(HfOptions):
         self.check_together(
             [name for name in _OWN_SHAPE if getattr(self, name) != usual[name]], self.tokens
         )
-        if self.tokens is None:  # records name the tokens
+        if self.tokens is None:  # records contain the kind of tokens
             object.__setattr__(self, "tokens", TOKENIZER if self.pretrained else "bytes")
         if self.width % self.heads:
             raise MotleyError(
@@ -225,7 +231,7 @@ class TextTask(HfOptions):
 
     @cached_property
     def corpus(self) -> Corpus:
-        """``--text``."""
+        """Text that ``--text`` names, as tokens."""
         text, kind = read_text(self.text), str(self.tokens)
         if kind == TOKENIZER and self.named is not None:
             return TokenizedCorpus(text, kind, self.named.path, self.named.vocabulary)
@@ -233,7 +239,7 @@ class TextTask(HfOptions):
 
     @cached_property
     def _pieces(self) -> dict[bool, Windows | Paragraphs]:
-        """Return the pieces of the held-out text, and of the rest."""
+        """Return the pieces of the held-out text under True, and those of the rest under False."""
         result: dict[bool, Windows | Paragraphs] = {}
         for held_out in (False, True):
             text = self.corpus.split(held_out)
@@ -278,7 +284,7 @@ class TextTask(HfOptions):
         ))  # fmt: skip
 
     def save(self, net: "nn.Module", folder: Path) -> None:
-        """See Task; beside the GPT here, config.json has its shape and its vocabulary."""
+        """See Task. For the built-in GPT, config.json has its shape and its vocabulary."""
         super().save(net, folder)
         if self.named is not None:
             return
@@ -293,7 +299,7 @@ class TextTask(HfOptions):
 
     @property
     def _vocabulary_size(self) -> int:
-        """Tokens that the GPT here has."""
+        """Number of tokens in the vocabulary of the built-in GPT."""
         return self.vocabulary or self.corpus.vocabulary
 
     def data(self, held_out: bool) -> "Source":
@@ -314,7 +320,7 @@ class TextTask(HfOptions):
         }  # fmt: skip
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
-        """See Task: filled up to the longest."""
+        """See Task: samples are padded to the longest."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -327,11 +333,11 @@ class TextTask(HfOptions):
         }
 
     def weights(self, batch: "Tensors") -> "Tensor | None":
-        """See Task: tokens."""
+        """See Task: the number of tokens in each sample."""
         return (batch["targets"] != _IGNORED).sum(dim=1) if self.paragraphs else None
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
-        """See Task: tokens; attention is little beside the rest at these lengths."""
+        """See Task: the number of tokens. Attention is cheap at these lengths."""
         pieces = self._pieces[False]
         if not isinstance(pieces, Paragraphs):
             return None
@@ -339,7 +345,7 @@ class TextTask(HfOptions):
         return result
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
-        """See Task: nats."""
+        """See Task: the losses are in nats."""
         from torch.nn import functional
 
         from motley.tasks.hf_model import get_logits
@@ -370,14 +376,14 @@ class TextTask(HfOptions):
         )
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
-        """See Task: of the usual length."""
+        """See Task: random tokens of the usual length."""
         import torch
 
         device, length = example["tokens"].device, round(self.weight)
         dice = torch.Generator(device).manual_seed(0)
         most = self.corpus.vocabulary
         tokens = torch.randint(most, (count, length), device=device, generator=dice)
-        # Not the same tensor: a model compiled for that would be compiled anew in training.
+        # A copy: a model compiled for one tensor in both places would be recompiled in training.
         targets = tokens.clone()
         return {"tokens": tokens, "targets": targets, "bytes": tokens.new_full((count,), length)}
 

@@ -1,4 +1,4 @@
-"""Weather some hours ahead: Microsoft's Aurora, on fields of ERA5 or on made ones."""
+"""Weather some hours ahead: Microsoft's Aurora, on fields of ERA5 or on synthetic ones."""
 
 import hashlib
 import json
@@ -26,19 +26,19 @@ _MADE_LEVELS = (100, 250, 500, 850)
 
 @dataclass(frozen=True)
 class WeatherTask(Task):
-    """The state of the air, predicted from the two states before it.
+    """The state of the atmosphere, predicted from the two states before it.
 
-    A batch is ``surface``, fp32 [n, 3, 4, lat, lon], and ``air``, fp32 [n, 3, 5, levels, lat, lon]:
-    two states and the next one, in the units of ERA5. The third tensor, ``hour``, int64 [n], is the
-    hour of the second state, since 1970.
+    A batch has ``surface``, fp32 [n, 3, 4, lat, lon], and ``air``, fp32 [n, 3, 5, levels, lat,
+    lon]: two states and the next one, in the units of ERA5. The third tensor, ``hour``, int64 [n],
+    is the hour of the second state, since 1970.
 
-    Aurora predicts one latitude less where their number is one more than a multiple of its patch,
-    as with the 721 of 0.25 degrees.
+    If the number of latitudes is one more than a multiple of the patch, Aurora predicts one
+    latitude less. The 721 latitudes of a grid of 0.25 degrees are an example.
     """
 
     noun = "forecast"
     unit = "forecasts"
-    fp32 = ("encoder", "decoder")  # as its makers do; 16 bits hold no pressure in Pa
+    fp32 = ("encoder", "decoder")  # as in the original; 16 bits are too few for a pressure in Pa
     block_classes = ("Basic3DEncoderLayer", "Basic3DDecoderLayer")
 
     aurora: str = option(
@@ -81,7 +81,7 @@ class WeatherTask(Task):
 
     @cached_property
     def shape(self) -> "Shape":
-        """Aurora's."""
+        """Shape of the Aurora."""
         from motley.tasks.aurora_model import Shape
 
         width, depths = _SIZES[self.aurora]
@@ -91,7 +91,7 @@ class WeatherTask(Task):
 
     @cached_property
     def source(self) -> "States":
-        """Where states come from."""
+        """Source of the states: the files of ``--fields``, or synthetic states."""
         from motley.tasks.aurora_model import usual
         from motley.tasks.states import Files, Made, even_grid
 
@@ -125,7 +125,7 @@ class WeatherTask(Task):
         """See Task."""
         from motley.tasks.aurora_model import build
 
-        _ = self.source  # what is wrong with the data is said first
+        _ = self.source  # report errors in the data first
         return build(self.shape, self.hours)
 
     def data(self, held_out: bool) -> "Source":
@@ -142,7 +142,7 @@ class WeatherTask(Task):
         }  # fmt: skip
 
     def name_of(self, source: "Source", index: int) -> str:
-        """See Task: by its times."""
+        """See Task: the name contains the times of the states."""
         from motley.tasks.states import Forecasts, format_time
 
         if not isinstance(source, Forecasts):
@@ -151,7 +151,7 @@ class WeatherTask(Task):
         return f"{self.noun} of {first} to {last}"
 
     def _errors(self, batch: "Tensors") -> "ForecastErrors":
-        """Return what computes errors on the batch's device."""
+        """Return the object that computes errors on the batch's device."""
         from motley.tasks.aurora_model import ForecastErrors
 
         device = batch["surface"].device
@@ -171,11 +171,11 @@ class WeatherTask(Task):
         return self._errors(batch).losses(net, batch)
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """See Task; besides the loss squared errors by variable, of the air over all levels."""
+        """See Task: the loss, and the squared error of each variable, averaged over all levels."""
         return self._errors(batch).scores(net, batch)
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task; root mean squared errors by variable, in its unit."""
+        """See Task: the root mean squared error of each variable, in its unit."""
         return {
             "loss": means["loss"],
             **{f"rmse_{name}": mean**0.5 for name, mean in means.items() if name != "loss"},
@@ -190,7 +190,7 @@ class WeatherTask(Task):
         )
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
-        """See Task: how far each forecast is off, and of when it is."""
+        """See Task: the time and the errors of each forecast."""
         from motley.tasks.states import format_time
 
         result = self.scores(net, batch)
@@ -203,11 +203,14 @@ class WeatherTask(Task):
         return {"time": when, "loss": result["loss"].tolist(), **columns}
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
-        """See Task: usual values, nothing alike."""
+        """See Task: random values with the usual means and deviations."""
         return self._errors(example).noise(example, count)
 
     def identity(self) -> dict[str, Any]:
-        """See Task: where the fields are, when, and over what land; they are too many to read."""
+        """See Task: a hash of the grid, the times and the static fields.
+
+        The other fields are too large to read.
+        """
         from motley.tasks.states import STATIC
 
         grid = self.source.grid
@@ -228,7 +231,10 @@ class WeatherTask(Task):
 
 
 def _check_patches(what: str, grid: "Grid", patch: int) -> None:
-    """Aurora leaves out one latitude where it must, and no more."""
+    """Raise MotleyError if Aurora cannot cut a grid into patches.
+
+    Aurora may leave out one latitude, and no longitude.
+    """
     high, wide = len(grid.lat), len(grid.lon)
     if wide % patch or high % patch > 1 or high < patch:
         rows, columns = (max(1, round(points / patch)) * patch for points in (high, wide))
