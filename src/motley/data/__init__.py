@@ -1,1 +1,1 @@
-"""Where samples come from, in which order, and how each rank reads its own."""
+"""Samples: their sources, their global order, and the loader of each rank's share."""

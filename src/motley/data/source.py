@@ -60,7 +60,7 @@ class Order:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples in one epoch."""
+        """Number of samples in one epoch."""
         return max(1, round(self.samples * self.fraction))
 
     def epoch(self, epoch: int) -> list[int]:

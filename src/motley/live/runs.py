@@ -147,7 +147,7 @@ class Copies:
         self._offsets = {path.name: 0 for path in paths}
 
     def update(self, remote: "Remote") -> bool:
-        """Copy the new part of the records, or a piece of it; return True if more is left.
+        """Copy new records, or a piece of them; return True if more are left to copy.
 
         Raises:
             HostTrouble: the host does not answer, or lacks the folder.

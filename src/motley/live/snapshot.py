@@ -34,21 +34,22 @@ class Row:
 
     Attributes:
         share: fraction of the global batch.
-        samples: number of samples in the last step.
+        samples: number of the rank's samples in the last step.
         rate: units per second that the rank computes, in the task's unit.
-        parts: mean seconds in its last steps: input, compute, waiting, wire, optimizer, host.
+        parts: mean seconds in the rank's last steps: input, compute, waiting, wire, optimizer,
+            host.
         waited: fraction of each step in which the others wait for this rank.
-        step: number of the last step that it has recorded here.
-        load: load of its device, 0 to 1.
-        memory_mib: used memory of its device, in MiB.
-        memory_total_mib: total memory of its device, in MiB.
-        temperature_c: temperature of its device, in degrees Celsius.
-        power_w: power of its device, in watts.
-        others: other users of its GPU, and their memory (GiB).
-        silent_s: seconds since it, or the GPU logger of its host, last wrote, if a record is
+        step: number of the last step that the rank has recorded here.
+        load: load of the rank's device, 0 to 1.
+        memory_mib: used memory of the device, in MiB.
+        memory_total_mib: total memory of the device, in MiB.
+        temperature_c: temperature of the device, in degrees Celsius.
+        power_w: power of the device, in watts.
+        others: other users of the GPU, and their memory (GiB).
+        silent_s: seconds since the rank, or the GPU logger of its host, last wrote, if a record is
             overdue.
-        here: its own step records are here.
-        note: reason why it is left out.
+        here: the rank's step records are here.
+        note: reason why the rank is left out.
     """
 
     rank: int
@@ -270,7 +271,7 @@ class Snapshot:
 def take_snapshot(
     followed: RunFollower, wall: float, most: int = MOST_ROWS, rank: int | None = None
 ) -> Snapshot:
-    """Return the state as of the follower's last look.
+    """Return a snapshot of a run as of the follower's last read of the records.
 
     Args:
         followed: follower of the run.

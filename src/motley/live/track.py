@@ -203,7 +203,7 @@ _SLOWER_WORTH = 0.1  # fraction of a step from which a slower rank is reported
 
 
 class Held(StrEnum):
-    """The cause that holds the steps up."""
+    """The cause of a wait."""
 
     RANK = "rank"
     WIRE = "wire"

@@ -67,12 +67,12 @@ class RunVerdict:
         fraction: fraction of the limit that was reached.
         step_s: median seconds of a step.
         forecast_s: expected seconds of a step.
-        lost: fraction of a step for each activity except compute, the largest first. They are means
-            over ranks of medians over steps.
+        lost: fraction of a step for each activity except compute, the largest first. The fractions
+            are means over ranks of medians over steps.
         link: sentence on the slowest link.
         slower: the rank that is slowest relative to the measurement at the start.
-        slower_times: its time relative to that measurement.
-        crowd: reason, if its host has fewer processors than ranks.
+        slower_times: time of that rank relative to the measurement at the start.
+        crowd: reason, if the host of that rank has fewer processors than ranks.
         grows_mib: growth of memory per step until the end, in MiB, on the worst rank.
         energy: energy of the GPUs.
         advice: faster options, the fastest first; then advice without a figure.

@@ -162,7 +162,7 @@ def larger_batch(
     ranks_of = [[r for r, m in enumerate(machines) if m == machine] for machine in fastest]
 
     def gain(samples: int) -> tuple[float, int, float]:
-        """Return the gain over the best machine alone, a rank of it, and samples per second."""
+        """Return the gain over the best host alone, a rank of that host, and samples per second."""
         alone = {}
         for ranks in ranks_of:
             few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)

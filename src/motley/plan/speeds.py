@@ -389,7 +389,7 @@ class Links:
         return min(known, key=self.carries, default=None)
 
     def sentence(self, machine: int) -> str:
-        """Return the speed of a machine's link, in words."""
+        """Return the speed of a host's link, in words."""
         return (
             f"{self.hosts[machine]} sends {_rate(self.sends(machine))}, receives "
             f"{_rate(self.receives(machine))}, latency {1e3 * self.latency_s(machine):.2g} ms"

@@ -373,6 +373,8 @@ def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float
         heading, text = runs[0].path.resolve().name, each[0].verdict or text
         each = [replace(each[0], verdict=[])]
     else:
+        if each[0].verdict:
+            text.append(f"The newest is {names[0]}. {' '.join(each[0].verdict[:2])}")
         pictures = panels("", lambda: runs_panels(read_losses(filter(None, trainings))))
     return Section(heading, text, [], head, rows, 1, failed, pictures, each)
 

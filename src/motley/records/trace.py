@@ -56,8 +56,9 @@ class TraceSummary:
         busiest: name, seconds and calls of a GPU's kernels, the longest first. Without a GPU: of
             operators, without the time of operators that they call.
         wire: fraction of the time in which data was sent.
-        waited: fraction in which the rank only waited for communication. With a GPU, it ran no
-            other kernel. On a CPU, the rank was in the phase of the all-reduce.
+        waited: fraction in which the rank only waited for communication. With a GPU: in which the
+            GPU ran no other kernel. Without a GPU: in which the rank was in the phase of the
+            all-reduce.
         idle: fraction in which the GPU was idle. Without a GPU: in which no operator ran.
     """
 

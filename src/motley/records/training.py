@@ -223,7 +223,7 @@ class EpochRecord:
     metrics: Mapping[str, float]
 
     def as_json(self) -> JsonDict:
-        """Return the line."""
+        """Return the record as the object of a line in ``epochs.jsonl``."""
         line = {each.name: getattr(self, each.name) for each in fields(self)}
         del line["metrics"]
         return {**line, **self.metrics}

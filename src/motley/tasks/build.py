@@ -49,7 +49,7 @@ class _Held:
 
 
 class BlockByBlock:
-    """Object that gives a network its numbers, block by block.
+    """Object that gives a network its initial numbers, block by block.
 
     Args:
         net: network built by :func:`motley.tasks.deferred.record`.

@@ -261,7 +261,7 @@ def _truncated_later(recording: Recording) -> Iterator[None]:
 
 
 class _AsOnCpu(TorchFunctionMode):
-    """Report the target device for tensors that are still on the meta device.
+    """A mode that reports the target device for tensors that are still on the meta device.
 
     Many functions of torch do nothing to a tensor without memory.
     """

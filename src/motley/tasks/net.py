@@ -83,7 +83,7 @@ def _are_blocks(parts: Sequence[nn.Module]) -> bool:
 
 
 def build_net(task: Task, config: Config) -> nn.Module:
-    """Return the task's whole network by its options, with weights drawn from ``--seed``."""
+    """Return the task's network, changed by its options, with weights drawn from ``--seed``."""
     torch.manual_seed(config.seed)
     return prepared(task.model(), task, config)
 

@@ -79,7 +79,7 @@ class States(Protocol):
 
 
 class Made:
-    """Synthetic states: smooth waves that travel east and west, equal on every machine.
+    """Synthetic states: smooth waves that travel east and west, equal on every host.
 
     A state follows from the two before it.
 

@@ -193,7 +193,7 @@ class Task:
     def head(self, net: "nn.Module") -> tuple[str, ...]:
         """Return the names of the modules whose shape depends on the data, as a classifier's head.
 
-        They get new random weights if a run begins with weights from other data.
+        These modules get new random weights if a run starts with weights from other data.
         """
         return ()
 
@@ -210,7 +210,7 @@ class Task:
         return type(self).pretrained_weights is not Task.pretrained_weights
 
     def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
-        """Return weights of another program by the names and in the shapes of ``net``."""
+        """Return weights of another program, converted to the names and shapes of ``net``."""
         return tensors
 
     def save(self, net: "nn.Module", folder: Path) -> None:

@@ -57,6 +57,7 @@ def test_it_is_one_page_that_says_what_won_and_what_failed(page: Path) -> None:
     assert "A step took 0.158 s." in said and said.count("data:image/png;base64,") > 30
     assert "2 of 2 runs finished" in said and "<p>The run reached 63% of the limit" in said
     runs = said[said.index("2 of 2 runs finished") :]
+    assert runs.index("The newest is two. ") < runs.index("<table")
     assert runs.index(">two</a>") < runs.index(">one</a>") < runs.index("<img")  # the newest first
     assert "held-out top-1 (%) of each run against time: vit_digits on digits" in runs
     for outside in ("http:", "https:", 'src="/', "@import"):

@@ -85,7 +85,7 @@ def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strat
 
     Args:
         config: the options.
-        strategies: strategies of the script. If they are more than one, ``--strategy`` names one.
+        strategies: strategies of the script. If there are several, ``--strategy`` names one.
     """
     name = config.group(StrategyOptions).strategy if len(strategies) > 1 else next(iter(strategies))
     return strategies[name]
