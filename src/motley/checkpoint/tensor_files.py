@@ -69,8 +69,8 @@ def write_tensors(
         run: runs the writing, piece by piece.
 
     Returns:
-        ``bytes`` and ``sha256`` of the content. If ``each`` is given, the hash covers the header
-        alone.
+        ``bytes`` and ``sha256`` of the content. If ``each`` is given, the hash covers
+        the header and its length alone.
 
     Raises:
         OSError: the file cannot be written, for instance because the disk is full.

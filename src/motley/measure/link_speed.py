@@ -227,7 +227,7 @@ def _send(line: socket.socket, seconds: float) -> None:
 def _receive(line: socket.socket) -> float:
     """Receive the data of :func:`_send`, and return its rate in bytes per second.
 
-    The rate is the median of three rates, from about the first, third and half of the data to the
+    The rate is the median of three: from a quarter, three eighths and half of the data to the
     end. Data that waited while this program was suspended arrives in a burst. A burst at the
     beginning of one of the three parts does not change the median.
     """

@@ -1,6 +1,6 @@
 """The coordinator, a thread of rank 0 that receives from all ranks.
 
-The coordinator decides which rank failed first. The survivors go on without a lost rank, or the job
+The coordinator decides which rank failed first. The survivors continue without it, or the job
 ends with one line.
 
 A job ends in this order: the coordinator records and prints the first cause, has the common state
@@ -246,7 +246,7 @@ class Coordinator:
                 self._handle(self._me, own.outbox.messages.pop(0))
             if self._pause.ask(self._others, own.pause):
                 self._pause_all()
-            if self._writer.error is not None:  # a full disk, say: without records no run
+            if self._writer.error is not None:  # for instance, a full disk: a run needs its records
                 raise self._writer.error
             if self._all_done():
                 self._broadcast(Finish())

@@ -2,7 +2,7 @@
 
 A heartbeat shows that a process lives, and what its training is doing. A rank without heartbeats is
 silent: its host froze, or a cable was pulled. Heartbeats without any movement anywhere are a hang.
-People who watch the run see silent ranks, and the straggler that keeps all others from the next
+The view of the run shows silent ranks, and the straggler that keeps all others from the next
 step, long before that is a fault.
 
 Two hosts may lose each other while rank 0 receives from both: a switch's port, a wrong route, a

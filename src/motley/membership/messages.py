@@ -184,7 +184,7 @@ class Handshakes:
         """Accept connections, read greetings, and drop every connection that is not a rank's.
 
         Args:
-            ready: sockets that can be read, as the selector says; others are ignored.
+            ready: sockets that can be read, according to the selector; others are ignored.
             now: seconds, by a clock that stands still while this process is frozen.
         """
         # Read earlier connections first: of too many, the oldest is closed when a new one arrives.

@@ -74,7 +74,7 @@ class Outbox:
         for number in (*_STOPS, *REQUESTS):
             signal.signal(number, _leave_to_watching_thread)
         for number in REQUESTS:
-            signal.siginterrupt(number, False)  # the training goes on
+            signal.siginterrupt(number, False)  # interrupted system calls are repeated
         # The C-level handler writes the signal's number here at once, even while the main
         # thread sits inside a collective and cannot run Python.
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)

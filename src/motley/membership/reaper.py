@@ -167,7 +167,7 @@ class LauncherReaper:
         errors: int | TextIO = subprocess.DEVNULL
         with contextlib.ExitStack() as stack:
             if launcher.name() in MPIRUN:
-                with contextlib.suppress(OSError):  # a pipe of another user's, under sudo say
+                with contextlib.suppress(OSError):  # another user's pipe, for instance under sudo
                     errors = stack.enter_context(Path(f"/proc/{launcher.pid}/fd/2").open("a"))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "motley.membership.reaper", str(launcher.pid)],

@@ -46,7 +46,7 @@ class Regroup:
 
     @property
     def waits(self) -> bool:
-        """True while some rank has not yet left the broken group."""
+        """True while a rank is lost, or some rank has not yet left the broken group."""
         return self._regrouping.waits
 
     @property

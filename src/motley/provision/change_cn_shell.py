@@ -2,7 +2,7 @@
 
   bash setup/change_cn_shell.sh                    # to /bin/bash
   bash setup/change_cn_shell.sh --shell /bin/tcsh  # or to another one, or back
-  bash setup/change_cn_shell.sh --dry-run          # says what it would do
+  bash setup/change_cn_shell.sh --dry-run          # prints what it would do
 
 This is optional: Motley and mpirun work under tcsh too. The script shows the
 shell on each host and asks for a yes, and once for your password, which chsh

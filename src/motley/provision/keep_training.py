@@ -137,7 +137,7 @@ class Keeper:
         self._line, self._restarts, self._stop = line, restarts, stop
         self._figures = Figures(line.folder)
         self._missing = frozenset[str]()  # hosts that the job runs without
-        self._back = frozenset[str]()  # hosts that this start has taken back
+        self._back = frozenset[str]()  # hosts that have returned for this start
         self._unwanted = frozenset[str]()  # hosts that no step was taken with
         self._faults = 0
         self._asking = ThreadPoolExecutor(1)

@@ -3,7 +3,7 @@
 mpirun, which uses ssh, then reaches them too.
 
   bash setup/passwordless_ssh.sh                    # asks for the password once
-  bash setup/passwordless_ssh.sh --dry-run          # says what it would do
+  bash setup/passwordless_ssh.sh --dry-run          # prints what it would do
   bash setup/passwordless_ssh.sh --known-hosts FILE # host keys from its lines
 
   bash setup/passwordless_ssh.sh --mesh             # and every host to every other

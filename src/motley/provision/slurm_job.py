@@ -28,11 +28,11 @@ Options, before the line:
   --sbatch=OPTION    any other option of sbatch, as in --sbatch=--mail-type=END. May be repeated
   --run-before CMD   a command before srun, as in --run-before "module load cuda". May be repeated
   --before SECONDS   before the end at which the ranks are signalled. Default: 180
-  --requeue          go on in the same job, until the training has finished
+  --requeue          continue in the same job, until the training has finished
   --array            a task for each cell of a matrix. With --at-once K: no more at a time
   --container IMAGE  run the ranks in an Apptainer image
-  --mpi KIND         of srun's, default none: the ranks meet by themselves
-  --submit           with sbatch. Default: write the script and say how
+  --mpi KIND         of srun's, default none: the ranks connect without it
+  --submit           with sbatch. Default: write the script, print how
   --dry-run          print the script, write nothing; also where there is no Slurm
 
 Exit status: 0 written or submitted, 2 nothing was.
@@ -143,7 +143,7 @@ SBATCH_LIMIT_S = 60.0
 _WORD = re.compile(r"[\w.-]+", re.ASCII)
 _REQUEST = re.compile(r"[\w.,:;=+*&|!()\[\]@%/-]+", re.ASCII)  # as in gpu:a100:2 and a&[b|c]
 _REQUESTS = ("account", "mem", "qos", "constraint", "gres", "exclude")  # sbatch's own options
-_PAUSED = FaultKind.PAUSED.code  # exit status of a job that has saved and may go on
+_PAUSED = FaultKind.PAUSED.code  # exit status of a job that has saved and may continue
 
 
 @dataclass(frozen=True)

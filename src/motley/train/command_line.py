@@ -266,7 +266,7 @@ def read_config(
         words = [*recipe, *own]
         known, unknown = parser.parse_known_args(words)
         if unknown and strict:
-            parser.parse_args(words)  # says what is wrong
+            parser.parse_args(words)  # reports the error
         typed = parser.find_typed_options(own)
         of_recipe = parser.find_typed_options(recipe) - typed
         return replace(parser.make_config(known), typed_names=typed, recipe_names=of_recipe)

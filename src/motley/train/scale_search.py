@@ -138,8 +138,8 @@ def search_scale(group: ProcessGroup, loader: Loader, model: TaskModel, plan: Pl
     if fp16:
         # The first batches may be smaller than the plan's, if the batch grows or data are few.
         for first, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):
-            # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not; and
-            # a sum on the wire may be so many times a rank's part.
+            # DeepSpeed multiplies a loss by the number of ranks before the wire; DDP does not. A
+            # sum on the wire may also be as many times larger than a rank's part.
             weight = group.size / (first.global_batch * model.task.weight)
             batches += [(batch, weight) for batch, _ in micro_batches]
     return find_scale(model, batches, fp16, wire)
