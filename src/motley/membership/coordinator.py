@@ -209,7 +209,7 @@ class Coordinator:
 
     @property
     def lines(self) -> list[socket.socket]:
-        """All connections to others."""
+        """All connections: to ranks, to reapers of lost ranks, and those still in the handshake."""
         return [*self._others, *self._witnesses, *self._handshakes.lines]
 
     def run(self) -> None:

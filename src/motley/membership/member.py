@@ -61,7 +61,7 @@ class Member:
 
     @property
     def lines(self) -> list[socket.socket]:
-        """All connections to others."""
+        """All connections to other ranks."""
         return [self._line]
 
     def run(self) -> Fault | None:
