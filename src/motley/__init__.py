@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["MotleyError", "Task", "plan_shares", "records", "train_model"]
 
 PACKAGE = Path(__file__).resolve().parent
-# The clone that the package is in: its scripts, and the files beside them. None: pip installed it.
+# The clone that has the package, with scripts and the files beside them. None: pip installed it.
 ROOT = PACKAGE.parents[1] if (PACKAGE.parents[1] / "entry_cn.sh").is_file() else None
 __version__ = "0.1.0"
 _MODULES = {
@@ -28,7 +28,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name."""
+    """Import a public name when it is first used, and return its value."""
     if name == "records":
         return importlib.import_module("motley.records")
     if name in _MODULES:

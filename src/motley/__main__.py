@@ -1,4 +1,4 @@
-"""``python -m motley`` is the command ``motley``."""
+"""The command ``motley``, as ``python -m motley``."""
 
 from motley.cli import main
 

@@ -1,4 +1,4 @@
-"""The command ``motley``: what the doors of a clone do, wherever the package is installed.
+"""The command ``motley``, which replaces the scripts of a clone if pip has installed the package.
 
     mpirun -np 2 motley train --task mine.py --epochs 2
     mpirun -np 2 motley train --task mine.py --stage 3
@@ -6,8 +6,8 @@
     motley report logs
     motley watch --once
 
-Each rank of a command that ranks run becomes ``python -m motley.launch``, by
-motley.launch.environment, as with entry_cn.sh. The other commands run in this process.
+If all ranks run a command, motley.launch.environment replaces each process by
+``python -m motley.launch``, as entry_cn.sh does. The other commands run in this process.
 """
 
 import importlib
@@ -23,15 +23,16 @@ from motley.text import PINNED, RUN, did_you_mean
 
 @dataclass(frozen=True)
 class Command:
-    """A word behind ``motley``.
+    """A command of ``motley``.
 
     Attributes:
-        module: its ``main()`` reads ``sys.argv`` and returns an exit code, or None; empty for RUN.
+        module: module whose ``main()`` reads ``sys.argv`` and returns an exit code, or None; empty
+            for RUN.
         says: one line for ``-h``.
         doors: scripts of a clone that do the same.
-        is_launched: each rank runs it.
-        visits_hosts: its ``main(words)`` is for motley.provision.setup_command.
-        otherwise: what a user types where there is no clone, if the command needs one.
+        is_launched: True if each rank runs it.
+        visits_hosts: True if its ``main(words)`` is for motley.provision.setup_command.
+        otherwise: the alternative without a clone, for a command that needs a clone.
     """
 
     module: str
@@ -136,7 +137,7 @@ _RUN_EXAMPLE = "mpirun -np 2 motley run mine.py"
 
 
 def main() -> None:
-    """Run the command that the command line names; the console script ``motley``."""
+    """Run the command that the command line names. The console script ``motley`` calls this."""
     words = sys.argv[1:]
     name = words[0] if words else ""
     if name in ("-h", "--help"):
@@ -146,7 +147,9 @@ def main() -> None:
         print(f"motley {__version__}")
         return
     if name not in COMMANDS:
-        importlib.import_module("motley.launch.process").stop_usage(explain(name))  # by one rank
+        importlib.import_module("motley.launch.process").stop_usage(
+            explain(name)
+        )  # printed by one rank alone
     if not COMMANDS[name].is_launched:
         sys.exit(run(name, words[1:]))
     begun = find_script(words[1:]) if name == RUN else ["-m", __name__, *words]
@@ -154,7 +157,7 @@ def main() -> None:
 
 
 def run(name: str, words: Sequence[str]) -> int:
-    """Run a command in this process, as if it had been typed with these words; its exit code."""
+    """Run a command in this process with these words, and return its exit code."""
     sys.argv = [f"motley {name}", *words]
     command = COMMANDS[name]
     main = importlib.import_module(command.module).main
@@ -198,7 +201,7 @@ def find_script(words: Sequence[str]) -> list[str]:
     if not name or name.startswith("-"):
         stop = importlib.import_module("motley.launch.process").stop_usage
         stop(f"the script is missing{name and f' before {name}'}; name it, as in: {_RUN_EXAMPLE}")
-    if not Path(name).is_file():  # here; each host says so of its own
+    if not Path(name).is_file():  # on this host; each host checks its own disk
         print(
             f"motley: there is no script {name} on {os.uname().nodename}; name one that all hosts "
             f"have, as in: {_RUN_EXAMPLE}",

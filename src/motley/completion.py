@@ -22,11 +22,11 @@ _FOLDERS = ("DIR", "RUN", "RUNS", "LOGS")  # metavars of options that name a fol
 
 
 class _FoundError(Exception):
-    """A command's parser, in place of what it parses."""
+    """An exception that carries a command's parser out of its ``main()``."""
 
 
 def main() -> int:
-    """Print the completion for the shell that the command line names."""
+    """Print the completion for the shell that the command line names; return the exit code."""
     words = sys.argv[1:]
     if words in (["-h"], ["--help"]):
         print(f"usage: motley completion {{{','.join(SHELLS)}}}\n\n{__doc__}")
@@ -41,7 +41,7 @@ def main() -> int:
                 f"{result}; choose {', '.join(SHELLS)}, as in: motley completion bash"
             )
         shtab = import_extra("shtab", "motley completion", where="")
-        cli = importlib.import_module("motley.cli")  # which imports this by name
+        cli = importlib.import_module("motley.cli")  # by name, since motley.cli imports this module
         print(shtab.complete(make_parser(cli.COMMANDS, shtab), shell))
     except MotleyError as error:
         print(f"motley: {error}", file=sys.stderr)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def make_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentParser:
-    """Return a parser of all commands, whose options that name files are marked for shtab."""
+    """Return a parser of all commands. Options that name files are marked for shtab."""
     whole = argparse.ArgumentParser("motley")
     whole.add_argument("--version", action="store_true")
     below = whole.add_subparsers()
@@ -74,7 +74,7 @@ def make_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentPar
 
 
 def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
-    """Return the parser of a command: the first one with ``-h`` that its ``main()`` parses by.
+    """Return the first parser with ``-h`` that a command's ``main()`` uses.
 
     Args:
         module: the command's module.
@@ -92,7 +92,7 @@ def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
 
 @contextmanager
 def _caught() -> Iterator[None]:
-    """Have parsers raise themselves."""
+    """Have parsers raise _FoundError in place of parsing, while the context is open."""
     usual, words = argparse.ArgumentParser.parse_known_args, sys.argv
 
     def stop(self: argparse.ArgumentParser, *given: Any, **named: Any) -> Any:

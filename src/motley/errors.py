@@ -1,17 +1,17 @@
-"""The errors that a user is meant to read."""
+"""Errors whose messages are written for users."""
 
 from motley.text import typed_command
 
 
 class MotleyError(Exception):
-    """Something the user can put right.
+    """An error that the user can correct.
 
-    The message says the cause, what was found and the fix, in that order. Scripts
-    print it as one line without a traceback; every other exception keeps its own.
+    The message has the cause, the finding and the fix, in this order. Scripts
+    print it as one line without a traceback. Every other exception keeps its traceback.
     """
 
     def __init__(self, message: object = "") -> None:
-        """Write the commands in a message as a user types them here."""
+        """Store the message, with its commands as a user types them here."""
         super().__init__(typed_command(str(message)))
 
 
@@ -20,19 +20,21 @@ class NoMemoryError(MotleyError):
 
 
 class NotFiniteError(MotleyError):
-    """A loss or a gradient is infinite or no number, and training cannot go on."""
+    """A loss or a gradient is infinite or NaN, and training cannot continue."""
 
 
 class DeviceError(MotleyError):
-    """A device has computed what it does not compute when it is asked again."""
+    """A device has computed a result that it does not compute in a second attempt."""
 
 
 class HostTrouble(MotleyError):  # noqa: N818 - a finding, as often as a fault
-    """One host cannot take part.
+    """A fault of one host, because of which it cannot take part.
 
     Attributes:
-        kind: in one to three words, for a table: ``no answer``, ``host key changed``.
-        found, fix: in a sentence each.
+        kind: name of the fault in one to three words, for a table: ``no answer``,
+            ``host key changed``.
+        found: a sentence on the finding.
+        fix: a sentence on the fix.
     """
 
     def __init__(self, kind: str, found: str, fix: str) -> None:

@@ -1,4 +1,4 @@
-"""How a rank failed: what kind of fault, at what, and in the words that a user reads."""
+"""Faults of ranks: their kinds, the phases in which they happen, and their texts for the user."""
 
 import re
 import traceback
@@ -23,7 +23,7 @@ _NO_MEMORY = (
 
 
 class FaultKind(StrEnum):
-    """Kind of the fault that ended a rank, or a run."""
+    """The kind of a fault that ended a rank, or a run."""
 
     OUT_OF_MEMORY = "out of memory"
     ILLEGAL_ACCESS = "illegal memory access"
@@ -38,15 +38,15 @@ class FaultKind(StrEnum):
     HANG = "hang"
     KILLED = "killed"
     LAUNCHER_LOST = "launcher lost"
-    STOPPED = "stopped"  # by who started it, or who may stop it
-    LEFT = "left"  # a host leaves, as it was asked to
-    PAUSED = "paused"  # to go on with other hosts
-    REFUSED = "refused"  # it is the user's to change
+    STOPPED = "stopped"  # by its user, or by Slurm
+    LEFT = "left"  # a host leaves, as requested
+    PAUSED = "paused"  # to continue with other hosts
+    REFUSED = "refused"  # an error that the user can correct
     ERROR = "error"
 
     @property
     def code(self) -> int:
-        """Exit status of a job that it ends; of one that a signal ends: 128 and its number."""
+        """Exit status of a job that this fault ends. See also :attr:`Fault.code` for signals."""
         codes = {
             FaultKind.REFUSED: 2, FaultKind.NOT_FINITE: 2, FaultKind.OUT_OF_MEMORY: 3,
             FaultKind.PAUSED: 75,  # EX_TEMPFAIL of sysexits.h: try again
@@ -55,7 +55,7 @@ class FaultKind(StrEnum):
 
 
 class Phase(Enum):
-    """Phase of a rank; the words follow on "rank 3 is"."""
+    """A phase of a rank; its words complete the sentence "rank 3 is ..."."""
 
     START = "start", "starting"
     PREPARE = "prepare", "preparing the data"
@@ -75,15 +75,15 @@ class Phase(Enum):
 
     @classmethod
     def from_key(cls, key: str) -> "Phase":
-        """Return the phase of a ``key``, as records have it."""
+        """Return the phase with this ``key``, as stored in records."""
         return _PHASES[key]
 
 
 _PHASES = {phase.key: phase for phase in Phase}
 _NOBODYS = (FaultKind.STOPPED, FaultKind.LAUNCHER_LOST, FaultKind.LEFT, FaultKind.PAUSED)  # faults
 
-# Texts of failures in the libraries below; the first that fits counts. A library of CUDA's without
-# memory says so in its own words, so memory comes before it.
+# Patterns of messages of libraries; the first that matches counts. A CUDA library reports a lack of
+# memory with its own name, so memory comes first.
 _FOREIGN = (
     (FaultKind.OUT_OF_MEMORY, _NO_MEMORY),
     (FaultKind.ILLEGAL_ACCESS,
@@ -96,7 +96,7 @@ _FOREIGN = (
 
 
 def kind_of_text(text: str) -> FaultKind:
-    """Return the kind of a failure from the text of torch, CUDA, a launcher or the system."""
+    """Return the kind of a failure from a message of torch, CUDA, a launcher or the system."""
     for kind, pattern in _FOREIGN:
         if re.search(pattern, text, re.IGNORECASE):
             return kind
@@ -105,17 +105,19 @@ def kind_of_text(text: str) -> FaultKind:
 
 @dataclass(frozen=True)
 class Fault:
-    """How a rank failed.
+    """A failure of a rank, with its texts for the user.
 
     Attributes:
-        kind: for programs; the rest is for people.
-        step: the step it was in, from 0; None before the first.
-        error: cause and what was found, one line.
-        advice: what to do, one line; may be empty.
-        details: the traceback; empty for an error that the user is meant to read.
-        echo: it may be the consequence of another rank's failure.
-        signal: number of the one that ended it; 0: none did.
-        phase: a :class:`Phase`'s key, what the rank last said that it was at.
+        rank: number of the rank in the launch.
+        host: host of the rank.
+        step: step of the rank, from 0; None before the first.
+        error: cause and finding, in one line.
+        advice: the fix, in one line; may be empty.
+        details: the traceback; empty for an error whose message is written for users.
+        echo: True if the fault may be the consequence of another rank's failure.
+        kind: kind of the fault, for programs.
+        signal: number of the signal that ended the rank; 0: none.
+        phase: key of the :class:`Phase` that the rank last reported.
     """
 
     rank: int
@@ -131,7 +133,7 @@ class Fault:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Fault":
-        """One that was sent, as dataclasses.asdict has it."""
+        """Return the fault in a message, which dataclasses.asdict() has made."""
         fault = cls(**message)
         return replace(fault, kind=FaultKind(fault.kind))
 
@@ -145,7 +147,7 @@ class Fault:
         return "\n".join(filter(None, (self.details.rstrip("\n"), f"motley: {self.line()}")))
 
     def line(self) -> str:
-        """Return the one line that a user reads."""
+        """Return the line that describes the fault to the user."""
         if self.kind in _NOBODYS:
             at = " in the first step" if self.step == 0 else f" after step {self.step}"
             return f"{self.error}{'' if self.step is None else at}; {self.advice}"
@@ -158,7 +160,7 @@ class Fault:
 
 
 def make_fault(error: BaseException, rank: int, host: str, step: int | None) -> Fault:
-    """Put an exception into words."""
+    """Return the fault of a rank that raised an exception."""
     if isinstance(error, MotleyError):
         message = str(error)[:_MOST_WORDS]
         kind = (
@@ -180,7 +182,7 @@ def _is_echo(error: BaseException | None) -> bool:
 
 
 def says_no_memory(text: str) -> bool:
-    """Return True if an error's text is that of an allocation which failed."""
+    """Return True if an error's text is that of a failed allocation."""
     return kind_of_text(text) is FaultKind.OUT_OF_MEMORY
 
 

@@ -1,4 +1,4 @@
-"""Parts that one file adds, and packages that only some options need."""
+"""Registries of modules in packages, and imports of optional packages."""
 
 import importlib
 import importlib.util
@@ -13,12 +13,17 @@ from motley.errors import MotleyError
 
 
 def entries(package: str, name: str) -> list[Any]:
-    """All that the modules of a package list under ``name``, in the order of their files' names.
+    """Return the items of the tuple ``name`` of every module in a package.
 
-    A file that is put into the package is found; nothing else needs to know of it.
+    The items are in the order of the modules' file names. A module that is added to the package is
+    found without any other change.
+
+    Args:
+        package: full name of the package.
+        name: name of the tuple.
 
     Raises:
-        TypeError: a module has no such list.
+        TypeError: a module has no such tuple.
     """
     result: list[Any] = []
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -33,16 +38,16 @@ _ON_ALL = " on all hosts"
 
 
 def import_extra(name: str, option: str, packages: str = "", where: str = _ON_ALL) -> ModuleType:
-    """Return a module, imported when it is needed.
+    """Import a module of an optional package, and return it.
 
     Args:
-        name: of the module.
-        option: that needs it, for the error.
-        packages: what pip calls it, and what else is needed with it; empty: the module's name.
-        where: to install it.
+        name: name of the module.
+        option: option that needs the module, for the error.
+        packages: packages to install with pip; empty: the module's name.
+        where: words on the place of the installation.
 
     Raises:
-        MotleyError: it is not installed here, or cannot be imported.
+        MotleyError: the module is not installed here, or cannot be imported.
     """
     try:
         return importlib.import_module(name)
@@ -55,19 +60,20 @@ def import_extra(name: str, option: str, packages: str = "", where: str = _ON_AL
 
 
 def import_offline(name: str, option: str) -> ModuleType:
-    """Import a package that would ask a model hub, as :func:`import_extra` does, without the hub.
+    """Import a package that would contact a model hub, and prevent that; see :func:`import_extra`.
 
-    Nothing is ever fetched from there: a file that is not in the user's folder is an error.
+    A file that is not in the user's folder is therefore an error, and is not downloaded.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return import_extra(name, option)
 
 
 def check_extras(names: Sequence[str], option: str) -> None:
-    """Before work starts that imports them.
+    """Raise MotleyError that names all packages that are not installed, before work starts.
 
-    Raises:
-        MotleyError: names all that are not installed here.
+    Args:
+        names: names of the packages.
+        option: option that needs them, for the error.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -75,10 +81,10 @@ def check_extras(names: Sequence[str], option: str) -> None:
 
 
 def folder_of_extra(name: str, option: str) -> Path:
-    """Return the folder of a package without importing it, since only its files are wanted.
+    """Return the folder of a package without importing it, since only its files are needed.
 
     Raises:
-        MotleyError: it is not installed here.
+        MotleyError: the package is not installed here.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:

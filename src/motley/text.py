@@ -1,4 +1,4 @@
-"""Words that users write and read: nearest names, lists of names, times, steps, rates."""
+"""Text for users: nearest names, lists of names, times, steps, rates, commands."""
 
 import importlib
 import io
@@ -15,7 +15,7 @@ RUN = "run"  # the command of motley that runs a user's script
 PINNED = f"motley-train=={__version__}"  # as pip takes it
 # For a GPU that is older than PyPI's build of torch, where no script of a clone chooses one.
 INSTALL_TORCH = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126"
-# A rank's command in a clone, and a door there. A path without a folder may be a user's own.
+# A rank's command in a clone, or a script there. A path without a folder may be a user's own.
 _CLONE_COMMAND = re.compile(
     r"\./entry_cn\.sh(?: (?P<script>[\w./-]+\.py|motley)\b)?"
     r"|(?:\b(?:bash|python) )?(?<![\w./-])(?P<door>(?:the mpirun of )?(?:setup|plots|torch_dist|"
@@ -42,15 +42,16 @@ def own_command() -> str:
 
 
 def typed_command(text: str) -> str:
-    """Return a text with the commands in it as a user types them here.
+    """Return a text with its commands in the form that a user types here.
 
     Args:
-        text: names commands as they are in a clone: ``python plots/plot_gpu.py``, ``bash
+        text: a text with commands of a clone: ``python plots/plot_gpu.py``, ``bash
             setup/clean_cn.sh``, ``./entry_cn.sh torch_dist/plan_vit.py``.
 
     Returns:
-        The text as it is. Where the command ``motley`` runs this process, or there is no clone:
-        with ``motley plot-gpu``, ``motley clean`` and ``motley plan`` in these places.
+        The unchanged text in a clone. If the command ``motley`` runs this process, or there is no
+        clone, the text with ``motley plot-gpu``, ``motley clean`` and ``motley plan`` in these
+        places.
     """
     return text if ROOT and not own_command() else _CLONE_COMMAND.sub(_replace_door, text)
 
@@ -63,14 +64,15 @@ def _replace_door(match: re.Match[str]) -> str:
             script, script if script == "motley" else f"motley {RUN} {script}"
         )  # fmt: skip
     typed = doors.get(door, match[0])
-    # The option that chooses DeepSpeed is what a user of the same command has to leave out.
+    # In a clone, another script selects DeepSpeed. With ``motley``, --stage selects it, and has to
+    # be left out for torch_dist/train_vit.py.
     ends = not match.string[match.end() :].startswith(" -")
     return f"{typed} without --stage" if door == "torch_dist/train_vit.py" and ends else typed
 
 
 @cache
 def _read_doors() -> dict[str, str]:
-    """Return what a user types in place of each script of a clone, by its path and name."""
+    """Return the command that replaces each script of a clone, by the script's path and name."""
     result = dict[str, str]()
     for name, command in importlib.import_module("motley.cli").COMMANDS.items():  # imports this
         typed = command.otherwise if command.otherwise and not ROOT else f"motley {name}"
@@ -84,20 +86,20 @@ def _read_doors() -> dict[str, str]:
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 3, least: float = 0.5) -> str:
-    """Return `` (nearest: a, b)`` for the known names most like ``word``, or nothing.
+    """Return `` (nearest: a, b)`` for the known names most similar to ``word``; may be empty.
 
     Args:
         word: an unknown name.
-        known: the names that there are.
-        most: of them that are named.
-        least: likeness from 0 to 1, as of difflib.SequenceMatcher.
+        known: the known names.
+        most: largest number of names to list.
+        least: least similarity from 0 to 1, as in difflib.SequenceMatcher.
     """
     close = get_close_matches(word, list(known), n=most, cutoff=least)
     return f" (nearest: {', '.join(close)})" if close else ""
 
 
 def name_some(names: Sequence[str], most: int = 4) -> str:
-    """Return the first of some names, and how many more there are: ``a, b and 3 more``."""
+    """Return the first names, and the number of further ones: ``a, b and 3 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -112,17 +114,17 @@ def parse_seconds(text: str) -> int | None:
 
 
 def format_step(step: int | None) -> str:
-    """Return the step as people count: from 1, not 0 as in records; None: before the first."""
+    """Return a step counted from 1, while records count from 0; None: before the first."""
     return "before the first step" if step is None else f"step {step + 1}"
 
 
 def format_rate(rate: float) -> str:
-    """Return a rate as in 1,036; 9.6; 0.034: a slow one is not 0."""
+    """Return a rate with few digits, as 1,036; 9.6; 0.034. A slow rate is not shown as 0."""
     return f"{rate:,.0f}" if rate >= 9.95 or not rate else f"{rate:.2g}"
 
 
 def clock(seconds: float) -> str:
-    """Return a time as in 1:02:03, or 2:03."""
+    """Return a duration as 1:02:03, or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

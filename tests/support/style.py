@@ -21,7 +21,7 @@ WORDS = re.compile(
 MOST_WORDS = 40  # in a sentence
 # A function's docstring begins with one of these.
 _VERBS = (
-    "Accept Account Accumulate Act Add Address Adjust Advise Allow Answer Append Apply Ask Attach "
+    "Accept Account Accumulate Act Add Address Adjust Advance Advise Allow Answer Append Apply Ask Attach "
     "Attribute Average Bind Blame Block Bring Broadcast Build Call Cast Catch Change Check Choose "
     "Clear Clip Close Collect Compare Compile Complete Compute Confirm Connect Continue Convert "
     "Copy Count Create Cut Decide Declare Decode Define Delay Delete Describe Detect Discard "
@@ -31,7 +31,7 @@ _VERBS = (
     "Hold Identify Ignore Import Inform Initialise Insert Install Interpolate Join Judge Keep "
     "Kill Know Launch Leave Let Limit Link List Listen Load Lock Log Look Make Map Mark Match "
     "Measure Merge Mirror Move Multiply Name Normalise Note Notify Observe Offer Open Order Pack "
-    "Parse Pass Pause Pick Place Plan Prepare Print Process Propose Prove Publish Put Quote Raise "
+    "Parse Pass Pause Pick Place Plan Postpone Prepare Print Process Propose Prove Publish Put Queue Quote Raise "
     "Re-raise Reach Read Receive Record Reduce Refuse Register Release Remember Remove Rename "
     "Reorder Repeat Replace Report Request Reserve Reset Restart Restore Resume Retry Return "
     "Round Run Sample Save Scale Scan Search See Seed Select Send Serve Set Settle Share Shift "

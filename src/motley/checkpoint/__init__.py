@@ -1,1 +1,1 @@
-"""Checkpoints: the state that a run leaves to continue from, its way to the disk and back."""
+"""Checkpoints: the state from which a run can continue, how it is written and how it is read."""

@@ -1,9 +1,8 @@
 """Readers of checkpoints, and the check of all files that a run has left.
 
-Readers load only bytes that a manifest vouches for.
-
-torch.load and safetensors read a flipped bit without a word, so a damaged checkpoint is named, and
-the one before it is used.
+Readers load only bytes whose hashes match the checkpoint's manifest. torch.load and safetensors
+read a flipped bit without an error. Here a damaged checkpoint is reported by name, and the one
+before it is used.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from motley.records.run_folder import RunFolder
 
 _FILES = {*(f"{part}.safetensors" for part in PARTS), "progress.json"}
 _MORE_FILES = {f"{part}.safetensors" for part in MORE}
-_MOST_MANIFEST = 1 << 20  # bytes; one has 500, and 120 more a part
+_MOST_MANIFEST = 1 << 20  # bytes; a manifest has 500, and 120 more per part
 Seen = TypeVar("Seen")
 _COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", "optimizer"}
 
@@ -36,7 +35,11 @@ class Opened:
     """A checkpoint of which no tensor is read yet.
 
     Attributes:
-        parts: of one that no rank put together; None: it is whole.
+        folder: folder of the checkpoint.
+        manifest: size and SHA-256 of each file.
+        progress: entries of progress.json.
+        parts: tensors of a checkpoint that each rank has saved a part of; None: its files hold
+            whole tensors.
     """
 
     folder: Path
@@ -45,10 +48,10 @@ class Opened:
     parts: Parts | None
 
     def read(self, only: Collection[str] = ()) -> dict[str, Tensor]:
-        """All tensors, put together; what is loaded are the very bytes whose hashes were compared.
+        """Return all tensors by name. Only bytes whose hashes match the manifest are loaded.
 
         Args:
-            only: these parts, as ``model``; empty: all.
+            only: parts to read, such as ``model``; empty: all.
 
         Raises:
             MotleyError: names the file that is damaged.
@@ -68,16 +71,20 @@ class Opened:
         return tensors
 
     def digest(self, part: str) -> str:
-        """Return a SHA-256 that differs for other tensors of one part, as ``model``.
+        """Return a SHA-256 that identifies the tensors of one part, as ``model``.
 
-        No tensor is read: of a checkpoint in parts it is made of the hashes of their pieces.
+        No tensor is read. For a checkpoint in parts, it is the hash of the pieces' hashes.
         """
         if self.parts is not None:
             return self.parts.digest(part)
         return str(self.manifest[f"{part}.safetensors"]["sha256"])
 
     def check(self) -> int:
-        """Compare all hashes; returns the bytes of all tensors. Raises as :meth:`read`."""
+        """Compare all hashes, and return the bytes of all tensors.
+
+        Raises:
+            MotleyError: names the file that is damaged.
+        """
         if self.parts is not None:
             return self.parts.check()
         return sum(tensor.nbytes for tensor in self.read().values())
@@ -109,7 +116,10 @@ def open_checkpoint(folder: Path, needs: Collection[str] = ()) -> Opened:
 def load_checkpoint(
     folder: Path, needs: Collection[str] = (), only: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read one checkpoint; see :func:`open_checkpoint` and :meth:`Opened.read`."""
+    """Return the tensors and the progress of one checkpoint.
+
+    See :func:`open_checkpoint` and :meth:`Opened.read` for the arguments and errors.
+    """
     opened = open_checkpoint(folder, needs)
     return opened.read(only), opened.progress
 
@@ -117,15 +127,18 @@ def load_checkpoint(
 def load_newest_intact(
     folders: list[Path], needs: Collection[str] = (), only: Collection[str] = ()
 ) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]]:
-    """Load the first of ``folders`` that is complete.
+    """Load the first of ``folders`` that is intact.
 
     Args:
         folders: folders of checkpoints, the newest first.
-        needs: as in :func:`load_checkpoint`.
-        only: as in :func:`load_checkpoint`.
+        needs: see :func:`open_checkpoint`.
+        only: see :meth:`Opened.read`.
 
     Returns:
-        The folder, its content, and the faults of the folders before it.
+        The folder, its tensors, its progress, and the errors of the folders before it.
+
+    Raises:
+        MotleyError: no checkpoint is intact.
     """
     problems: list[str] = []
     result, content = find_first_intact(
@@ -157,7 +170,7 @@ def find_first_intact(
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Whatever a reader makes of garbage, it is said of the file."""
+    """Raise every error of a reader as a MotleyError that says that the file is damaged."""
     try:
         yield
     except MemoryError:
@@ -169,7 +182,11 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of each file that is loaded, and of no other."""
+    """Return the size and SHA-256 of each file of a checkpoint, by name.
+
+    Raises:
+        MotleyError: the manifest is damaged, or lists other files than a checkpoint has.
+    """
     with _reading(path):
         _check_size(path, range(_MOST_MANIFEST))
         manifest: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
@@ -184,13 +201,13 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _are_parts(names: Collection[str]) -> bool:
-    """All parts of a checkpoint that no rank put together, and its progress."""
+    """Return True if the names are those of a checkpoint in parts: indexes and progress.json."""
     indexes = {part_names(rank)[1] for rank in range(len(names) - 1)}
     return len(names) > 1 and {*names} == {*indexes, "progress.json"}
 
 
 def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
-    """Return a file's bytes; ValueError where they are not those that the manifest describes."""
+    """Return the bytes of a file; raise ValueError if size or hash differ from the manifest."""
     _check_size(path, [expected["bytes"]])
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
@@ -203,7 +220,10 @@ def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
 
 
 def _check_size(path: Path, allowed: Container[int]) -> None:
-    """ValueError unless it is a file of such a size: no other is read, for it may be endless."""
+    """Raise ValueError unless the path is a regular file of an allowed size.
+
+    A pipe or a device could be endless, so it must not be read.
+    """
     result = path.stat()
     if not stat.S_ISREG(result.st_mode) or result.st_size not in allowed:
         raise ValueError(f"it is no file of the size that it was saved with, but {result.st_size} "
@@ -211,7 +231,12 @@ def _check_size(path: Path, allowed: Container[int]) -> None:
 
 
 def _check_progress(progress: Any, needs: Collection[str]) -> None:
-    """ValueError unless it is what :meth:`Checkpoints.save` takes."""
+    """Raise ValueError unless the progress has the entries that :meth:`Checkpoints.save` writes.
+
+    Args:
+        progress: content of progress.json.
+        needs: entries that it must have, besides the step.
+    """
     if not isinstance(progress, dict):
         raise ValueError(f"it is a {type(progress).__name__}, not an object")
     for name in ("step", *needs):
@@ -243,22 +268,28 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for one file or checkpoint, in words. damaged: it is not what was written."""
+    """The result of a check of one file or checkpoint.
+
+    Attributes:
+        text: the result, in words.
+        damaged: True if the content is not what was written.
+    """
 
     text: str
     damaged: bool = False
 
 
 def verify(path: Path) -> Iterable[Finding]:
-    """Look at all checkpoints and records of a run, or at one checkpoint.
+    """Check all checkpoints and records of a run, or one checkpoint; yield a finding for each file.
 
-    A line of records that a crash cut short is reported, and is no damage: it costs itself alone.
+    A line of records that a crash cut short is reported. The line does not count as damage, because
+    the other lines are not affected.
 
     Args:
         path: a run folder, its ``checkpoints/``, or one checkpoint.
 
     Raises:
-        MotleyError: there is none.
+        MotleyError: there is neither a run nor a checkpoint.
     """
     run = RunFolder(path)
     is_run = (path / "run.json").exists() or any(run.record_files())
@@ -281,7 +312,7 @@ def verify(path: Path) -> Iterable[Finding]:
 
 
 def _of_pointer(place: Path) -> Iterable[Finding]:
-    """``latest`` names the newest checkpoint, for people; nothing is said where it does."""
+    """Yield a finding if the file ``latest`` does not name a checkpoint that exists."""
     latest = place / "latest"
     try:
         name = latest.read_text(errors="replace").strip()

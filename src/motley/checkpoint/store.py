@@ -7,7 +7,7 @@ A checkpoint is saved completely or not at all, and never loaded unless it is co
         model.safetensors       timm's names: timm.create_model(..., checkpoint_path=...) reads it
         optimizer.safetensors   <parameter>.<slot>
         ema.safetensors, ema_numbers.safetensors    --model-ema: the average, and its steps
-        ranks.safetensors       <rank>.<what that rank alone holds>
+        ranks.safetensors       <rank>.<state that this rank alone holds>
         progress.json           step, epoch, samples consumed, loss scale, batch, shares, ...
         manifest.json           size and SHA-256 of each file above
         part_00000.safetensors, part_00000.json, ...    in place of all tensors above, of a model
@@ -15,16 +15,16 @@ A checkpoint is saved completely or not at all, and never loaded unless it is co
       latest                    the name of the newest folder, written last, for people
       aside_step_00000140/      damaged, or of a branch that a resume has left
 
-Only folders of these exact names are ours: whatever else lies there is left alone, and never taken
-for a checkpoint unless --resume names it. A checkpoint is written to a hidden folder, hashed on
-its way there, flushed to the disk, and renamed. How they are read is in motley.checkpoint.read.
+Only folders of these exact names belong to Motley. All other files are left alone, and never taken
+for a checkpoint unless --resume names them. A checkpoint is written to a hidden folder, hashed on
+its way there, flushed to the disk, and renamed. Its readers are in motley.checkpoint.read.
 
-A thread writes behind the training. Hashing and copying to the disk took processors from ranks
-that compute on them. For a checkpoint of 1 GB, beside two ranks on two processors, this cost 1.7 s
-of the training, and 0.2 s at the lowest priority, since ranks wait for each other now and then. A
-thread without rights never gets its priority back, so another thread finishes a checkpoint that is
-waited for. Another thread also does so, after half a minute, where other programs leave no time at
-all.
+A thread writes while the training continues. Hashing and copying to the disk took processor time
+from ranks that compute on CPUs. For a checkpoint of 1 GB, beside two ranks on two processors, this
+cost 1.7 s of the training. At the lowest priority it cost 0.2 s, since ranks wait for each other
+now and then. A thread without rights never gets its priority back, so a second thread finishes a
+checkpoint that the training waits for. The second thread also does this after half a minute, if
+other programs leave no idle time at all.
 """
 
 import contextlib
@@ -63,16 +63,16 @@ from motley.plan.plan import Plan
 from motley.records.json_files import fix_for
 
 _LOWEST = 19  # niceness
-PATIENCE_S = 30.0  # until it is better to have the checkpoint than the time
+PATIENCE_S = 30.0  # after which the checkpoint matters more than the processor time
 
 
 class IdleThread:
-    """A thread of the lowest priority, which does one thing after the other."""
+    """A thread of the lowest priority, which runs one job after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint", self._begin)
         self._usual = ThreadPoolExecutor(1, "checkpoint_awaited")
-        self._until = 0.0  # by the monotonic clock, it takes idle time alone
+        self._until = 0.0  # until this time, by the monotonic clock, only idle time is used
         self._ident: int | None = None
 
     def _begin(self) -> None:
@@ -81,41 +81,49 @@ class IdleThread:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
 
     def submit(self, work: Callable[..., Path], *values: Any) -> Future[Path]:
-        """Return a future of the work's result."""
+        """Queue ``work(*values)``, and return a future of its result."""
         self._until = time.monotonic() + PATIENCE_S
-        self._usual.submit(int)  # starts it, here: a thread has the priority of who starts it
+        self._usual.submit(
+            int
+        )  # starts the thread from here, since a thread inherits the priority of its starter
         return self._thread.submit(work, *values)
 
     def hurry(self) -> None:
-        """Do the rest of the work at the usual priority, since a caller waits."""
+        """Have the rest of the work done at the usual priority, since a caller waits."""
         self._until = 0.0
 
     def run(self, pieces: Iterator[None]) -> None:
-        """Do all pieces of some work; from any thread."""
+        """Run all pieces of a job. May be called from any thread.
+
+        Args:
+            pieces: iterator that does one piece of work per item.
+        """
         for _ in pieces:
             if time.monotonic() > self._until and threading.get_ident() == self._ident:
                 try:
                     rest = self._usual.submit(deque, pieces, 0)
-                except RuntimeError:  # Python ends, once this thread has
+                except RuntimeError:  # Python is ending, and waits for this thread
                     continue
                 rest.result()
 
 
 _NAME = re.compile(r"step_([0-9]{8,})")
-_HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.([0-9]+)(\.[0-9]+)?")  # by a process, and thread
+_HALF_WRITTEN = re.compile(
+    r"\.step_[0-9]{8,}\.([0-9]+)(\.[0-9]+)?"
+)  # process and thread that wrote it
 PARTS = ("model", "optimizer", "ranks")
-MORE = ("ema", "ema_numbers")  # of a run that averages
+MORE = ("ema", "ema_numbers")  # with --model-ema
 
 
 class Checkpoints:
-    """The checkpoints of one run; rank 0 alone writes.
+    """The checkpoints of one run. Unless they are saved in parts, rank 0 alone writes.
 
     Args:
         path: the folder ``checkpoints/``.
-        keep: newest ones that stay on the disk.
+        keep: number of newest checkpoints that stay on the disk.
 
     Attributes:
-        in_parts: each rank sees this disk, and writes what it holds.
+        in_parts: True if each rank sees this disk, and writes the rows that it holds.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -125,22 +133,27 @@ class Checkpoints:
         self._writing: Future[Path] | None = None
 
     def save_behind(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
-        """Save a checkpoint while training goes on. Wait for the one before it first.
+        """Save a checkpoint while training continues. Wait for the previous one first.
 
         Args:
             tensors: tensors of the state, which do not change any more.
             progress: entries of the checkpoint besides tensors.
 
         Raises:
-            MotleyError: the one before could not be saved.
+            MotleyError: the previous one could not be saved.
         """
         self.wait()
         self._writing = self._writer.submit(self.save, tensors, progress)
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait until the last call of :meth:`save_behind` has reached the disk.
+        """Wait until the checkpoint that is being saved has reached the disk.
 
-        The error of that call is raised here, and TimeoutError after ``limit_s`` seconds.
+        Args:
+            limit_s: seconds to wait at most; None: no limit.
+
+        Raises:
+            MotleyError: it could not be saved.
+            TimeoutError: the time was not enough.
         """
         if self._writing is not None:
             if not self._writing.done():
@@ -148,7 +161,7 @@ class Checkpoints:
             self._writing.result(limit_s)
 
     def check(self) -> None:
-        """Raise what :meth:`save_behind` has, if it has ended by now."""
+        """Raise the error of a checkpoint that was being saved, if it has ended by now."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -164,24 +177,24 @@ class Checkpoints:
             MotleyError: the disk is full or not writable; nothing is left behind.
         """
         size = sum(tensor.nbytes for tensor in tensors.values())
-        # A thread's own: a state may be rescued while it is saved.
+        # Each thread has its own folder: a state may be rescued while it is saved.
         with self._new(progress["step"], size, threading.get_ident()) as temporary:
             self._write(temporary, tensors, progress)
         return self._final(progress["step"])
 
     def begin_parts(self, step: int) -> Path:
-        """Make the folder that all ranks write their parts to, on rank 0, after the one before."""
+        """Create the folder for all ranks' parts, on rank 0, after the previous checkpoint."""
         self.wait()
         temporary = self._temporary(step, 0)
         with self._saying(step, 0):
-            shutil.rmtree(temporary, ignore_errors=True)  # of this step, before going back to it
+            shutil.rmtree(temporary, ignore_errors=True)  # left when this step was first reached
             self._make(temporary)
         return temporary.absolute()
 
     def save_part_behind(
         self, folder: Path, rank: int, tensors: Mapping[str, Tensor], step: int
     ) -> None:
-        """Write a rank's part while training goes on.
+        """Write a rank's part while training continues.
 
         Args:
             folder: folder of :meth:`begin_parts`.
@@ -190,7 +203,7 @@ class Checkpoints:
             step: step of the checkpoint.
 
         Raises:
-            MotleyError: the one before could not be saved.
+            MotleyError: the previous one could not be saved.
         """
         self.wait()
         self._writing = self._writer.submit(self._write_part, folder, rank, tensors, step)
@@ -198,9 +211,9 @@ class Checkpoints:
     def save_parts_behind(
         self, folder: Path, ranks: int, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
     ) -> None:
-        """Write rank 0's part, and complete the checkpoint, while training goes on.
+        """Write rank 0's part and complete the checkpoint, while training continues.
 
-        The checkpoint is complete once so many ranks have written their parts.
+        The checkpoint is complete once ``ranks`` ranks have written their parts.
         """
         self._writing = self._writer.submit(self._unite, folder, ranks, tensors, progress)
 
@@ -238,13 +251,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _new(self, step: int, size: int, thread: int, begun: Path | None = None) -> Iterator[Path]:
-        """Yield a folder to write a checkpoint to; it is in its place afterwards, or removed.
+        """Yield a folder to write a checkpoint to, then rename it to its final name.
+
+        The folder is removed if the writer raises an error.
 
         Args:
             step: step of the checkpoint.
             size: bytes of tensors.
             thread: id of the thread that writes, for the name of a new folder.
-            begun: a folder that exists already; None: make one.
+            begun: a folder that exists already; None: create one.
         """
         final, temporary = self._final(step), begun or self._temporary(step, thread)
         try:
@@ -265,7 +280,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _saying(self, step: int, size: int) -> Iterator[None]:
-        """Report an error of the disk as one of the checkpoint."""
+        """Raise an error of the disk as a MotleyError about the checkpoint."""
         try:
             yield
         except OSError as error:
@@ -282,8 +297,8 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints of later steps to ``aside_...``.
 
-        They belong to a branch that a resume from ``step`` leaves, or are damaged. The next resume
-        would use them otherwise.
+        These checkpoints are damaged, or belong to a branch that a resume from ``step`` leaves. The
+        next resume would use them otherwise.
         """
         remaining = self.list_folders(step)
         later = set(self.list_folders()) - set(remaining)
@@ -297,10 +312,10 @@ class Checkpoints:
             folder.rename(aside)
 
     def list_folders(self, until: int | None = None) -> list[Path]:
-        """Folders of checkpoints, newest first, whole or not.
+        """Return the folders of checkpoints, newest first, intact or not.
 
         Args:
-            until: those of this step, and before; None: all.
+            until: last step to include; None: all.
         """
         folders = self.path.glob("step_*")
         found = [(step, folder) for folder in folders if (step := parse_step(folder)) is not None]
@@ -338,7 +353,7 @@ class Checkpoints:
         pointer.replace(self.path / "latest")
 
     def sweep(self) -> None:
-        """Remove what a crash of another process left half-written; the run's lock is held."""
+        """Remove half-written folders of a crashed process. The caller holds the run's lock."""
         for leftover in self.path.glob(".step_*"):
             result = _HALF_WRITTEN.fullmatch(leftover.name)
             if result and int(result[1]) != os.getpid():
@@ -346,7 +361,7 @@ class Checkpoints:
 
 
 def parse_step(path: Path) -> int | None:
-    """Return the step of a checkpoint's folder; None for a file, a link, and another name."""
+    """Return the step of a checkpoint's folder; None for a file, a link, or another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
 
@@ -356,18 +371,20 @@ def _hash_progress(content: bytes) -> dict[str, Any]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the disk where a folder is, or is going to be."""
+    """Return the free bytes of the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(path).free if path.exists() else free_bytes(path.parent)
 
 
 @dataclass(frozen=True)
 class KeptState:
-    """The state of a job that a rank holds, apart from its group.
+    """The state of a job that a rank has copied to memory that needs no process group.
 
     Attributes:
-        state: of the training. plan: how a full batch was split then.
-        engine_state: parameters, optimizer and their other state, on the CPU. scale: of the loss.
-        seen: sums of its batch norms, since all ranks' were united.
+        state: position of the training.
+        plan: split of a full batch at that step.
+        engine_state: parameters, optimizer state and other state of the engine, on the CPU.
+        scale: state of the loss scale.
+        seen: sums of this rank's batch norms since those of all ranks were last united.
         estimated: buffers of the batch norms, for a checkpoint that this rank writes alone.
     """
 
@@ -382,7 +399,7 @@ class KeptState:
 def save(
     engine: Engine, checkpoints: Checkpoints, position: TrainState, config: dict[str, Any]
 ) -> None:
-    """Take a checkpoint, which is written while training goes on; all ranks call this function.
+    """Save a checkpoint while training continues; all ranks call this function.
 
     Rank 0 writes it. If ranks shard the model and see the disk of rank 0, each rank writes its
     part.
@@ -410,7 +427,7 @@ def _save_parts(
     position: TrainState,
     config: dict[str, Any],
 ) -> None:
-    checkpoints.wait()  # all do: rank 0 waits for each rank's part of the one before
+    checkpoints.wait()  # on all ranks: rank 0 waits for each rank's previous part
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received: list[Any] = [checkpoints.begin_parts(position.step) if rank == 0 else None]
     dist.broadcast_object_list(received, src=0, device=engine.device)
@@ -431,27 +448,30 @@ def make_progress(
     """Return the entries of a checkpoint besides tensors.
 
     Args:
-        position: state of the training.
+        position: position of the training.
         ranks: number of ranks whose own state the checkpoint has.
         scale: state of the loss scale.
-        config: values of the options that a checkpoint keeps.
-        optimizer: plain values of the optimizer.
+        config: values of the options that a checkpoint stores.
+        optimizer: values of the optimizer that are no tensors.
     """
     return {**asdict(position), "ranks": ranks, "scale": scale, "config": config,
             "optimizer": optimizer}  # fmt: skip
 
 
 def go_on(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
-    """Continue from the state that each rank has kept of a broken group.
+    """Continue from the state that each rank has copied from a broken group.
 
-    All ranks call this function.
+    All ranks call this function. The state of the rank with the most steps is valid, because a step
+    that one rank has finished is finished. If all ranks have finished the same step, their states
+    are equal to the bit, and none is sent. Ranks that diverge may be steps apart, and the training
+    of each counts. They continue from the mean, at rank 0's step.
 
-    Ranks that were a step ahead have it right: a step that one has finished is finished. Where all
-    have finished the same, theirs are equal to the bit, and nothing is sent. Ranks that diverge are
-    steps apart, and each one's training counts: they go on from the mean, at rank 0's step.
+    Args:
+        engine: the engine that loads the state.
+        kept: the state of this rank.
 
     Returns:
-        The result of motley.checkpoint.resume.resume.
+        The position of the training, and notes for the user.
     """
     state, notes = _unite(engine, kept) if engine.diverges else (_newest(engine, kept), [])
     return state, [*notes, *engine.load_state(Scope.RANK, State())]
@@ -470,7 +490,7 @@ def _newest(engine: Engine, kept: KeptState) -> TrainState:
         state = State(spread(tensors, engine.device, newest), plain)
     engine.load_state(Scope.GLOBAL, state)
     engine.scale.load_state_dict(scale)
-    # In the newest state are the statistics of all ranks already.
+    # The newest state already has the statistics of all ranks.
     seen = {} if own[1] < received[newest][1] else kept.seen
     engine.load_state(Scope.STATISTICS, State(seen))
     return position
@@ -492,7 +512,15 @@ def _unite(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
 
 
 def spread(tensors: dict[str, Tensor], device: torch.device, source: int = 0) -> dict[str, Tensor]:
-    """One rank's tensors on all ranks, on the CPU: no device need hold a whole model's at once."""
+    """Broadcast one rank's tensors, and return them on the CPU of all ranks.
+
+    The tensors are sent one by one, so no device has to hold all of them at once.
+
+    Args:
+        tensors: tensors by name; ignored on other ranks than ``source``.
+        device: device on which ranks communicate.
+        source: rank that has the tensors.
+    """
     header: list[Any] = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
     dist.broadcast_object_list(header, src=source, device=device)
     result, first = {}, dist.get_rank() == source

@@ -1,18 +1,19 @@
 """Files of tensors in the format of safetensors.
 
-A file holds whole tensors, or one rank's part of a checkpoint that no rank puts together. Files are
-hashed on their way to the disk.
+A file holds whole tensors, or one rank's part of a checkpoint whose tensors are not gathered on a
+rank. Files are hashed on their way to the disk.
 
-    part_00000.safetensors      of rank 0: names as in the parts of a whole one, model.<name> and
-                                optimizer.<name>.<slot>; each tensor cut along its first dimension,
-                                the next rows in the next part; what is not cut is here alone
-    part_00000.json             its size, and the SHA-256 of its header and of each of its tensors;
-                                itself vouched for by manifest.json
+    part_00000.safetensors      of rank 0: names as in a checkpoint of whole tensors, model.<name>
+                                and optimizer.<name>.<slot>. Each tensor is cut along its first
+                                dimension; the next part has the next rows. A tensor that is not
+                                cut is in this part alone.
+    part_00000.json             size of the part, SHA-256 of its header and of each of its tensors.
+                                manifest.json has the SHA-256 of this file.
 
 Any rank can therefore read any rows, and only bytes whose hash was compared are used. Files are
-written in pieces of 256 KiB: the kernel takes eight times as long to copy 4 MiB at once to its
-cache (Linux 6.18, ext4), and a file that is hashed later is read once more. CPU ranks train
-meanwhile.
+written in pieces of 256 KiB, since the kernel takes eight times as long to copy 4 MiB at once to
+its cache (Linux 6.18, ext4), while CPU ranks train. Hashing a file later would mean to read it
+again.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def at_once(pieces: Iterator[None]) -> None:
-    """Do them all."""
+    """Run all pieces of a job without a pause."""
     deque(pieces, maxlen=0)
 
 
@@ -68,11 +69,12 @@ def write_tensors(
         run: runs the writing, piece by piece.
 
     Returns:
-        ``bytes`` and ``sha256`` of what was to be written; where ``each`` is given, the hash is of
-        all that is before the first tensor.
+        ``bytes`` and ``sha256`` of the content. If ``each`` is given, the hash covers
+        the header and its length alone.
 
     Raises:
-        OSError: the disk is full, say. TypeError: of a type that the format does not know.
+        OSError: the file cannot be written, for instance because the disk is full.
+        TypeError: the format does not know the dtype of a tensor.
     """
     digests, size = defaultdict[str | None, Any](hashlib.sha256), 0
 
@@ -92,9 +94,9 @@ def write_tensors(
 
 
 def _content(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bytes | memoryview]]:
-    """Yield the length of the header, the header, and the tensors by name.
+    """Yield names and bytes: the header's length and the header under None, then each tensor.
 
-    The tensors with the widest numbers come first, which aligns each tensor to its numbers.
+    Tensors with the widest numbers come first, which aligns each tensor to the size of its numbers.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {}
@@ -117,7 +119,7 @@ def _content(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bytes 
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -126,19 +128,19 @@ def sync(path: Path) -> None:
 
 
 _INDEX = re.compile(r"part_[0-9]{5}\.json")
-_FAILED = "failed_"  # and a rank: why it could not write its part
-_LOOK_S = 0.05  # between looks at what other ranks have written
-_SILENT_S = 300.0  # without a byte of any rank's
+_FAILED = "failed_"  # a file of this name and a rank has the error of that rank
+_LOOK_S = 0.05  # between checks for the parts of other ranks
+_SILENT_S = 300.0  # in which no rank has written a byte
 _MOST_HEADER = 1 << 28  # bytes
 
 
 def part_names(rank: int) -> tuple[str, str]:
-    """Return a rank's files: of tensors, and of their hashes."""
+    """Return the names of a rank's two files, of its tensors and of its index of hashes."""
     return f"part_{rank:05d}.safetensors", f"part_{rank:05d}.json"
 
 
 def is_index(name: str) -> bool:
-    """Return True if a manifest's entry is a part's."""
+    """Return True if a file name in a manifest is that of a part's index."""
     return _INDEX.fullmatch(name) is not None
 
 
@@ -169,7 +171,7 @@ def write_part(
 
 @contextlib.contextmanager
 def telling(folder: Path, rank: int) -> Iterator[None]:
-    """Send an error to the rank that waits for all parts."""
+    """Write an error to a file, for the rank that waits for all parts, and raise it again."""
     try:
         yield
     except BaseException as error:
@@ -182,8 +184,7 @@ def wait_for_parts(folder: Path, ranks: int) -> None:
     """Wait until all ranks have written their parts.
 
     Raises:
-        MotleyError: a rank could not write its part, or no part has grown for so long that none
-            will.
+        MotleyError: a rank could not write its part, or no part has grown for five minutes.
     """
     sizes, since = 0, time.monotonic()
     while True:
@@ -210,7 +211,11 @@ class Piece:
     """Rows of a tensor, in a file.
 
     Attributes:
-        begin: of its bytes in the file. sha256: of them.
+        file: path of the file.
+        dtype: type of the numbers.
+        shape: shape of the rows.
+        begin: offset of the first byte in the file.
+        sha256: hash of the bytes.
     """
 
     file: Path
@@ -220,7 +225,7 @@ class Piece:
     sha256: str
 
     def read(self) -> Tensor:
-        """All of it; ValueError where it is not what was written."""
+        """Return all rows; raise ValueError if their hash differs from the saved one."""
         size = math.prod(self.shape) * self.dtype.itemsize
         content = bytearray(size)
         with self.file.open("rb") as source:
@@ -239,7 +244,7 @@ class Parts:
     Args:
         folder: folder of the checkpoint.
         indexes: indexes of its parts, in order.
-        reading: returns a context that names a file in the errors of its reader.
+        reading: returns a context that raises a reader's errors with the name of the file.
     """
 
     def __init__(
@@ -256,7 +261,7 @@ class Parts:
                     self._pieces.setdefault(name, []).append(piece)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of whole tensors, by name."""
+        """Return the shapes of the whole tensors, by name."""
         return {
             name: pieces[0].shape
             if len(pieces) == 1
@@ -265,7 +270,7 @@ class Parts:
         }
 
     def digest(self, part: str) -> str:
-        """Return a SHA-256 of the hashes of all tensors of a part, as ``model``."""
+        """Return a SHA-256 over the hashes of all tensors of a part, as ``model``."""
         result = hashlib.sha256()
         for name, pieces in sorted(self._pieces.items()):
             if name.partition(".")[0] == part:
@@ -273,16 +278,16 @@ class Parts:
         return result.hexdigest()
 
     def check(self) -> int:
-        """Compare all hashes, a piece at a time; returns the bytes of all tensors."""
+        """Compare the hashes of all pieces, one at a time, and return the bytes of all tensors."""
         return sum(self._read(piece).nbytes for some in self._pieces.values() for piece in some)
 
     def load(self, name: str) -> Tensor:
-        """Return a tensor, put together."""
+        """Return a whole tensor, concatenated from its pieces."""
         pieces = self._pieces[name]
         return self._read(pieces[0]) if len(pieces) == 1 else torch.cat([*map(self._read, pieces)])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of a tensor, in memory of their own."""
+        """Return the rows ``start`` to ``stop - 1`` of a tensor, in memory of their own."""
         result, first = [], 0
         for piece in self._pieces[name]:
             end = first + piece.shape[0]
@@ -301,7 +306,15 @@ class Parts:
 
 
 def _pieces(file: Path, index: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
-    """All of a part's, by name."""
+    """Yield each tensor of one part file, by name: where its rows lie in the file.
+
+    Args:
+        file: the file of tensors.
+        index: its index.
+
+    Raises:
+        ValueError: the hash of the file's header differs from the index.
+    """
     with file.open("rb") as source:
         first = source.read(8)
         length = int.from_bytes(first, "little")

@@ -1,12 +1,12 @@
-"""Say whether what a run has left is whole: run.json, its records, each checkpoint.
+"""Check that the files which a run has left are intact: run.json, its records, each checkpoint.
 
     python torch_dist/verify.py logs/RUN
     python torch_dist/verify.py logs/RUN/checkpoints/step_00000120
     python torch_dist/verify.py logs/*/
 
-Reads every byte of the checkpoints and compares it with the hashes that were saved. Names each
-damaged file; --resume auto takes the newest checkpoint that is whole. Needs no GPU. Exit code: 0 if
-all is whole, 1 if something is damaged, 2 if there is nothing to look at.
+Reads every byte of the checkpoints and compares it with the saved hashes. Names each damaged file;
+--resume auto uses the newest checkpoint that is intact. Needs no GPU. Exit code: 0 if all files are
+intact, 1 if a file is damaged, 2 if there is neither a run nor a checkpoint.
 """
 
 import argparse
@@ -19,14 +19,16 @@ from motley.text import escape_unprintable
 
 
 def main() -> int:
-    """Look at what the command line names."""
+    """Check the paths on the command line, and return the exit code."""
     escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's"
     )
     paths = parser.parse_args().paths
-    from motley.checkpoint.read import verify  # which loads torch: not for -h
+    from motley.checkpoint.read import (
+        verify,
+    )  # imported here, because it loads torch, which -h does not need
 
     code = 0
     for path in paths:

@@ -1,12 +1,12 @@
-"""The account that this process runs under: its name, its home folder, and its own folders.
+"""The account of this process: its user name, its home folder, and folders of its own.
 
-One of these folders is that in which this machine keeps measured speeds and compiled code.
+One of these folders is the cache, in which this machine stores measured speeds and compiled code.
 
 A container may run under a user number without a name, and without HOME.
 
-A folder that belongs to another user, or that another user can write to, is refused; links are not
-followed. The folder that was checked is the one that is opened: it cannot be changed for another
-one in between.
+A folder that belongs to another user, or that another user can write to, is refused. Links are not
+followed. The folder that was checked is the one that is opened: no other process can replace it in
+between.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ def home_folder() -> Path:
 
 
 def expand_home(path: str) -> Path:
-    """Return a path with the home folder in place of a first ``~/``."""
+    """Return a path with the home folder in place of a leading ``~/``."""
     return home_folder() / path[2:] if path.startswith("~/") else Path(path)
 
 
 def user_name() -> str:
-    """Return the name of the user, or the number of one without a name."""
+    """Return the name of the user, or the user's number if it has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -58,7 +58,11 @@ class RefusedError(OSError):
 
 @contextlib.contextmanager
 def own_folder(path: Path) -> Iterator[int]:
-    """Yield a descriptor of the folder; RefusedError if it is not this user's alone."""
+    """Open a folder and yield its descriptor.
+
+    Raises:
+        RefusedError: the folder is not this user's, or others can write to it.
+    """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _check(folder)
@@ -68,7 +72,11 @@ def own_folder(path: Path) -> Iterator[int]:
 
 
 def open_own(folder: int, name: str) -> io.BufferedReader:
-    """Open a file to read it; RefusedError if it is not this user's alone."""
+    """Open a file in an open folder for reading.
+
+    Raises:
+        RefusedError: the file is not this user's, or others can write to it.
+    """
     file = os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb")
     try:
         _check(file.fileno())
@@ -79,7 +87,7 @@ def open_own(folder: int, name: str) -> io.BufferedReader:
 
 
 def create(folder: int, name: str) -> io.BufferedRandom:
-    """Open a new file, or an empty one in place of what was there."""
+    """Open a new, empty file in an open folder; an existing file is emptied."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     return os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "w+b")
 
@@ -94,13 +102,15 @@ def _check(opened: int) -> None:
 
 SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.measure.speed_cache
 
-_OTHERS = ("/tmp", "/var/tmp")  # where TMPDIR cannot hold what is compiled
-_NAMES = 8  # of folders that are tried, where another user has the usual one
+_OTHERS = ("/tmp", "/var/tmp")  # used if compiled code cannot be loaded from TMPDIR
+_NAMES = 8  # names that are tried, in case another user owns the usual one
 _LEAST_BYTES, _LEAST_FILES = 4 * 2**20, 16  # that MPI needs for a start
 
 
 def cache_folder() -> Path:
-    """Return a folder of this machine that no other user can write to, the same at each start.
+    """Return a folder of this machine that no other user can write to.
+
+    Each start gets the same folder, if the user can own one.
 
     Raises:
         MotleyError: there is no temporary folder that can be written to.
@@ -123,7 +133,7 @@ def is_lasting(folder: Path) -> bool:
 
 
 def cache_note() -> str:
-    """Return a sentence where caches are not in the usual folder; else nothing."""
+    """Return a sentence on why caches are not in the usual folder; empty if they are."""
     usual, taken = next(_candidates(Path(_temporary()))), cache_folder()
     if usual == taken:
         return ""
@@ -138,7 +148,11 @@ def cache_note() -> str:
 
 
 def temporary_note(environ: Mapping[str, str]) -> str:
-    """Return a sentence where the folder in which MPI begins is full; else nothing."""
+    """Return a warning if MPI's folder for temporary files is full or unusable; else "".
+
+    Args:
+        environ: environment of this process, whose TMPDIR counts.
+    """
     place = environ.get("TMPDIR") or "/tmp"
     named = f"TMPDIR={place}" if environ.get("TMPDIR") else place
     host = socket.gethostname()
@@ -173,14 +187,14 @@ def _temporary() -> str:
 
 
 def _places() -> list[Path]:
-    """Return the folders in which the cache may be, the best one first."""
+    """Return the folders in which the cache folder may be, the best one first."""
     usual = Path(_temporary())
     fit = [Path(place) for place in (str(usual), *_OTHERS) if not _why_unfit(Path(place))]
     return [*dict.fromkeys(fit)] or [usual]
 
 
 def _why_unfit(place: Path) -> bool:
-    """Return True if no compiled code can be loaded from a folder, or it is not there."""
+    """Return True if a folder is missing, or compiled code cannot be loaded from it."""
     try:
         return bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
     except OSError:
@@ -188,14 +202,14 @@ def _why_unfit(place: Path) -> bool:
 
 
 def _candidates(place: Path) -> Iterator[Path]:
-    """Yield the names that the folder may have, the usual one first."""
+    """Yield the paths that the cache folder may have in ``place``, the usual one first."""
     usual = f"motley-{os.getuid()}"
     yield place / usual
     yield from (place / f"{usual}.{number}" for number in range(1, _NAMES))
 
 
 def _why_not_own(folder: Path) -> str | None:
-    """Return why a folder is not this user's alone: what is read from it could be another's."""
+    """Return the reason why a folder is not this user's alone; None if it is."""
     result = folder.lstat()
     if folder.is_symlink():
         return "it is a symbolic link"

@@ -1,4 +1,4 @@
-"""Facts about this machine: CPU, memory, network interfaces and GPUs, asked without torch.
+"""Facts about this machine: CPU, memory, network interfaces and GPUs, read without torch.
 
 python -m motley.cluster.facts                  # this machine's, as one line of JSON
 """
@@ -27,17 +27,22 @@ class Interface:
 
     @property
     def network(self) -> ipaddress.IPv4Network:
-        """The subnet it is on."""
+        """Subnet of the address."""
         return ipaddress.IPv4Network((self.address, self.prefix), strict=False)
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One machine: what it has, and where it can be reached.
+    """One machine: its hardware and its addresses.
 
     Attributes:
-        driver: version of the NVIDIA driver, None without one.
+        host: name of the machine.
+        cpu: model name of the CPU.
         cores: CPU cores that this process may use.
+        memory_total_mib: memory of the machine, MiB.
+        driver: version of the NVIDIA driver, None without one.
+        devices: its GPUs.
+        interfaces: its IPv4 addresses.
     """
 
     host: str
@@ -50,7 +55,7 @@ class NodeFacts:
 
 
 def read_node() -> NodeFacts:
-    """Read all facts of this machine; takes half a second where there is a GPU."""
+    """Read all facts of this machine. Takes half a second if there is a GPU."""
     return NodeFacts(
         host=socket.gethostname(),
         cpu=cpu_name(),
@@ -63,12 +68,16 @@ def read_node() -> NodeFacts:
 
 
 def node_to_json(node: NodeFacts) -> str:
-    """Return one line, for :func:`node_from_json` on another machine."""
+    """Return the facts as one line of JSON, for :func:`node_from_json` on another machine."""
     return json.dumps(asdict(node))
 
 
 def node_from_json(text: str) -> NodeFacts:
-    """Parse a line of :func:`node_to_json`; ValueError, KeyError or TypeError for other text."""
+    """Return the facts in a line of :func:`node_to_json`.
+
+    Raises:
+        ValueError, KeyError or TypeError: the text is no such line.
+    """
     fields = json.loads(text)
     devices = []
     for device in fields.pop("devices"):

@@ -6,10 +6,10 @@ Return values of amdsmi are those of version 7.0 (amdsmi_interface.py): dictiona
 power in watts, degrees Celsius, and "N/A" where a card has no answer. Not every card has every
 sensor, and an older amdsmi lacks functions: a missing value is None.
 
-GPUtil names the GPUs, as the lab's logs always did, and stands in where NVML does not answer.
-NVML reports load, memory, power and processes in a fraction of a millisecond, where there is a
-driver. Without a driver of NVIDIA's, amdsmi is asked for AMD's GPUs. A value that no source reports
-is None, never 0.
+GPUtil provides the names of GPUs, which the lab's logs always used, and replaces NVML where NVML
+does not answer. NVML reports load, memory, power and processes in a fraction of a millisecond, if
+there is a driver. Without a driver of NVIDIA's, amdsmi is used for AMD's GPUs. A value that no
+source reports is None, never 0.
 """
 
 import contextlib
@@ -41,12 +41,17 @@ class DeviceFacts:
 
     Attributes:
         index: number on its machine, in PCI order as nvidia-smi counts.
+        uuid: unique id of the GPU.
+        name: product name.
         capability: CUDA compute capability, for example (8, 6).
-        memory_total_mib, memory_used_mib: summed over all users.
-        others_mib: held by other users' processes; None where the driver does not report it.
-        others: their names, for example ("alice",).
-        memory_node: the number of the memory node next to it; None: unknown.
-        load: 0 to 1. temperature_c: degrees Celsius. power_w: watts.
+        memory_total_mib: memory of the GPU, MiB.
+        memory_used_mib: memory in use, summed over all users, MiB.
+        load: share of the time in which the GPU computes, 0 to 1.
+        temperature_c: temperature in degrees Celsius.
+        power_w: power in watts.
+        others_mib: memory of other users' processes, MiB; None if the driver does not report it.
+        others: names of these users, for example ("alice",).
+        memory_node: number of the memory node next to the GPU; None: unknown.
     """
 
     index: int
@@ -68,9 +73,11 @@ class GpuProcess:
     """A process that holds memory of a GPU.
 
     Attributes:
-        gpu, uuid: of the GPU, as in :class:`DeviceFacts`.
-        user: its owner; "?" where that is hidden.
-        mib: memory that it holds there; None where the driver does not report it.
+        gpu: index of the GPU, as in :class:`DeviceFacts`.
+        uuid: unique id of the GPU.
+        pid: process id.
+        user: name of its owner; "?" if that is hidden.
+        mib: GPU memory of the process, MiB; None if the driver does not report it.
     """
 
     gpu: int
@@ -86,7 +93,7 @@ def others_among(
     """Return the memory (MiB) and names of other users with processes on a GPU.
 
     Args:
-        processes: number and memory, MiB, of each.
+        processes: process id and memory, MiB, of each process; None: unknown.
     """
     if processes is None:
         return None, ()
@@ -100,12 +107,12 @@ def others_among(
 
 
 def get_process_user(pid: int) -> str:
-    """Return the name of a process's owner; "?" where that is hidden."""
+    """Return the name of a process's owner; "?" if it is hidden."""
     return _user_name(_owner(pid))
 
 
 def _owner(pid: int) -> int | None:
-    """Return the user id of a process; None where it is hidden, as in another container."""
+    """Return the user id of a process; None if it is hidden, as in another container."""
     try:
         return Path(f"/proc/{pid}").stat().st_uid
     except OSError:
@@ -127,7 +134,7 @@ _POWER_NOW_FIRST = ("socket_power", "current_socket_power", "average_socket_powe
 
 
 class AmdSmi:
-    """A connection to amdsmi, from :meth:`open` to :meth:`close`; a context closes it."""
+    """A connection to amdsmi, from :meth:`open` to :meth:`close`; also a context manager."""
 
     def __init__(self, driver: Path = _DRIVER) -> None:
         self._driver = driver
@@ -141,12 +148,12 @@ class AmdSmi:
         self.close()
 
     def open(self) -> bool:
-        """Return True if amdsmi answers. A missing package is looked for only once."""
+        """Open the connection, and return True if amdsmi works. A missing package is tried once."""
         if self._smi is None and not self._missing and self._driver.exists():
             try:
-                with contextlib.redirect_stdout(sys.stderr):  # it prints what it misses
+                with contextlib.redirect_stdout(sys.stderr):  # amdsmi prints missing libraries
                     smi = importlib.import_module("amdsmi")
-            except Exception:  # it is not there, or its library: it raises whatever comes
+            except Exception:  # the package or its library is missing; the type of error varies
                 self._missing = True
                 return False
             with contextlib.suppress(smi.AmdSmiException):
@@ -155,7 +162,7 @@ class AmdSmi:
         return self._smi is not None
 
     def close(self) -> None:
-        """Shut amdsmi down."""
+        """Close the connection to amdsmi."""
         if self._smi is not None:
             self._ask("amdsmi_shut_down")
             self._smi = None
@@ -227,12 +234,12 @@ class AmdSmi:
         """Return the pid and memory in MiB of each process; None where that is not reported."""
         listed = self._ask("amdsmi_get_gpu_process_list", handle)
         if listed is None or not all(isinstance(each, dict) for each in listed):
-            return None  # before ROCm 6.1 it gave handles
+            return None  # before ROCm 6.1 amdsmi returned handles
         held = [(each["pid"], _number(each.get("memory_usage"), "vram_mem")) for each in listed]
         return [(pid, None if size is None else size / MIB) for pid, size in held]
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Return an answer, or None where this card, driver or amdsmi has none."""
+        """Return the result of a function of amdsmi; None if card, driver or amdsmi has none."""
         question = getattr(self._smi, name, None)
         with contextlib.suppress(self._smi.AmdSmiException):  # type: ignore[union-attr]
             return question and question(*arguments)
@@ -245,21 +252,21 @@ def _first(power: Any) -> float | None:
 
 
 def _number(answer: Any, name: str) -> float | None:
-    """Return one of an answer's numbers; None if there is none."""
+    """Return one number of an answer; None if there is none of this name."""
     value = answer.get(name) if isinstance(answer, dict) else None
     return float(value) if isinstance(value, int | float) else None
 
 
-GPUTIL_EVERY_S = 300.0  # 0.225 s in these are 0.08 % of the time
-NVIDIA_SMI_LIMIT_S = 20.0  # it takes seconds to start where no process keeps the driver loaded
+GPUTIL_EVERY_S = 300.0  # a call takes 0.225 s, so calls take 0.08 % of the time
+NVIDIA_SMI_LIMIT_S = 20.0  # nvidia-smi starts in seconds if no process keeps the driver loaded
 
 
-_NO_GPUS = b"No devices were found"  # which nvidia-smi prints in place of a table
-_COLUMNS, _NAME_COLUMN = 12, 7  # of the table that GPUtil asks for
+_NO_GPUS = b"No devices were found"  # nvidia-smi prints this in place of a table
+_COLUMNS, _NAME_COLUMN = 12, 7  # of the table that GPUtil reads
 
 
 class LimitedSmi(subprocess.Popen[bytes]):
-    """The nvidia-smi that GPUtil starts, with a time limit.
+    """The process of nvidia-smi that GPUtil starts, with a time limit.
 
     GPUtil takes an OSError for a machine without GPUs. A process that has seen nvidia-smi hang
     does not start it again. A process that has seen it fail prints that once.
@@ -278,7 +285,7 @@ class LimitedSmi(subprocess.Popen[bytes]):
     ) -> tuple[bytes, bytes]:
         """Return the output; kill nvidia-smi and raise OSError if it does not end in time.
 
-        A comma in a GPU's name loses the blank behind it, at which GPUtil would split.
+        In a GPU's name, ", " becomes ",", because GPUtil splits lines at ", ".
         """
         try:
             output, errors = super().communicate(input, timeout or NVIDIA_SMI_LIMIT_S)
@@ -297,7 +304,7 @@ class LimitedSmi(subprocess.Popen[bytes]):
             raise OSError("nvidia-smi did not end in time") from None
 
     def _report_failure(self, output: bytes) -> None:
-        """Print the first words of nvidia-smi, once on a host."""
+        """Print the first line of nvidia-smi's output, once per host, and raise OSError."""
         if not LimitedSmi.has_failed and read_launch().local_rank in (None, 0):
             LimitedSmi.has_failed = True
             words = output.decode(errors="replace").partition("\n")[0].strip() or "no message"
@@ -324,7 +331,7 @@ GPUtil.GPUtil.Popen = LimitedSmi
 
 
 def read_driver() -> str | None:
-    """Return the version of the NVIDIA driver, None without one."""
+    """Return the version of the NVIDIA driver; None without one."""
     with _nvml() as nvml_works:
         return str(pynvml.nvmlSystemGetDriverVersion()) if nvml_works else None
 
@@ -332,15 +339,15 @@ def read_driver() -> str | None:
 def read_devices() -> tuple[DeviceFacts, ...]:
     """Return the GPUs of this machine, with their load at this moment; () if there is none.
 
-    Costs 40 to 225 ms where there is a driver: GPUtil starts nvidia-smi. For repeated reads, keep a
-    :class:`GpuSampler`.
+    A call takes 40 to 225 ms if there is a driver, because GPUtil starts nvidia-smi. For repeated
+    reads, keep a :class:`GpuSampler`.
     """
     with GpuSampler() as sampler:
         return sampler.sample()
 
 
 class GpuSampler:
-    """A repeated reading of this machine's GPUs; NVML stays open in between.
+    """A repeated reading of this machine's GPUs. NVML stays open between two readings.
 
     Args:
         gputil_every_s: seconds between two calls of GPUtil, where NVML answers or where there is no
@@ -363,20 +370,20 @@ class GpuSampler:
         """Return all GPUs at this moment; () if there is none, or none answers."""
         if time.monotonic() >= self._asked + self._every_s:
             self._ask_gputil()
-        for _ in range(2):  # a driver that was restarted has to be opened anew
+        for _ in range(2):  # NVML has to be opened again after a restart of the driver
             if not self._open():
                 break
             if (result := _nvml_devices(self._of_gputil)) is not None:
                 return result
             self._close()
-        if self._of_gputil:  # of the last time: it may be as good as the driver is bad
+        if self._of_gputil:  # GPUtil has found GPUs before, although NVML does not answer
             self._ask_gputil()
             return tuple(_gputil_device(gpu) for gpu in self._of_gputil.values())
         return self._amd.devices() if self._amd.open() else ()
 
     def _ask_gputil(self) -> None:
         self._of_gputil = {}
-        with contextlib.suppress(ValueError, IndexError):  # it takes any words for numbers
+        with contextlib.suppress(ValueError, IndexError):  # GPUtil parses any output as numbers
             self._of_gputil = {gpu.uuid: gpu for gpu in GPUtil.getGPUs()}
         self._asked = time.monotonic()
 
@@ -422,7 +429,7 @@ def amd_uuid_at(place: str) -> str | None:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[bool]:
-    """Open NVML for the duration; yield False where there is no driver."""
+    """Open NVML in the context; yield False if there is no driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -435,7 +442,7 @@ def _nvml() -> Iterator[bool]:
 
 
 def _ask(question: Any, *arguments: Any) -> Any:
-    """Return NVML's answer, or None where this card or driver has none."""
+    """Return the result of a function of NVML; None if this card or driver has none."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:
@@ -443,7 +450,7 @@ def _ask(question: Any, *arguments: Any) -> Any:
 
 
 def _nvml_devices(of_gputil: Mapping[str, Any]) -> tuple[DeviceFacts, ...] | None:
-    """Return all GPUs that answer; None if the driver does not, or none of them does."""
+    """Return all GPUs that answer; None if neither the driver nor any GPU does."""
     count = _ask(pynvml.nvmlDeviceGetCount)
     if count is None:
         return None
@@ -501,7 +508,7 @@ def _gputil_device(gpu: Any) -> DeviceFacts:
 
 
 def _text(word: str | bytes) -> str:
-    """Decode the bytes that older releases of NVML's Python return."""
+    """Return a word as text, since older releases of NVML's Python package return bytes."""
     return word.decode() if isinstance(word, bytes) else word
 
 

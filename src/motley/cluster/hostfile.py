@@ -2,7 +2,7 @@
 
 The hostfile is ``hosts.txt``, a plain Open MPI hostfile.
 
-python -m motley.cluster.hostfile hosts.txt        # print the hosts, or say what is wrong
+python -m motley.cluster.hostfile hosts.txt        # print the hosts, or the error in the file
 
 The allocation is read from the environment alone: in a container there is no ``scontrol``.
 """
@@ -23,13 +23,13 @@ from motley import ROOT
 from motley.errors import MotleyError
 from motley.text import typed_command
 
-# Names reach ssh and mpirun, so nothing but a real host name may pass: RFC 1123
-# labels (an underscore is tolerated, labs use it), which can hold neither a leading
-# '-', nor a space, quote, '$' or newline.
+# Names are passed to ssh and mpirun, so only real host names are accepted. These are RFC 1123
+# labels, and an underscore, which labs use. They contain neither a leading '-', nor a space,
+# quote, '$' or newline.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _LINE = "name slots=N"
-# The words for a number of ranks and for its limit that Open MPI takes beside slots=N.
+# Words that Open MPI accepts for the number of ranks (slots=N), and for its limit.
 _COUNTS = ("slots", "cpu", "cpus", "count")
 _LIMITS = ("max_slots", "max-slots", "slots_max", "slots-max")
 _WORD = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
@@ -42,8 +42,8 @@ class Host:
     """One machine of the lab.
 
     Attributes:
-        name: host name or address, safe to hand to ssh.
-        slots: ranks it takes (GPUs, or CPU ranks on a machine without one).
+        name: host name or address, safe to pass to ssh.
+        slots: number of its ranks (GPUs, or CPU ranks on a machine without one).
     """
 
     name: str
@@ -52,7 +52,7 @@ class Host:
 
 def check_name(name: str) -> str:
     """Return ``name`` if it is a host name or an IP address; raise MotleyError if not."""
-    is_number = not name.strip("0123456789.")  # ssh takes 10.0.0.300 for a name, and finds none
+    is_number = not name.strip("0123456789.")  # ssh would look up 10.0.0.300 as a name
     if len(name) <= 253 and _NAME.fullmatch(name) and not is_number:
         return name
     user, at, host = name.partition("@")
@@ -62,7 +62,7 @@ def check_name(name: str) -> str:
             f"Host {host}, and below it: User {user}"
         )
     try:
-        if "%" not in name:  # what follows it in an IPv6 address may be anything
+        if "%" not in name:  # any text may follow it in an IPv6 address
             return str(ipaddress.ip_address(name))
         raise ValueError
     except ValueError:
@@ -73,16 +73,16 @@ def check_name(name: str) -> str:
 
 
 def parse_hosts(text: str, source: str = "hosts.txt") -> tuple[Host, ...]:
-    """Parse the text of a hostfile.
+    """Return the hosts in the text of a hostfile.
 
     Args:
         text: lines of ``name slots=N``; ``#`` and ``//`` start a comment, as for mpirun.
-        source: how to name the file in errors.
+        source: name of the file in errors.
 
     Raises:
         MotleyError: on the first bad line, a host named twice, or no host at all.
     """
-    hosts: dict[str, Host] = {}  # by name in small letters, in which ssh compares them
+    hosts: dict[str, Host] = {}  # by name in lower case, as ssh compares names
     # Split at '\n' alone: splitlines() would also split at characters that ssh and
     # mpirun take as part of a name.
     for number, line in enumerate(text.removeprefix(_MARK).split("\n"), start=1):
@@ -103,9 +103,12 @@ def parse_hosts(text: str, source: str = "hosts.txt") -> tuple[Host, ...]:
 
 
 def read_hosts(path: str | Path) -> tuple[Host, ...]:
-    """Read a hostfile; see :func:`parse_hosts`.
+    """Return the hosts of a hostfile; see :func:`parse_hosts`.
 
-    A note on stderr warns of the marks of a Windows editor.
+    If a Windows editor has left marks in the file, a note is printed on stderr.
+
+    Raises:
+        MotleyError: the file cannot be read, or has an error.
     """
     try:
         text = Path(path).read_bytes().decode()
@@ -128,13 +131,21 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
 
 
 def foreign_marks(text: str) -> str:
-    """Return the name of what a Windows editor has put into a text; empty if there is nothing."""
+    """Return the names of marks that a Windows editor has left in a text; empty if none."""
     marks = (("a byte-order mark", text.startswith(_MARK)), ("Windows line ends", "\r\n" in text))
     return " and ".join(name for name, is_there in marks if is_there)
 
 
 def _slots(words: str, name: str) -> int:
-    """Return the ranks of a line: its slots, else their limit, else 1."""
+    """Return the number of ranks in a line: its slots, else their limit, else 1.
+
+    Args:
+        words: text behind the host's name.
+        name: the host's name.
+
+    Raises:
+        MotleyError: the text is no ``slots=N``.
+    """
     numbers: dict[str, int] = {}
     for word, value in _WORD.findall(words):
         if word == "port":
@@ -153,7 +164,7 @@ def _slots(words: str, name: str) -> int:
 
 
 def main() -> int:
-    """Print the hosts of a file, one a line."""
+    """Print the hosts of a file, one per line, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("hostfile", nargs="?", default="hosts.txt")
     try:
@@ -169,16 +180,16 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-_MOST = 100_000  # nodes; a list of more is none
+_MOST = 100_000  # nodes; a longer list is refused
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodes(names: str) -> list[str]:
-    """Return the nodes of a list as Slurm writes it, in its order: ``n[1-3,07],gpu-a[1-2]-b[1-2]``.
+    """Return the nodes of a list in Slurm's notation, as ``n[1-3,07],gpu-a[1-2]-b[1-2]``, in order.
 
     Raises:
-        MotleyError: it is no such list, or a name in it is no host name.
+        MotleyError: the text is no such list, or a name in it is no host name.
     """
     result: list[str] = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", names):
@@ -214,11 +225,16 @@ def allocated_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return a hint where ranks run on fewer machines than Slurm has given; else empty."""
+    """Return a hint if ranks run on fewer machines than Slurm has allocated; else an empty string.
+
+    Args:
+        machines: number of machines with ranks.
+        environ: environment of this process.
+    """
     try:
         nodes = allocated_nodes(environ)
     except MotleyError:
-        return ""  # who has to know them says so
+        return ""  # code that needs the nodes raises the error
     if len(nodes) <= machines:
         return ""
     return typed_command(
@@ -231,8 +247,11 @@ def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
 def srun_words(mpi: str = "none") -> list[str]:
     """Return the words that start a rank on each place of an allocation.
 
-    With "none" the ranks meet by themselves. They also end by themselves, with a status that says
-    how.
+    With "none" the ranks connect to each other without Slurm's help. They also end without it, with
+    their own exit status.
+
+    Args:
+        mpi: value of srun's option ``--mpi``.
     """
     return ["srun", f"--mpi={mpi}", "--kill-on-bad-exit=0"]
 
@@ -245,7 +264,7 @@ def on_node(node: str) -> list[str]:
     ]  # fmt: skip
 
 
-# Name (a star after the default one), state, longest and usual time, nodes, cores, GPUs.
+# Name (with a star for the default one), state, longest and default time, nodes, cores, GPUs.
 _FORMAT = "%R|%P|%a|%l|%L|%D|%c|%G"
 _ASK_S = 20.0
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -254,13 +273,17 @@ _GPUS = re.compile(r"gpu:(?:[^:,()]+:)?(\d+)")
 
 @dataclass(frozen=True)
 class Partition:
-    """A group of nodes.
+    """A group of nodes of a Slurm cluster.
 
     Attributes:
-        usual: jobs that name none go there. nodes: how many there are.
-        cores, gpus: of the node that has fewest.
-        most_s, usual_s: seconds that a job may take, and takes where it does not say; None:
-            without end.
+        name: name of the partition.
+        usual: True for the default partition.
+        up: True if jobs can start there.
+        nodes: number of nodes.
+        cores: least cores of a node.
+        gpus: least GPUs of a node.
+        most_s: largest duration of a job in seconds; None: no limit.
+        usual_s: default duration of a job in seconds; None: no limit.
     """
 
     name: str
@@ -277,7 +300,7 @@ def partitions() -> list[Partition]:
     """Return the partitions of this machine's cluster.
 
     Raises:
-        MotleyError: there is none, or it does not answer.
+        MotleyError: there is no Slurm, or it does not answer.
     """
     try:
         done = subprocess.run(
@@ -295,7 +318,7 @@ def partitions() -> list[Partition]:
 
 
 def read_partitions(lines: Iterable[str]) -> list[Partition]:
-    """Read sinfo's output in ``_FORMAT``: a line for each kind of node of a partition."""
+    """Return the partitions in sinfo's output in ``_FORMAT``, one line per kind of node."""
     result: dict[str, Partition] = {}
     for line in lines:
         name, starred, state, most, usual, nodes, cores, gpus = line.split("|")
@@ -319,7 +342,7 @@ def seconds_of_slurm(text: str) -> float | None:
     """Convert 30 (minutes), 30:00, 4:00:00, 1-12 or 1-12:00:00 to seconds; None for no limit.
 
     Raises:
-        MotleyError: the text is not a time of Slurm's.
+        MotleyError: the text is no time in Slurm's notation.
     """
     if text.lower() in ("infinite", "unlimited", "n/a", "none"):
         return None

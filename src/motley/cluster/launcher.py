@@ -1,11 +1,11 @@
-"""The launcher's part of this process: its rank, and its cores.
+"""The facts about this process that its launcher sets: its rank, and its cores.
 
 The rank and the number of ranks are read from the variables that launchers set. A rank uses the
 cores next to its GPU.
 
 A core that reaches a GPU, or memory, through another processor's memory node is slower at it. On a
-machine with one node there is nothing to choose. Memory follows the cores: Linux takes it from the
-node of the core that first writes to it.
+machine with one node there is nothing to choose. Memory follows the cores: Linux allocates it on
+the node of the core that first writes to it.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ class Launcher(Enum):
 MPIRUN = frozenset({
     "mpirun", "mpiexec", "prterun", "orterun", "mpirun.openmpi", "mpiexec.openmpi",
 })  # fmt: skip
-# In the order in which they count: torchrun may be started by srun, and mpirun in an allocation.
+# In the order of precedence: torchrun may be started by srun, and mpirun in an allocation.
 _TORCHRUN, _MPI, _SLURM = "ROLE_RANK", ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), "SLURM_PROCID"
-_OTHER_MPI = ("PMI_RANK", "PMI_ID", "MPI_LOCALRANKID")  # of MPICH and its kin
+_OTHER_MPI = ("PMI_RANK", "PMI_ID", "MPI_LOCALRANKID")  # of MPICH and related MPIs
 RANKS = (_TORCHRUN, *_MPI, _SLURM, _OTHER_MPI[0])
 SIZES = ("ROLE_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
-# Slurm's PMIx plugin ends the step when a process dies that is in MPI. keep_training.sh sets this
-# variable, and the ranks of srun meet without MPI.
+# Slurm's PMIx plugin ends the step when a process that uses MPI dies. keep_training.sh sets this
+# variable, so that the ranks of srun are joined without MPI.
 WITHOUT_MPI = "MOTLEY_WITHOUT_MPI"
 
 
@@ -48,8 +48,11 @@ class Launch:
     """The start of this process as its launcher describes it.
 
     Attributes:
-        rank, size: 0-based number of this process, of how many, as the launcher says.
-        local_rank, local_size: the same on this machine; None where it does not say.
+        by: the launcher.
+        rank: 0-based number of this process.
+        size: number of processes.
+        local_rank: number of this process among those of this machine; None: unknown.
+        local_size: number of processes of this machine; None: unknown.
     """
 
     by: Launcher
@@ -60,7 +63,10 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launcher's variables. Without MPI, so that a script can print its help once."""
+    """Return the launch that the launcher's variables describe.
+
+    MPI is not used, so that a script can print its help once.
+    """
     torchrun = _number(environ, (_TORCHRUN,)) is not None
     size = _number(environ, SIZES)
     several = _SLURM in environ and (size or 1) > 1
@@ -89,12 +95,12 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 _ROOT = Path("/")
 _LAUNCHERS = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "prte"}
-_ANCESTORS = 4  # processes between a rank and its launcher, at most
+_ANCESTORS = 4  # most processes between a rank and its launcher
 _BINDING_OPTIONS = {
     "bind-to", "bind-to-core", "bind-to-socket", "bind-to-none", "cpu-set", "cpu-list", "rankfile",
     "rf", "cpus-per-proc", "cpus-per-rank",
 }  # fmt: skip
-# Open MPI 4 passes an option on as the first; the others are a user's, or a configuration's.
+# Open MPI 4 passes an option on in the first variable. The user or a configuration sets the others.
 _BINDING_VARIABLES = {
     "OMPI_MCA_hwloc_base_binding_policy", "OMPI_MCA_hwloc_default_binding_policy",
     "PRTE_MCA_hwloc_default_binding_policy", "PMIX_MCA_hwloc_default_binding_policy",
@@ -110,12 +116,12 @@ class MemoryNode:
     cores: frozenset[int]
 
     def words(self) -> str:
-        """Return, for example, ``cores 0-15,64-79 of memory node 1``."""
+        """Return a description, for example ``cores 0-15,64-79 of memory node 1``."""
         return f"cores {core_list(self.cores)} of memory node {self.number}"
 
 
 def memory_nodes(root: Path = _ROOT) -> tuple[MemoryNode, ...]:
-    """Return all memory nodes that have cores, in order; () where Linux does not list them."""
+    """Return all memory nodes that have cores, in order; () if Linux does not list them."""
     result = []
     for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -153,7 +159,7 @@ def choose_node(
     """Return the memory node to bind a rank to; None leaves its cores as they are.
 
     A rank with a GPU gets the node next to that GPU. Ranks without one are spread over the nodes if
-    each node gets as many; one rank alone needs the cores of all.
+    each node gets as many. One rank alone needs the cores of all nodes.
 
     Args:
         nodes: memory nodes of this machine.
@@ -175,23 +181,24 @@ def choose_node(
 
 
 def bind_process(cores: Collection[int]) -> None:
-    """Keep this process on these cores, with the threads that it has and all that it starts."""
+    """Bind this process to these cores, with its threads and all processes that it will start."""
     for path in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(path.name), cores)
 
 
 def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
-    """Give this process all cores of its launcher where Open MPI's default chose others.
+    """Bind this process to all cores of its launcher, if Open MPI's default chose others.
 
     Open MPI binds each of up to two ranks to one core and each of more ranks to one memory node,
-    unless its configuration or the user says otherwise. Open MPI counts from the machine's first
-    core, even where the launcher may not use that one: ``taskset -c 16-31 mpirun`` starts a rank on
-    core 0. On one core a rank shares its time with its own loader processes: an H100 then made 0.65
-    to 0.73 of the images/s that it makes unbound.
+    unless its configuration or the user sets another binding. Open MPI counts from the machine's
+    first core, even if the launcher may not use that core: ``taskset -c 16-31 mpirun`` starts a
+    rank on core 0. On one core a rank shares its time with its own loader processes: an H100 then
+    reached 0.65 to 0.73 of its unbound images/s.
 
     A binding that the user asked for stays, as far as this host can see the request: by a variable,
-    or by an option of the launcher here. A container's or a job's cores are the launcher's too.
+    or by an option of the launcher on this host. The launcher has the cores of its container or
+    job.
 
     Returns:
         True if the process may use other cores now.
@@ -207,10 +214,10 @@ def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def cores_per_rank(ranks: int) -> int:
-    """Return how many cores each of so many ranks of this machine has for itself, at least 1.
+    """Return how many cores each of ``ranks`` ranks of this machine has for itself, at least 1.
 
-    Ranks share the cores of their launcher. Where this process is bound to fewer by the launcher,
-    it has no more than those.
+    Ranks share the cores of their launcher. If the launcher has bound this process to fewer cores,
+    the result is not larger than their number.
     """
     own, launcher, nodes = os.sched_getaffinity(0), _find_launcher(), memory_nodes()
     shared = len(own)
@@ -222,10 +229,10 @@ def cores_per_rank(ranks: int) -> int:
 
 
 def few_cores_note(ranks: int) -> str:
-    """Return a sentence where a binding leaves cores of this machine idle; else nothing.
+    """Return a warning if a binding leaves cores of this machine idle; else an empty string.
 
     Args:
-        ranks: of this machine.
+        ranks: number of ranks of this machine.
     """
     own, launcher = os.sched_getaffinity(0), _find_launcher()
     shared = os.sched_getaffinity(launcher) if launcher is not None else own
@@ -238,7 +245,10 @@ def few_cores_note(ranks: int) -> str:
 
 
 def _find_launcher() -> int | None:
-    """Return the process of Open MPI that started this one, directly or through a script."""
+    """Return the process id of the Open MPI launcher that started this process, or None.
+
+    The launcher may have started it through a script.
+    """
     pid = os.getppid()
     for _ in range(_ANCESTORS):
         try:
@@ -268,7 +278,11 @@ def _asks_for_binding(words: Sequence[str]) -> bool:
 
 
 def read_core_list(text: str) -> frozenset[int]:
-    """Parse a core list as Linux writes it, such as ``0-15,64``; ValueError if it is not one."""
+    """Return the cores of a list as Linux writes it, such as ``0-15,64``.
+
+    Raises:
+        ValueError: the text is no such list.
+    """
     result: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

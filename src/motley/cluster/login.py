@@ -1,4 +1,4 @@
-"""A login on a host, by ssh, and an sh script that runs under any login shell there.
+"""A login on a host by ssh, and an sh script that runs under any login shell there.
 
 A login has the address, user, port and host key by which ssh reaches the host.
 """
@@ -23,14 +23,14 @@ from motley.cluster.facts import read_interfaces
 from motley.cluster.processes import ChildTimeoutError, run_child
 from motley.errors import HostTrouble
 
-ASK_SSH_S = 10.0  # for ssh to print its configuration, which may run commands
+ASK_SSH_S = 10.0  # in which ssh prints its configuration, which may run commands
 _FIX = "see what ~/.ssh/config runs for it (Match exec)"
-CONNECT_S = 4.0  # to accept a connection; then as long again to speak, and to log in
+CONNECT_S = 4.0  # to accept a connection; the same again for the banner, and for the login
 
 
 @dataclass(frozen=True)
 class HostKey:
-    """A host's public key, as a line of known_hosts has it after the name."""
+    """A host's public key, with the fields of a line of known_hosts."""
 
     kind: str
     base64: str
@@ -38,10 +38,10 @@ class HostKey:
 
 
 class UnknownHostKey(HostTrouble):
-    """The host's key is in no known_hosts file.
+    """An error: the host's key is in no known_hosts file.
 
     Attributes:
-        key: what the host showed: type, base64, and its SHA256 fingerprint.
+        key: the key of the host: type, base64, and its SHA256 fingerprint.
     """
 
     def __init__(self, host: str, key: HostKey) -> None:
@@ -58,9 +58,13 @@ class Login:
     """The settings for an ssh login to a host, as ``ssh -G`` prints them.
 
     Attributes:
+        address: address of the host.
+        port: port of its sshd.
+        user: name of the user there.
         known_as: the host's name in known_hosts.
-        keys: private keys that are there.
-        known_files: files of host keys. uses_agent: keys of an agent are tried too.
+        keys: private keys that exist.
+        known_files: files of host keys.
+        uses_agent: True if keys of an agent are tried too.
     """
 
     address: str
@@ -73,9 +77,9 @@ class Login:
 
 
 def read_login(host: str) -> Login:
-    """Ask ssh itself how it would log in to a host.
+    """Return the login that ssh would use for a host, read from ``ssh -G``.
 
-    No other program reads its configuration correctly (Include, Match).
+    No other program reads ssh's configuration correctly (Include, Match).
 
     Raises:
         HostTrouble: ssh refuses its configuration, or reaches the host through another one.
@@ -133,7 +137,7 @@ def _ask_ssh(host: str) -> dict[str, list[str]]:
 
 
 def is_here(host: str) -> bool:
-    """Return True if a name of hosts.txt is this machine."""
+    """Return True if a name of hosts.txt is this machine's."""
     if host in ("localhost", socket.gethostname()):
         return True
     try:
@@ -145,7 +149,11 @@ def is_here(host: str) -> bool:
 
 
 def open_socket(host: str, login: Login) -> socket.socket:
-    """Connect to its port; raises HostTrouble after CONNECT_S at most."""
+    """Connect to the host's ssh port, and return the socket.
+
+    Raises:
+        HostTrouble: the host does not answer within CONNECT_S, or refuses.
+    """
     plain = (login.address, login.port) == (host, 22)
     where = host if plain else f"{host} ({login.address}, port {login.port})"
     try:
@@ -172,7 +180,14 @@ def open_socket(host: str, login: Login) -> socket.socket:
 
 
 def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
-    """Return the trouble that its key, of fingerprint ``shown``, is not that of known_hosts."""
+    """Return the error that a host's key differs from the one in known_hosts.
+
+    Args:
+        host: name of the host.
+        login: the login.
+        shown: fingerprint of the host's key.
+        held: fingerprint in known_hosts.
+    """
     again = f"ssh-keygen -R {shlex.quote(login.known_as)}, then bash setup/passwordless_ssh.sh"
     return HostTrouble(
         "host key changed",
@@ -185,7 +200,7 @@ def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
 def refused(
     host: str, login: Login, by_password: bool, takes: Sequence[str] | None = None
 ) -> HostTrouble:
-    """Return the trouble of a host that accepts neither our key nor our password.
+    """Return the error that a host accepts neither this user's key nor password.
 
     Args:
         host: name of the host.
@@ -214,17 +229,17 @@ def refused(
 
 
 _CHUNK = 2**15
-_LINGER_S = 2.0  # after an exit status: for what is still to come
+_LINGER_S = 2.0  # after an exit status, for the remaining output
 
-# Every kind of login shell (tcsh, fish) can run this: it reads a script of so many bytes from
-# stdin, and runs that. Nothing is then quoted for the login shell, and nothing but this line is
-# ever in an argv.
+# Every kind of login shell (tcsh, fish) can run this line. The line reads the length of a script
+# and the script from stdin, and runs it. The script need not be quoted for the login shell, and no
+# other text is ever in an argv.
 _LOADER = 'exec sh -c \'read -r n; s=$(dd bs=1 count="$n" 2>/dev/null); eval "$s"\' motley'
 
 # Variables of another Python, which a .bashrc may set; the scripts start that of the environment.
 _OTHER_PYTHON = "PYTHONHOME PYTHONPATH PYTHONOPTIMIZE PYTHONSAFEPATH"
 
-# Ends all that a script started when the script ends, or when the caller is gone.
+# Ends all processes of a script when the script ends, or when its caller does.
 _TIED = """exec 3<&0 </dev/null
 { trap '' HUP; cat <&3 >/dev/null; kill -TERM 0; } >/dev/null 2>&1 &
 exec 3<&-
@@ -233,7 +248,7 @@ trap 'status=$?; trap "" TERM; kill -TERM 0; exit $status' EXIT
 
 
 class TooLong(Exception):  # noqa: N818 - not a fault of ours
-    """A script did not end within its limit."""
+    """An error: a script did not end within its limit."""
 
 
 @dataclass(frozen=True)
@@ -241,9 +256,11 @@ class Finished:
     """A script that ended.
 
     Attributes:
-        output, errors: what it printed to stdout and stderr.
-        chatter: what the login shell had printed before it; normally nothing.
-        begun: it was begun at all.
+        code: exit status.
+        output: text on stdout.
+        errors: text on stderr.
+        chatter: text that the login shell printed before the script; normally empty.
+        begun: True if the script started at all.
     """
 
     code: int
@@ -254,10 +271,10 @@ class Finished:
 
 
 class Readable(Protocol):
-    """A file, or the part of it that goes to a host."""
+    """A file, or the part of it that is sent to a host."""
 
     def read(self, most: int, /) -> bytes:
-        """Return the next bytes, at most so many; none at the end."""
+        """Return the next bytes, at most ``most``; empty at the end."""
 
 
 class Talk:
@@ -265,8 +282,15 @@ class Talk:
 
     Output before the mark is the login shell's, the rest the script's.
 
+    Args:
+        script: the script.
+        words: its arguments.
+        payload: its stdin; None: empty.
+        on_line: called with each complete line of stdout.
+
     Attributes:
-        tied: stdin stays open. All that the script starts ends with the script or with stdin.
+        tied: True if stdin stays open. All processes of the script then end with the script or when
+            stdin closes.
         sent: the bytes for stdin.
         errors: the bytes from stderr.
     """
@@ -337,7 +361,7 @@ def run_here(talk: Talk, limit: float, through: Sequence[str] = ()) -> int:
     stdin = job.stdin
 
     def write() -> None:
-        with contextlib.suppress(OSError):  # it may end without reading all
+        with contextlib.suppress(OSError):  # the script may end before it has read all
             for piece in talk.sent:
                 stdin.write(piece)
                 stdin.flush()
@@ -361,7 +385,7 @@ def run_here(talk: Talk, limit: float, through: Sequence[str] = ()) -> int:
         raise TooLong from None
     finally:
         with contextlib.suppress(OSError):
-            stdin.close()  # to a tied script: end
+            stdin.close()  # this ends a tied script
         if job.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.wait(2)
@@ -373,7 +397,7 @@ def run_here(talk: Talk, limit: float, through: Sequence[str] = ()) -> int:
 
 
 def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) -> int:
-    """Run the script at the other end of an open session of ssh and return its exit status.
+    """Run the script at the other end of an open ssh session and return its exit status.
 
     Args:
         channel: the session, an object like paramiko's channel.
@@ -383,18 +407,18 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
 
     Raises:
         TooLong: after ``limit`` seconds.
-        EOFError: the connection is gone.
+        EOFError: the connection is lost.
     """
     deadline, lingers = time.monotonic() + limit, math.inf
     channel.exec_command(_LOADER)
     remaining = memoryview(next(talk.sent))
     while True:
-        # sshd may send the exit status before the last output. The output has an end of its own,
-        # but not where a process stays behind that could still write.
+        # sshd may send the exit status before the last output. The end of the output is not
+        # signalled while a process that the script has left behind could still write.
         idle, received = True, channel.exit_status_ready()
         if received:
             lingers = min(lingers, time.monotonic() + _LINGER_S)
-        # Asked before the streams: what came before the end is then read.
+        # Checked before the streams are read, so that all output before the end is read.
         ended = received and (channel.eof_received or channel.closed or time.monotonic() > lingers)
         if remaining and not received and channel.send_ready():
             remaining = remaining[channel.send(remaining[:_CHUNK].tobytes()) :]

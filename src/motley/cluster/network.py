@@ -4,11 +4,12 @@ A network is given by the interfaces by which hosts reach each other. The trial 
 and measures the rate of the slowest one.
 
 In the trial each host opens a port on each network, and sends to the next host in a ring. A
-connection begins with the receiver's token, or is dropped. Needs neither MPI nor any package.
+connection must start with the receiver's token, or is dropped. Neither MPI nor any package is
+needed.
 
 python -m motley.cluster.network listen ADDRESS...   # prints a port for each, and a token
 python -m motley.cluster.network connect             # prints "NAME ok", or "NAME why not"
-python -m motley.cluster.network measure             # prints bytes a second, or why there are none
+python -m motley.cluster.network measure             # prints bytes per second, or the error
 
 To connect and measure, stdin has JSON: [[NAME, ADDRESS, PORT, TOKEN], ...].
 """
@@ -47,7 +48,7 @@ def choose_networks(
     names: Mapping[int, str],
     environs: Mapping[int, Mapping[str, str]],
 ) -> dict[int, Network]:
-    """Return the first of :func:`list_networks`: the likeliest, where none is tried."""
+    """Return the first of :func:`list_networks`, the most probable one if none is tried."""
     return list_networks(machines, names, environs)[0]
 
 
@@ -56,20 +57,21 @@ def list_networks(
     names: Mapping[int, str],
     environs: Mapping[int, Mapping[str, str]],
 ) -> list[dict[int, Network]]:
-    """Find the subnets on which every machine has an address of its own, the likelier first.
+    """Return the subnets on which every machine has its own address, the more probable first.
 
-    Interface names may differ on every machine (eno1, enp4s0f1). An address that two
-    machines both have (docker0's 172.17.0.1) is no way to reach either, so such a subnet
-    is never chosen. One machine alone talks to itself over loopback. An interface that is named as
-    those of containers are counts only where there is no other.
+    A subnet is given by each machine's interface, whose names may differ (eno1, enp4s0f1). If two
+    machines have the same address (docker0's 172.17.0.1), neither can be reached by it, and such a
+    subnet is never chosen. One machine alone uses loopback. Interfaces with names of containers'
+    interfaces are used only if there is no other.
 
     Args:
         machines: interfaces of each machine.
         names: host name of each machine, for errors.
-        environs: of machines: one that the user set there for gloo or NCCL is the only one.
+        environs: environment of each machine. If a user has set an interface there for gloo or
+            NCCL, no other is used.
 
     Raises:
-        MotleyError: there is none, or a machine lacks the user's interface.
+        MotleyError: there is no subnet, or a machine lacks the user's interface.
     """
     wanted = named_interfaces(machines, names, environs)
     if len(machines) == 1:
@@ -100,7 +102,7 @@ def _why_none(
     names: Mapping[int, str],
     candidates: Sequence[Interface],
 ) -> str:
-    """Return why machines share no subnet, and what to do."""
+    """Return a sentence on why machines share no subnet, and the fix."""
     own = {
         machine: {at for at in interfaces if not at.network.is_loopback}
         for machine, interfaces in machines.items()
@@ -138,10 +140,10 @@ def named_interfaces(
 ) -> dict[int, list[str]]:
     """Return the interfaces that the user names for gloo or NCCL on each machine.
 
-    NCCL takes the beginning of a name too, and ``^`` before a name that it must not take.
+    NCCL also accepts the beginning of a name, and ``^`` before a name that it must not use.
 
     Raises:
-        MotleyError: one machine has none of its own.
+        MotleyError: a machine has no interface of such a name.
     """
     wanted: dict[int, list[str]] = {}
     for machine, interfaces in machines.items():
@@ -162,27 +164,30 @@ def named_interfaces(
     return wanted
 
 
-CONNECT_S = 3.0  # for a connection, and for the greeting after it
+CONNECT_S = 3.0  # for a connection, and again for the greeting
 SECONDS = 0.2  # of sending
 GREETING = b"motley"
 _TOKEN = 32  # characters
-_MOST_CONNECTIONS = 256  # to one port: each host is asked by one, and in a trial of pairs by all
+_MOST_CONNECTIONS = 256  # to one port: one host connects, in a trial of pairs all hosts
 _CHUNK = 1 << 16  # bytes
-_BUFFER = 1 << 18  # bytes on the way: a slow network is soon seen to be slow
+_BUFFER = 1 << 18  # bytes of the send buffer: small, so that a slow network shows early
 _MOST = 1 << 27  # bytes
 _REPLY_S = 6.0
 _COUNT = struct.Struct("!Q")
-_FASTER = 1.5  # by so much a later network is faster, or an earlier one stays: rates vary
+_FASTER = 1.5  # factor by which a later network has to be faster, since rates vary
 
-Answer = float | str  # bytes a second, or why there are none
+Answer = float | str  # bytes per second, or the error
 
 
 class Receiver:
-    """A port on each of some addresses, each of which counts what comes. A context manager.
+    """A port on each of some addresses that counts the received bytes. A context manager.
+
+    Args:
+        addresses: addresses of this machine.
 
     Attributes:
-        ports: one for each address; 0 where none can be opened.
-        token: that a connection begins with.
+        ports: one port for each address; 0 if none can be opened.
+        token: text that a connection has to start with.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -211,13 +216,13 @@ def _serve(server: socket.socket, token: str) -> None:
     for _ in range(_MOST_CONNECTIONS):
         try:
             connection, _ = server.accept()
-        except OSError:  # it is closed
+        except OSError:  # the server is closed
             return
         threading.Thread(target=_count, args=(connection, token), daemon=True).start()
 
 
 def _count(connection: socket.socket, token: str) -> None:
-    """Greet a peer that knows the token, and answer how many bytes have come."""
+    """Count the bytes of a peer that sends the token, and send the number to the peer."""
     try:
         with connection:
             connection.settimeout(_REPLY_S)
@@ -234,7 +239,7 @@ def _count(connection: socket.socket, token: str) -> None:
 
 
 def connect(address: str, port: int, token: str) -> socket.socket | str:
-    """Return a connection to a :class:`Receiver`, or why there is none."""
+    """Return a connection to a :class:`Receiver`, or the error in words."""
     try:
         connection = socket.create_connection((address, port), CONNECT_S)
     except TimeoutError:
@@ -253,7 +258,9 @@ def connect(address: str, port: int, token: str) -> socket.socket | str:
 
 
 def measure(targets: Sequence[tuple[str, int]], token: str) -> list[Answer]:
-    """Send to the port of one host on each network; connections are opened at once.
+    """Send to the port of one host on each network, and return each rate or error.
+
+    All connections are opened at once, and used one after another.
 
     Args:
         targets: addresses and ports of one :class:`Receiver`.
@@ -294,7 +301,7 @@ def _send(connection: socket.socket) -> Answer:
 
 
 def next_in_ring(machine: int, machines: Sequence[int]) -> int:
-    """Return the machine to which one sends."""
+    """Return the machine to which ``machine`` sends."""
     return machines[(machines.index(machine) + 1) % len(machines)]
 
 
@@ -303,15 +310,15 @@ def pick_network(
     answers: Mapping[int, Sequence[Answer]],
     names: Mapping[int, str],
 ) -> tuple[int, str]:
-    """Return the number of the fastest network that connects all, and what came of each.
+    """Return the index of the fastest network that connects all, and a sentence on each network.
 
     Args:
-        candidates: networks, the likelier first.
-        answers: of each machine about each candidate, from :func:`measure`.
-        names: of the machines.
+        candidates: networks, the more probable first.
+        answers: results of each machine for each candidate, from :func:`measure`.
+        names: names of the machines.
 
     Raises:
-        MotleyError: none of them connects all machines.
+        MotleyError: none of the networks connects all machines.
     """
     rates: list[float | None] = []
     words = []
@@ -344,7 +351,7 @@ def pick_network(
 
 
 def main(words: Sequence[str]) -> None:
-    """Listen until this process is ended, measure, or connect to all at once."""
+    """Run the command in ``words``: listen until this process is ended, measure, or connect."""
     if words[0] == "listen":
         with Receiver(words[1:]) as receiver:
             print(*receiver.ports, receiver.token, flush=True)
@@ -362,7 +369,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _try_peer(name: str, address: str, port: int, token: str) -> None:
-    """Print how a connection to a host fares."""
+    """Print "ok" or the error of a connection to a host."""
     results = connect(address, port, token)
     result = results if isinstance(results, str) else "ok"
     print(f"{name} {result}\n", end="", flush=True)

@@ -1,6 +1,6 @@
-"""Finds this user's training processes on this machine, and those that were left over.
+"""The training processes of this user on this machine, and those that were left over.
 
-python -m motley.cluster.orphans                     # what there is, as one line of JSON
+python -m motley.cluster.orphans                     # all processes, as one line of JSON
 python -m motley.cluster.orphans --end 4711:88231    # end that pid, if it started at that tick
 """
 
@@ -24,10 +24,10 @@ from motley.cluster.processes import end, ticks
 
 _MPIRUN = MPIRUN | {"prte"}
 _DAEMONS = {"prted", "orted", "slurmstepd"}
-# Open MPI 5 names a job after the host and the pid of its mpirun. Open MPI 4.1 and Slurm do
-# not, and there a rank is known by the daemon that is its parent.
+# Open MPI 5 names a job after the host and the pid of its mpirun. Open MPI 4.1 and Slurm do not.
+# There a rank is recognised by the daemon that is its parent.
 _JOB = re.compile(r"\b(?:prterun|prte)-([\w.-]+)-(\d+)@")
-_BEGIN = "motley.launch"  # what entry_cn.sh has Python run
+_BEGIN = "motley.launch"  # the module that entry_cn.sh runs
 _COMMAND = "motley.cli"
 _NAMES = ("PMIX_NAMESPACE", "SLURM_JOB_ID")
 
@@ -37,18 +37,20 @@ class TrainingProcess:
     """A process of this user that belongs to training.
 
     Attributes:
-        ticks: when it started, in clock ticks since this machine did; with ``pid`` it names
-            a process for good, for pids are used again.
+        pid: process id.
+        ticks: start time of the process, in clock ticks since boot. pids are used again, so pid and
+            ticks together identify a process.
         age_s: seconds since it started.
-        description: for a person, "rank 3: torch_dist/train_vit.py --run a".
+        description: text for the user, as "rank 3: torch_dist/train_vit.py --run a".
         kind: ``rank``, ``daemon`` or ``mpirun``.
         workers: pid and ticks of each data worker of a rank.
-        gpu_mib: GPU memory that it and its workers hold; None where no driver reports it.
-        head: host and pid of its mpirun, where it says so.
-        launched: some launcher started it.
-        held: a launcher is among its living ancestors.
-        orphan: its parent is gone.
-        job: of a rank, the launcher's name for all ranks together; size: their number.
+        gpu_mib: GPU memory of the process and its workers, MiB; None if no driver reports it.
+        head: host and pid of its mpirun, if they are known.
+        launched: True if a launcher started it.
+        held: True if a launcher is among its living ancestors.
+        orphan: True if its parent has ended.
+        job: for a rank, the launcher's name of the job.
+        size: for a rank, the number of ranks of the job.
     """
 
     pid: int
@@ -68,13 +70,13 @@ class TrainingProcess:
 
 @dataclass(frozen=True)
 class Survey:
-    """One machine.
+    """The training processes of one machine.
 
     Attributes:
-        node: its own name for itself.
+        node: host name of the machine.
         processes: this user's processes of training.
         mpiruns: pids of all of this user's mpirun.
-        others: who else holds GPU memory.
+        others: other processes that hold GPU memory.
     """
 
     node: str
@@ -84,11 +86,11 @@ class Survey:
 
 
 def state(process: TrainingProcess, mpiruns: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Return ``running``, ``leftover`` (the process that started it is gone) or ``unknown``.
+    """Return ``running``, ``leftover`` (the process that started it has ended) or ``unknown``.
 
     Args:
         process: the process.
-        mpiruns: name of each machine that could be asked, and pids of this user's mpirun there.
+        mpiruns: name of each machine that was surveyed, and pids of this user's mpirun there.
     """
     if process.kind == "mpirun":
         return "running"
@@ -96,7 +98,7 @@ def state(process: TrainingProcess, mpiruns: Iterable[tuple[str, Sequence[int]]]
         host, pid = process.head
         short = host.partition(".")[0]
         known = [pids for node, pids in mpiruns if node.partition(".")[0] == short]
-        if known:  # several, where two machines have one name
+        if known:  # several, if two machines have the same name
             return "running" if any(pid in pids for pids in known) else "leftover"
         # Daemons of other hosts have no parent in any case.
         return "leftover" if process.kind == "rank" and process.orphan else "unknown"
@@ -108,7 +110,7 @@ def state(process: TrainingProcess, mpiruns: Iterable[tuple[str, Sequence[int]]]
 
 
 def survey() -> Survey:
-    """Look at all processes of this machine."""
+    """Return this user's training processes on this machine."""
     gpu = read_gpu_processes()
     own = _own_processes()
     ranks = {pid for pid, each in own.items() if _line(each) is not None}
@@ -144,23 +146,23 @@ def _own_processes() -> dict[int, dict[str, Any]]:
                 known = process.as_dict(wanted)
                 if known["status"] != psutil.STATUS_ZOMBIE:
                     result[process.pid] = {**known, "ticks": ticks(process.pid)}
-        except (psutil.Error, OSError):  # it ended
+        except (psutil.Error, OSError):  # the process has ended
             continue
     return result
 
 
 def _line(each: Mapping[str, Any]) -> list[str] | None:
-    """Return the words of a rank's command; None for another process.
+    """Return the words of a rank's command line; None for another process.
 
-    The words are a script of this clone, as entry_cn.sh runs it, or the command ``motley``, and its
-    arguments. Without a clone any script of this environment's Python counts.
+    A rank runs a script of this clone, started by entry_cn.sh, or the command ``motley``. Without a
+    clone, any script counts that this environment's Python runs.
     """
     words = each["cmdline"] or []
     for at in range(len(words) - 2):
         if words[at : at + 4] == ["-m", _BEGIN, "-m", _COMMAND]:
             return ["motley", *words[at + 4 :]]
         if words[at : at + 2] == ["-m", _BEGIN]:
-            if not ROOT:  # by this environment's Python: then it is any script of the user's
+            if not ROOT:  # without a clone: any script that this environment's Python runs
                 own = Path(words[0]).is_relative_to(sys.prefix)
                 return words[at + 2 :] if own else None
             path = (Path(each["cwd"] or "/") / words[at + 2]).resolve()
@@ -170,7 +172,7 @@ def _line(each: Mapping[str, Any]) -> list[str] | None:
 
 
 def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
-    """Yield its parent, the parent's parent and so on, as far as they are this user's."""
+    """Yield the parent of a process, the parent's parent and so on, up to another user's."""
     while (pid := own[pid]["ppid"]) in own:
         yield pid
 
@@ -178,7 +180,7 @@ def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
 def _is_own_launcher(
     pid: int, each: Mapping[str, Any], ranks: set[int], own: Mapping[int, Mapping[str, Any]]
 ) -> bool:
-    """Return True for a launcher of this environment, or one that started one of our ranks."""
+    """Return True for a launcher of this environment, or one that started one of the ranks."""
     return Path(each["exe"] or "/").is_relative_to(sys.prefix) or any(
         pid in _ancestors(rank, own) for rank in ranks
     )
@@ -223,13 +225,13 @@ def _describe(
 
 def _held(pid: int, own: Mapping[int, Mapping[str, Any]]) -> bool:
     above = [pid, *_ancestors(pid, own)]
-    parents = (_name(own[up]["ppid"]) for up in above)  # slurmstepd is root's
+    parents = (_name(own[up]["ppid"]) for up in above)  # root owns slurmstepd
     return any(name in _MPIRUN | _DAEMONS for name in parents)
 
 
 def _is_orphan(parent: int) -> bool:
     # 0 is a parent outside of this container.
-    return parent == 1 or _name(parent) == "systemd"  # the user's own takes orphans in
+    return parent == 1 or _name(parent) == "systemd"  # the user's systemd adopts orphans
 
 
 def _name(pid: int) -> str:
@@ -240,7 +242,11 @@ def _name(pid: int) -> str:
 
 
 def survey_from_json(text: str) -> Survey:
-    """Read what ``python -m motley.cluster.orphans`` printed; ValueError, KeyError or TypeError."""
+    """Return the survey that ``python -m motley.cluster.orphans`` has printed.
+
+    Raises:
+        ValueError, KeyError or TypeError: the text is no survey.
+    """
     fields = json.loads(text)
     result = tuple(
         TrainingProcess(
@@ -257,7 +263,7 @@ def survey_from_json(text: str) -> Survey:
 
 
 def main(words: Sequence[str]) -> None:
-    """Print a survey, or end what ``--end PID:TICKS ...`` names and print what came of it."""
+    """Print a survey as JSON, or end the processes of ``--end PID:TICKS ...``."""
     if words[:1] == ["--end"]:
         pairs = [word.split(":") for word in words[1:]]
         print(json.dumps(end([(int(pid), int(start)) for pid, start in pairs])))

@@ -1,7 +1,8 @@
 """Processes of this machine.
 
-The module starts programs and waits for them, each with a time limit. Other parts are the signals
-that end this process, and other processes, identified by pid and start time.
+The module starts programs and waits for them, each with a time limit. Other parts handle the
+signals that end this process, and send signals to other processes, identified by pid and start
+time.
 """
 
 import contextlib
@@ -19,22 +20,22 @@ from motley.errors import MotleyError
 
 
 class ChildTimeoutError(MotleyError):
-    """A program did not end within its time limit."""
+    """An error: a program did not end within its time limit."""
 
 
 def run_child(
     words: Sequence[object], limit_s: float, fix: str, cwd: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program to its end; its input is empty.
+    """Run a program with empty stdin to its end, and return its exit status and output.
 
     Args:
         words: its command line.
         limit_s: seconds that it may take.
-        fix: what the user can do where it takes longer.
+        fix: instruction to the user for the case that it takes longer.
         cwd: working directory; None: that of this process.
 
     Raises:
-        ChildTimeoutError: it takes longer. The program is killed.
+        ChildTimeoutError: the program takes longer, and is killed.
         OSError: there is no such program.
     """
     command = [str(word) for word in words]
@@ -56,17 +57,17 @@ def run_child(
 
 
 def handle_end(number: signal.Signals, handler: Callable[[int, FrameType | None], object]) -> None:
-    """Set the handler of a signal. SIGHUP stays ignored where this process was started so.
+    """Set the handler of a signal. SIGHUP stays ignored if it was ignored at the start.
 
-    A shell that starts a program in the background has it ignore SIGINT too. Only another program
-    sends that one there, and it means it.
+    A shell that starts a program in the background has it ignore SIGINT too. The handler of SIGINT
+    is set anyway, because then only a program sends SIGINT, on purpose.
     """
     if number != signal.SIGHUP or not ignores_hangup():
         signal.signal(number, handler)
 
 
 def ignores_hangup() -> bool:
-    """Return True if a closed terminal is to end nothing, as under nohup."""
+    """Return True if a closed terminal does not end this process, as under nohup."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
@@ -74,7 +75,7 @@ PATIENCE_S = 3.0  # between SIGTERM, on which a rank notifies the others, and SI
 
 
 def ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; OSError if it is gone."""
+    """Return the start time of a process in clock ticks since boot; OSError if it ended."""
     # The name, in parentheses, may hold anything; what follows is plain (proc(5), stat).
     after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     if after[0] in "ZX":
@@ -83,13 +84,13 @@ def ticks(pid: int) -> int:
 
 
 def end(targets: Sequence[tuple[int, int]]) -> dict[int, str]:
-    """End processes: SIGTERM, and SIGKILL to what is still there after PATIENCE_S.
+    """End processes: SIGTERM, and SIGKILL to those that are alive after PATIENCE_S.
 
     Args:
-        targets: pid and ticks of each. One that is not this user's is left alone.
+        targets: pid and ticks of each process. Processes of other users are left alone.
 
     Returns:
-        ``ended``, ``killed``, ``gone`` (before we came) or ``stuck`` for each pid.
+        By pid: ``ended``, ``killed``, ``gone`` (ended before this call) or ``stuck``.
     """
     outcome = {
         pid: "ended" if _signal(pid, start, signal.SIGTERM) else "gone" for pid, start in targets
@@ -106,7 +107,7 @@ def send(pid: int, start: int, number: int) -> bool:
     """Send a signal to a process of this user that has a handler for it; return True if sent.
 
     Args:
-        pid: number of the process.
+        pid: process id.
         start: start time of the process, in ticks.
         number: number of the signal.
     """
@@ -124,7 +125,7 @@ def send(pid: int, start: int, number: int) -> bool:
 
 
 def is_alive(pid: int, start: int) -> bool:
-    """Return True if the pid is still the process that started at ``start``, and this user's."""
+    """Return True if the process of this pid is this user's, and has started at ``start``."""
     try:
         return ticks(pid) == start and Path(f"/proc/{pid}").stat().st_uid == os.getuid()
     except OSError:

@@ -1,9 +1,10 @@
 """Connections by ssh to one host, or to many at once; the only user of paramiko.
 
-They use the settings that OpenSSH, and so ``mpirun``, would: those which ``ssh -G`` prints for the
-host (address, user, port, keys, files of host keys), and the agent. A host whose key is unknown or
-changed gets nothing. This machine itself, however hosts.txt names it, needs no ssh; nor does a
-node of the Slurm allocation that this process is in, where Slurm runs the command.
+A connection uses the settings that OpenSSH, and thus ``mpirun``, would use. These are the settings
+that ``ssh -G`` prints for the host (address, user, port, keys, files of host keys), and the agent.
+If a host's key is unknown or changed, nothing is sent to it. This machine itself, however hosts.txt
+names it, needs no ssh. A node of the Slurm allocation of this process needs none either, because
+Slurm runs the command there.
 """
 
 import base64
@@ -42,11 +43,12 @@ logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 
 class Remote:
-    """A host that let us in, by ssh, through Slurm or because we are on it. A context manager.
+    """A host to which this process has access, by ssh, through Slurm or locally. A context manager.
 
     Attributes:
-        here: it is this machine.
-        key: its host key, as it proved it; None without ssh.
+        host: name of the host.
+        here: True if it is this machine.
+        key: its host key, which the host has proved; None without ssh.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Remote:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._client:
             self._client.close()
 
@@ -77,19 +79,19 @@ class Remote:
         limit: float = 30,
         on_line: Callable[[str], None] | None = None,
     ) -> Finished:
-        """Run a POSIX sh script there, whatever the login shell is.
+        """Run a POSIX sh script on the host, whatever its login shell is, and return the output.
 
         Args:
             script: the script. Without a payload its stdin is empty, and all processes that it
                 starts end with it, or with the connection.
             *words: arguments of the script, ``$1 $2 ...``.
-            payload: its stdin, or a file to read that from. Secrets go here: nothing else
-                stays out of a process list.
-            limit: seconds that it may take in all.
-            on_line: called with each line of stdout as it comes.
+            payload: its stdin, or a file to read it from. Secrets belong here, because arguments
+                appear in lists of processes.
+            limit: largest duration in seconds.
+            on_line: called with each line of stdout as it arrives.
 
         Raises:
-            HostTrouble: it took longer, or the connection broke.
+            HostTrouble: the script took longer, or the connection broke.
         """
         talk = Talk(script, words, payload, on_line)
         try:
@@ -140,7 +142,7 @@ class Remote:
 
 
 def _last_line(done: Finished) -> str:
-    """Return what a login shell printed last."""
+    """Return the last line that a login shell printed."""
     lines = (done.chatter + done.errors).strip().splitlines()
     return lines[-1][:80] if lines else "it says nothing"
 
@@ -152,12 +154,13 @@ def connect(
 
     Args:
         host: name of the host.
-        password: use this alone, no key.
-        key: use this private key alone. Without either: all that ssh would try unasked, or Slurm.
-        known: take this for its host key if no known_hosts file holds one.
+        password: use only this password, no key.
+        key: use only this private key. Without password and key: use all keys that ssh would try,
+            or Slurm.
+        known: the host key to accept if no known_hosts file has one.
 
     Raises:
-        HostTrouble: named as what it is, with the fix.
+        HostTrouble: names the cause and the fix.
     """
     if is_here(host):
         return Remote(host, None)
@@ -187,7 +190,8 @@ def connect(
         client.close()
         spoke = transport is not None and transport.initial_kex_done
         if spoke and isinstance(error, HostTrouble) and error.kind == "silent":
-            # Then an agent offered more keys than it tries, and it hung up.
+            # An agent has offered more keys than the host accepts, and the host closed the
+            # connection.
             raise refused(host, login, password is not None) from None
         raise
     transport = client.get_transport()
@@ -211,7 +215,7 @@ def _client(login: Login, known: HostKey | None) -> paramiko.SSHClient:
 
 
 def known_keys(host: str, path: Path) -> tuple[HostKey, ...]:
-    """Return a host's keys in a known_hosts file; OSError if that cannot be read."""
+    """Return a host's keys in a known_hosts file; raise OSError if the file cannot be read."""
     file, name = paramiko.HostKeys(), read_login(host).known_as
     for listed, key in _read_known(path):
         file.add(listed, key.get_name(), key)
@@ -220,13 +224,13 @@ def known_keys(host: str, path: Path) -> tuple[HostKey, ...]:
 
 
 def _read_known(path: Path) -> Iterator[tuple[str, paramiko.PKey]]:
-    """Yield names and keys of a known_hosts file; paramiko's reader fails at the first bad line."""
+    """Yield names and keys of a known_hosts file. Bad lines are left out."""
     for line in path.read_text(errors="replace").splitlines():
         if not line.strip() or line.lstrip().startswith(("#", "@")):
             continue
         try:
             entry = paramiko.hostkeys.HostKeyEntry.from_line(line.strip())
-        except Exception:  # whatever a line made it stumble over, ssh skips that line too
+        except Exception:  # of any type; ssh skips such lines too
             continue
         if entry is not None and entry.key is not None:
             for name in entry.hostnames or ():
@@ -234,11 +238,14 @@ def _read_known(path: Path) -> Iterator[tuple[str, paramiko.PKey]]:
 
 
 def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:
-    """Return the key that a host shows, without logging in; raises HostTrouble.
+    """Return the key that a host shows, without logging in.
 
     Args:
         host: name of the host.
-        kinds: kinds of keys that are asked for first, for example ``ssh-rsa``.
+        kinds: kinds of keys that are requested first, for example ``ssh-rsa``.
+
+    Raises:
+        HostTrouble: the host does not answer.
     """
     login = read_login(host)
     sock = open_socket(host, login)
@@ -258,7 +265,7 @@ def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:
 
 @contextlib.contextmanager
 def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
-    """Turn paramiko's errors into what they mean to the user."""
+    """Raise paramiko's errors as HostTrouble, with the meaning for the user and the fix."""
     try:
         yield
     except paramiko.BadHostKeyException as error:
@@ -272,7 +279,7 @@ def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
     except paramiko.AuthenticationException as error:
         raise refused(host, login, by_password, getattr(error, "allowed_types", None)) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        if str(error) == "No authentication methods available":  # there is no key at all
+        if str(error) == "No authentication methods available":  # the user has no key
             raise refused(host, login, by_password) from None
         # "No existing session" is paramiko's word for a handshake that took too long.
         slow = "banner" in str(error) or "No existing session" in str(error)
@@ -306,12 +313,12 @@ T = TypeVar("T")
 def run_on_all(
     hosts: Iterable[str], work: Callable[[str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
-    """Call ``work(host)`` for all hosts at once.
+    """Call ``work(host)`` for all hosts at once, and return each result or error by host.
 
     Args:
         hosts: names of the hosts.
         work: function that is called with each host.
-        limit: seconds after which a host that has not finished is in trouble.
+        limit: seconds after which an unfinished host gets an error.
 
     Returns:
         Each host's result, or the HostTrouble that it raised, in the hosts' order. Any other
@@ -342,12 +349,12 @@ def run_on_all(
         f"not finished within {limit:.0f} s",
         "see what keeps it busy, then run the same command again",
     )
-    done = dict(results)  # a late one may still come in
+    done = dict(results)  # a copy, since late results may still arrive
     return {host: done.get(host, late) for host in order}
 
 
 def split(results: Mapping[str, T | HostTrouble]) -> tuple[dict[str, T], dict[str, HostTrouble]]:
-    """Split the result of :func:`run_on_all` into values and troubles, each by host."""
+    """Return the values and the troubles in the result of :func:`run_on_all`, each by host."""
     well = {host: each for host, each in results.items() if not isinstance(each, HostTrouble)}
     troubles = {host: each for host, each in results.items() if isinstance(each, HostTrouble)}
     return well, troubles

@@ -1,1 +1,1 @@
-"""How ranks add up what they have: collectives, and the ways of ``--wire``."""
+"""The sum of values over ranks: collectives, and the modes of ``--wire``."""

@@ -2,10 +2,10 @@
 
 A rank has to leave a collective if another rank is gone.
 
-Gloo does not end a wait for a peer that is silent. A wait does end where this process's own
-connections end, save where two end within a moment. There Gloo left one wait in some sixty
-pending, which would have lasted for its half an hour. A gradient on a CPU is therefore waited for
-by way of :func:`leavable`. NCCL has an abort of its own, after which work that was queued on the
+Gloo does not end a wait for a silent peer. A wait usually ends when this process closes its own
+connections. If two connections end at nearly the same time, Gloo left one wait in some sixty
+pending, for its timeout of half an hour. Gradients on a CPU are therefore waited for through
+:func:`leavable`. NCCL has an abort of its own, after which work that was queued on the
 device computes with undefined values.
 """
 
@@ -27,8 +27,8 @@ from torch.futures import Future
 _ABORT = getattr(dist.distributed_c10d, "_abort_process_group")  # noqa: B009  # torch: experimental
 
 _NOTICE_S = 1.0  # in which gloo should notice that its connections have ended; usual: 0.06
-_GATES: dict[Future[None], Future[Any]] = {}  # of what is waited for
-_FORGOTTEN: list[Future[Any]] = []
+_GATES: dict[Future[None], Future[Any]] = {}  # collectives that threads wait for, by their gate
+_FORGOTTEN: list[Future[Any]] = []  # collectives that may never end
 
 
 def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
@@ -36,7 +36,7 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
 
     Args:
         sent: future of the collective.
-        device: device of its value. On a GPU the future itself is returned.
+        device: device of its value. On a GPU ``sent`` itself is returned.
     """
     if device.type != "cpu":
         return sent
@@ -53,13 +53,16 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
 
 
 def has_forgotten() -> bool:
-    """Return True if a thread of gloo's may wait for ever, and the end of its group for it."""
+    """Return True if a collective was abandoned and has not ended.
+
+    A thread of gloo's, or destroying its process group, may then wait for ever.
+    """
     return not all(sent.done() for sent in _FORGOTTEN)
 
 
 def _open(gate: Future[None]) -> None:
     _GATES.pop(gate, None)
-    with contextlib.suppress(RuntimeError):  # it is open
+    with contextlib.suppress(RuntimeError):  # the gate is open already
         gate.set_result(None)
 
 
@@ -71,12 +74,12 @@ def connections() -> frozenset[int]:
 def abandon_group(
     since: Collection[int], others: Collection[socket.socket], hosts: Collection[str]
 ) -> None:
-    """Break the process group, and so free each thread that waits in it.
+    """End the process group's connections, and thereby free each thread that waits in it.
 
     Args:
-        since: :func:`connections` before it was made; these stay.
-        others: they stay too.
-        hosts: addresses of the machines that compute; connections to others stay.
+        since: result of :func:`connections` before the group was made; these connections stay.
+        others: further connections that stay.
+        hosts: addresses of the machines that compute; connections to other machines stay.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         _ABORT()
@@ -99,7 +102,7 @@ def _inode(each: socket.socket) -> int:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Yield a duplicate descriptor of each TCP connection, open until the next."""
+    """Yield a duplicate of each TCP connection of this process, open until the next is yielded."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as each:
             inet = each.family in (socket.AF_INET, socket.AF_INET6)
@@ -117,14 +120,14 @@ def _is_connected(each: socket.socket) -> bool:
 
 # Torch 2.14 gave it another name, and warns of the one before.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_LEFT: deque[tuple[float, Any]] = deque()  # when, and the group
+_LEFT: deque[tuple[float, Any]] = deque()  # time of leaving, and the group
 
 
 def leave_group(group: Any = None) -> None:
-    """Destroy a process group; all of its ranks call it.
+    """Leave a process group and destroy it; all of its ranks call this function.
 
     Args:
-        group: None: the default one, and with it all others.
+        group: the group; None: the default one, and with it all others.
     """
     saved = [group or dist.group.WORLD]
     if has_forgotten():
@@ -132,7 +135,7 @@ def leave_group(group: Any = None) -> None:
     by_gloo = dist.get_backend(group) == "gloo"
     dist.destroy_process_group(group)
     # A callback of torch's PowerSGD may still hold the group in one of gloo's own threads. If that
-    # were the last to let go, the thread would have to join itself, and abort the process.
+    # thread released it last, the thread would have to join itself, and abort the process.
     if by_gloo:
         _LEFT.append((time.monotonic(), saved))
     release_groups()
@@ -149,7 +152,7 @@ def release_groups() -> None:
 def all_gather(values: Sequence[Tensor | float]) -> Tensor:
     """Gather every rank's numbers, fp64 [ranks, numbers]. All ranks must call it.
 
-    Over NCCL the result is on the GPU, and nothing waits for it here.
+    Over NCCL the result is on the GPU, and the host does not wait for it.
     """
     wire = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     own = torch.stack(
@@ -167,7 +170,7 @@ def gather_parts(part: Tensor) -> Tensor:
     """Gather every rank's part, concatenated, [ranks * numbers]. All ranks must call it.
 
     Args:
-        part: [numbers], as many on each rank.
+        part: numbers of this rank, [numbers], as many on each rank.
     """
     whole = part.new_empty(dist.get_world_size() * len(part))
     _all_gather(whole, part)
@@ -176,12 +179,12 @@ def gather_parts(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy on the CPU, under way.
+    """A copy to the CPU that may still be running.
 
     Attributes:
-        table: may be read once it is done.
-        wait: waits for it, but for no later work of the GPU.
-        is_done: asks without waiting.
+        table: the copy, which may be read once it is done.
+        wait: waits for the copy, but for no later work of the GPU.
+        is_done: returns True if the copy is done, without waiting.
     """
 
     table: Tensor
@@ -190,7 +193,7 @@ class Copy:
 
 
 def begin_copy(table: Tensor) -> Copy:
-    """Begin to copy a table to the CPU, in parallel with the host's work."""
+    """Start to copy a table to the CPU, in parallel with the host's work."""
     copy = table.to("cpu", non_blocking=True)
     if not table.is_cuda:
         return Copy(copy)
@@ -200,7 +203,7 @@ def begin_copy(table: Tensor) -> Copy:
 
 
 def mark_now(device: torch.device) -> Callable[[], object]:
-    """Return what waits until a device has done all that it was given so far."""
+    """Return a function that waits until a device has done all work queued so far."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -24,14 +24,14 @@ from motley.comm.modes.power_sgd import PowerSgd
 from motley.comm.reducer import DTYPES, Bucket, Reducer, Sums, in_thread
 
 _LANES = 2  # a third was no faster
-_EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
+_EXACT_AT_FIRST = 2  # steps; torch's PowerSGD needs two, to fix its own buckets
 
 
 class _Listening:
-    """An object that torch's hook takes for a process group: it remembers what this rank sent.
+    """A stand-in for a process group that torch's hook uses; it remembers what this rank sent.
 
     Attributes:
-        sent: by the address of the summed tensor, in place.
+        sent: this rank's values, by the address of the tensor that is summed in place.
     """
 
     def __init__(self, sums: Sums, group: Any, dtype: torch.dtype) -> None:
@@ -43,9 +43,9 @@ class _Listening:
         return dist.get_world_size(self._group)
 
     def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
-        """Add up one tensor, in place."""
+        """Start to add up one tensor over all ranks, in place."""
         (whole,) = tensors
-        if len(whole):  # what is empty has no address of its own
+        if len(whole):  # an empty tensor has no address of its own
             self.sent[whole.data_ptr()] = whole.to(self._dtype, copy=True)
         summed = self._sums.begin(whole, self._dtype, self._group)
         return _Work(summed.then(lambda future: [future.value()]))
@@ -53,27 +53,30 @@ class _Listening:
 
 @dataclass(frozen=True)
 class _Work:
-    """An all-reduce under way; ``future`` is of a list of one tensor."""
+    """An all-reduce that has started; ``future`` has a list of one tensor."""
 
     future: Future[list[Tensor]]
 
     def get_future(self) -> Future[list[Tensor]]:
-        """See ``future``."""
+        """Return ``future``."""
         return self.future
 
 
 class _Lane:
-    """Some of the buckets, one after another, through groups of its own.
+    """A queue of some of the buckets, which are sent one after another through groups of its own.
 
-    The hook would send what is not worth two matrices, such as biases, before the first of them.
-    Over gloo it travels beside them, through another group (a group has two threads, and the hook
-    lets one wait for the other): where latency counts, a third of the time. And the second matrix
-    would be begun by gloo's threads, in another order on every rank; so a thread waits for each.
+    Gradients that are not worth two matrices, such as biases, would be sent by the hook before the
+    first matrix. Over gloo they travel in parallel, through another group, because a gloo group has
+    two threads, and the hook lets one wait for the other. This saves a third of the time where
+    latency counts. The second matrix would be started by gloo's threads, in another order on every
+    rank, so a thread waits for each bucket.
 
     Attributes:
-        power: torch's memory of these buckets. group: None: the default one.
-        beside: the group of what is not compressed. dtype: of what travels.
-        thread: None: on a GPU, whose streams keep the order.
+        power: torch's state of these buckets.
+        group: process group of the matrices; None: the default one.
+        beside: process group of gradients that are not compressed.
+        dtype: dtype of the numbers that are sent.
+        thread: thread that waits for each bucket; None on a GPU, whose streams keep the order.
     """
 
     def __init__(self, number: int, mode: PowerSgd, device: torch.device, sums: Sums) -> None:
@@ -93,7 +96,7 @@ class _Lane:
 
     def keep(self) -> None:
         """Save the state for :meth:`put_back`."""
-        # The hook puts a new error in the old one's place, but writes into the Q's.
+        # The hook replaces the error by a new tensor, but changes Q in place.
         self._kept = (dict(self.power.error_dict), _copies(self.power.q_memory_dict))
 
     def put_back(self) -> None:
@@ -104,15 +107,15 @@ class _Lane:
             del power.p_memory_dict[place]
 
     def rescale(self, factor: float) -> None:
-        """Multiply the errors by ``factor``: their unit is the loss scale."""
+        """Multiply the errors by ``factor``, because their unit is the loss scale."""
         if factor != 1.0:
             for error in self.power.error_dict.values():
                 error.mul_(factor)
 
     def begin(self, bucket: Bucket) -> None:
-        """Make a bucket's first Q, if it has none, alike on all ranks.
+        """Create a bucket's first Q, if it has none, equal on all ranks.
 
-        The hook would draw it from torch's own generator, which other threads may be using.
+        The hook would draw it from torch's global generator, which other threads may be using.
         """
         power, place = self.power, bucket.place
         if place in power.p_memory_dict:
@@ -125,12 +128,13 @@ class _Lane:
         power.p_memory_dict[place] = torch.empty(numbers, device=self._device)
 
     def own_error(self, bucket: Bucket) -> None:
-        """Make the error that the hook left what this rank's own matrices leave out of its part.
+        """Replace the hook's error by the part that this rank's own matrices leave out.
 
-        The hook subtracts the mean of all ranks from a rank's part. These differences sum up to
-        the same, but each grows for as long as the parts differ, by shares or by chance: sums of
-        ever larger numbers, of which rounding leaves ever less. With the orthogonal P that all
-        have, and Q the mean of the ranks' own q, (part - P Q^T) + P (Q - q)^T is part - P q^T.
+        The hook subtracts the mean of all ranks from a rank's part of the gradient. These
+        differences have the right sum. But each difference grows for as long as the parts differ,
+        by shares or by chance, until rounding leaves little of the sum. All ranks have the same
+        orthogonal P, and Q is the mean of the ranks' own q. Therefore (part - P Q^T) + P (Q - q)^T
+        is part - P q^T.
         """
         if not bucket.grads:
             return
@@ -148,7 +152,7 @@ class _Lane:
             error[start : start + high * wide].view(high, wide).addmm_(thin_p, thin_q.T)
 
     def close(self) -> None:
-        """Release its thread and groups."""
+        """Stop the lane's thread and leave its groups."""
         if self.thread is not None:
             self.thread.shutdown()
         for group in (self.beside, self.group):
@@ -161,12 +165,13 @@ class PowerSgdReducer(Reducer):
 
     The error of the matrices is added to the next step's gradient.
 
-    torch's hook takes the mean over ranks. Each rank passes in W times its part of the sum: the
-    mean is then the sum, whatever the shares. The hook's error memory is in the same unit, and
-    scaled as the loss is: the rest that a rank's own matrices leave out, rounded as they are sent.
+    torch's hook takes the mean over ranks. Each rank passes in W times its part of the sum, for W
+    ranks: the mean is then the sum, whatever the shares. The hook's error has the same unit, and is
+    scaled as the loss is. The error is the part that a rank's own matrices, rounded as they are
+    sent, leave out.
 
-    A bucket's second matrix cannot be sent before the sum of the first has come. On a CPU buckets
-    take turns in two lanes, so that a link is not idle in between.
+    A bucket's second matrix cannot be sent before the sum of the first has arrived. On a CPU
+    buckets take turns in two lanes, so that a link is not idle in between.
     """
 
     def __init__(self, mode: PowerSgd, device: torch.device) -> None:
@@ -192,7 +197,7 @@ class PowerSgdReducer(Reducer):
             return self._sums.begin(bucket.flat, lane.dtype, lane.group)
         thin = [grad for grad in bucket.grads if self._mode.thin(grad.shape)]
         rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
-        # One number more: where all is compressed there is still something to send.
+        # One more number, because the tensor would be empty if all gradients are compressed.
         whole = torch.cat([bucket.flat.new_zeros(1), *(grad.flatten() for grad in rest)])
         beside = self._sums.begin(whole, lane.dtype, lane.beside)
         bucket.flat.mul_(self._ranks)
@@ -214,7 +219,7 @@ class PowerSgdReducer(Reducer):
         super().after_step(taken, factor)
         for lane in self._lanes:
             if taken:
-                lane.power.iter += 1  # the hook would know of its last bucket, were it one lane
+                lane.power.iter += 1  # the hook cannot count steps itself, with two lanes
             else:
                 lane.put_back()
             lane.rescale(factor)
@@ -236,7 +241,10 @@ class PowerSgdReducer(Reducer):
         return state
 
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """See Reducer. No step is taken: the first ones, which are exact, are counted."""
+        """Continue from a saved state. See Reducer.
+
+        An empty state stands for step 0, so that the first steps, which are exact, are counted.
+        """
         for power in (lane.power for lane in self._lanes):
             power.iter = int(state.get("iter", 0))
             for memory in _memories(power).values():
@@ -252,18 +260,18 @@ class PowerSgdReducer(Reducer):
 
 
 def _memories(power: Any) -> dict[str, dict[int, Tensor]]:
-    """Return the state that torch's hook keeps from step to step, by bucket."""
+    """Return the state that torch's hook keeps from step to step, by kind and bucket."""
     return {"error": power.error_dict, "p": power.p_memory_dict, "q": power.q_memory_dict}
 
 
 def _used_here(tensor: Tensor) -> None:
-    """Keep the memory of what was made in another stream until this one is done with it."""
+    """Keep the memory of a tensor of another stream until the current stream has used it."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _matrices(bucket: Bucket, most: int) -> list[tuple[int, int, int, int]]:
-    """Return each matrix's start in its bucket, height, width and rank, at most ``most``.
+    """Return each matrix's start in its bucket, height, width and rank, which is at most ``most``.
 
     The order is that of the hook's memories, where matrices of one shape lie next to each other.
     """

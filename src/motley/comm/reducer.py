@@ -25,12 +25,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of gradients sent together; offers torch's hooks the API of a dist.GradBucket.
+    """A bucket of gradients sent together, with the interface of torch's dist.GradBucket for hooks.
 
     Attributes:
-        place: of its steps' buckets, 0-based. flat: all its gradients [numbers], of the
-            parameters' dtype or of the reducer's.
-        grads: views of ``flat``, in the parameters' shapes. final: the step's last.
+        place: number of the bucket among those of a step, 0-based.
+        flat: all its gradients [numbers], of the parameters' dtype or of the reducer's.
+        grads: views of ``flat``, in the parameters' shapes.
+        final: True for the last bucket of a step.
     """
 
     place: int
@@ -39,35 +40,35 @@ class Bucket:
     final: bool
 
     def index(self) -> int:
-        """See ``place``."""
+        """Return ``place``."""
         return self.place
 
     def buffer(self) -> Tensor:
-        """See ``flat``."""
+        """Return ``flat``."""
         return self.flat
 
     def gradients(self) -> Sequence[Tensor]:
-        """See ``grads``."""
+        """Return ``grads``."""
         return self.grads
 
     def is_last(self) -> bool:
-        """See ``final``."""
+        """Return ``final``."""
         return self.final
 
 
 class Sums:
-    """The all-reduces under way.
+    """The all-reduces that have started and not ended.
 
-    NCCL's process group holds a GPU's sent data until the work itself is waited for, or more is
-    sent some time later: gigabytes, beside the next forward pass. Works are kept for that reason,
-    to be waited for.
+    NCCL's process group holds the sent data on a GPU until the work is waited for, or more data is
+    sent some time later. These are gigabytes, beside the next forward pass. The works are therefore
+    stored here, to be waited for.
     """
 
     def __init__(self) -> None:
         self._works: list[Any] = []
 
     def begin(self, whole: Tensor, dtype: torch.dtype | None, group: Any = None) -> Future[Tensor]:
-        """Begin to sum a tensor over all ranks, in place.
+        """Start to sum a tensor over all ranks, in place; return a future of the tensor.
 
         Args:
             whole: the tensor.
@@ -75,7 +76,7 @@ class Sums:
             group: process group of the ranks that add up; None: all ranks.
         """
         real = as_real(whole)
-        sent = real.to(dtype or real.dtype)  # itself, where these are its own
+        sent = real.to(dtype or real.dtype)  # the same tensor, if it has this dtype
         work = dist.all_reduce(sent, group=group, async_op=True)
         if whole.is_cuda:
             self._works.append(work)
@@ -95,13 +96,13 @@ class Sums:
 
 
 class Reducer:
-    """The exact reducer: fp32. Methods for state between steps are there for other reducers.
+    """The exact reducer: fp32. Its methods for state between steps serve subclasses.
 
     Args:
-        group: whose ranks add up; None: all.
+        group: process group of the ranks that add up; None: all.
 
     Attributes:
-        dtype: of the numbers that travel, and of buckets that are sent as they are; None: the
+        dtype: dtype of the numbers that are sent, and of buckets that are not converted; None: the
             parameters'.
     """
 
@@ -111,27 +112,27 @@ class Reducer:
         self._group, self._sums = group, Sums()
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """Begin to sum a bucket over all ranks, in place."""
+        """Start to sum a bucket over all ranks, in place; return a future of its numbers."""
         return self._sums.begin(bucket.flat, self.dtype, self._group)
 
     def begin_at_once(self) -> None:
-        """Skip the steps that are exact at first, as torch's PowerSGD takes them."""
+        """Skip the first steps that are exact, as those of torch's PowerSGD; for measurements."""
 
     def after_step(self, taken: bool, factor: float) -> None:
-        """Take the outcome of a step; all ranks get the same.
+        """Update the state after a step; all ranks pass the same values.
 
         Args:
-            taken: else the parameters are as before, and so must be the state of the reducer.
-            factor: of the coming step's loss scale to this one's.
+            taken: False: the step was skipped, so the state must be as before it.
+            factor: ratio of the next step's loss scale to this step's.
         """
         self._sums.release()
 
     def close(self) -> None:
-        """Let go of groups and threads; all ranks call it."""
+        """Release groups and threads; all ranks call it."""
         self._sums.release()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state that this rank alone keeps between steps, on the CPU."""
+        """Return the state that only this rank holds between steps, on the CPU."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
@@ -147,7 +148,7 @@ class Unsent(Reducer):
     """A reducer that sends nothing, for passes whose gradients are not used."""
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """Return the bucket as it is, as torch's own debugging hook gives it."""
+        """Return a future of the unchanged bucket, as torch's own debugging hook does."""
         future: Future[Tensor] = Future()
         future.set_result(bucket.flat)
         return future
@@ -156,8 +157,8 @@ class Unsent(Reducer):
 class RoundingReducer(Reducer):
     """A reducer that sends 16-bit numbers.
 
-    The gradient is divided by N and scaled already: nothing is divided after it is rounded. A sum
-    that overflows is seen in the norm.
+    The gradient is divided by N and scaled before it is rounded, and not divided afterwards. A sum
+    that overflows shows in the gradient's norm.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -174,15 +175,15 @@ def as_real(value: Tensor) -> Tensor:
 
 
 def by_type(tensors: Sequence[_T]) -> list[list[_T]]:
-    """Split tensors by their dtype, in the order of the first of each."""
+    """Return the tensors in one list per dtype, in the order in which dtypes first occur."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
 
 
 def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
-    """Group tensors by dtype, in their order.
+    """Return the tensors in groups of one dtype, in their order.
 
-    A group has at most so many numbers together, or one tensor.
+    A group has at most ``numbers`` numbers together, or one tensor.
     """
     groups: list[list[Tensor]] = []
     for alike in by_type(tensors):
@@ -197,7 +198,7 @@ def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
 def empty_bucket(
     place: int, parameters: Sequence[Tensor], final: bool, dtype: torch.dtype | None = None
 ) -> Bucket:
-    """Return an empty bucket with room for the gradients.
+    """Return a bucket with uninitialised room for the gradients.
 
     Each gradient has the layout of its parameter. Complex gradients are stored as real numbers.
 
@@ -218,7 +219,10 @@ def empty_bucket(
 
 
 def make_buckets(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
-    """Return buckets of at most so many numbers (or one tensor), of noise: to time a reducer."""
+    """Return buckets of noise to time a reducer, each of ``numbers`` numbers at most.
+
+    A tensor with more numbers gets a bucket of its own.
+    """
     groups = grouped(parameters, numbers)
     buckets = [
         empty_bucket(place, group, place == len(groups) - 1) for place, group in enumerate(groups)
@@ -231,10 +235,10 @@ def make_buckets(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
 def in_thread(
     thread: ThreadPoolExecutor, work: Callable[[], Tensor], device: torch.device | None = None
 ) -> Future[Tensor]:
-    """Return the result of work, once the thread has done it; on a GPU, the wait is on the device.
+    """Run ``work`` in the thread, and return a future of its result.
 
-    Work that fails ends the job: the other ranks wait for this rank's data, and so does its own
-    thread, in a backward pass that does not end.
+    On a GPU, a wait for the future happens on the device. If ``work`` fails, the job ends, because
+    the other ranks wait for this rank's data, and this rank's main thread waits in a backward pass.
     """
     future: Future[Tensor] = Future(devices=[device] if device else None)
 
@@ -257,25 +261,28 @@ def in_thread(
     return future
 
 
-# Numbers that the slow rank sends at once: a bucket's 128th, for what the first and the last piece
-# take is not hidden by others; but each costs the other ranks an all-reduce.
+# Numbers in a piece that the slow rank sends: a 128th of a bucket. The first and the last piece are
+# not hidden by others, so small pieces are better. But each costs the other ranks an all-reduce.
 _PIECE, _PIECES = 4 * 1024, 128
-# Pieces whose sums the slow rank has not received: one goes up, one is summed, one comes down, and
-# one is at hand. With all at once TCP overran the queue before the slow link, and sent a third of
-# it again.
+# Most pieces whose sums the slow rank has not received: one is sent, one is summed, one comes back,
+# and one waits. With all pieces at once, TCP overran the queue before the slow link, and had to
+# send a third of them again.
 _FLYING = 4
 
 
 class SlowRankReducer(Reducer):
-    """A reducer that spares one slow link, which carries the bucket once and the sum once.
+    """A reducer that spares one slow link: the rank behind it sends and receives each bucket once.
 
-    The rank behind that link sends its bucket once and receives the sum once.
+    In a ring of n ranks each link carries 2 (n - 1) / n of the bucket each way. Here the slow link
+    carries the bucket once each way. The bucket is sent in pieces, so that its sum comes back while
+    later pieces are still being sent. One neighbour rank adds the pieces to its own, and sums them
+    with the other ranks. All ranks get the same bits. The sums use gloo and copies on the CPU,
+    because such a link is far slower than these.
 
-    In a ring of n ranks each link carries 2 (n - 1) / n of the bucket each way; here the slow
-    one's carries it once. The bucket goes in pieces, so that its sum comes back while it is still
-    going. Next to it is one rank that adds its pieces to its own; it and the others
-    make the sum among themselves. All get the same bits. Over gloo, from copies on the CPU: a
-    link that is worth this is far slower than they are.
+    Args:
+        slow: the rank behind the slow link.
+        dtype: name of the dtype that is sent.
+        device: device of this rank.
     """
 
     def __init__(self, slow: int, dtype: str, device: torch.device) -> None:
@@ -286,7 +293,7 @@ class SlowRankReducer(Reducer):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pair = sorted((self._slow, self._next))
         others = [rank for rank in ranks if rank != slow]
-        # One group a direction: what one way has to wait for must not hold up the other.
+        # One group per direction, so that a wait in one direction does not block the other.
         groups: list[Any] = [dist.new_group(each, backend="gloo") for each in (pair, pair, others)]
         self._up, self._down, self._inner = groups
         self._thread, self._sending = (
@@ -318,7 +325,7 @@ class SlowRankReducer(Reducer):
         return flat
 
     def _begin(self, part: Tensor, into: Tensor) -> Callable[[], Tensor]:
-        """Post the operations that can start at once; return a function that does the rest.
+        """Start the operations that can start at once; return a function that does the rest.
 
         Args:
             part: this rank's part of the sum.
@@ -363,7 +370,7 @@ class SlowRankReducer(Reducer):
         return finish
 
     def _go_up(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Send the slow rank's pieces, each when it may; returns the last."""
+        """Send the slow rank's pieces, as many at a time as allowed; return the last."""
         works = list[Any]()
         for piece in pieces:
             self._flying.acquire()
@@ -382,6 +389,6 @@ class SlowRankReducer(Reducer):
 
 
 def _put(into: Tensor, sums: Tensor) -> Tensor:
-    """Copy real numbers into a tensor, which may be of complex ones."""
+    """Copy real numbers into a tensor, which may be complex, and return it."""
     as_real(into).copy_(sums)
     return into

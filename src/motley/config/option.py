@@ -15,18 +15,18 @@ from motley.errors import MotleyError
 from motley.plan.length import RampedBatch
 from motley.text import parse_seconds
 
-NONE = "none"  # typed in place of a value: sets an option back to its default, which is no value
-_OPTION = "option"  # of a field's metadata
+NONE = "none"  # typed in place of a value: sets an option back to its default, None
+_OPTION = "option"  # key in a field's metadata
 
 
 class Decides(Flag):
-    """The effects of an option, for code that keeps something between runs.
+    """The effects of an option, for code that stores results between runs.
 
-    MODEL: the meaning of the checkpoint's numbers: it cannot be continued with another.
-    NUMBERS: the values that they reach: the user is warned that a continued run changes there.
-    SPEED: how fast a device computes: a remembered speed is of these.
-    PLAN: the split of the work, besides: a continued run keeps its plan while these stay.
-    NOTHING: the place of the computation, the storage and the display of results.
+    MODEL: the meaning of the checkpoint's numbers. A run cannot be continued with another value.
+    NUMBERS: the values of those numbers. The user is warned if a continued run changes the option.
+    SPEED: the speed of a device. A remembered speed is valid for these values alone.
+    PLAN: the split of the work, beyond speed. A continued run keeps its plan while these stay.
+    NOTHING: none of these, but the place of the computation, the storage or the display of results.
     """
 
     NOTHING = 0
@@ -45,21 +45,26 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Option:
-    """The properties of an option, besides its name and default, which are its field's.
+    """The properties of an option. Its name and default are those of its field.
 
     Attributes:
-        says: its effect, for ``--help-all``.
-        name: as users and records call it, where its field is called otherwise.
-        decides: the values that depend on it.
-        read: its text.
-        metavar: a word for its value in help. choices: all values; empty: any.
-        flag: if not ``--`` and its name. short: another, of one letter. former: an older one.
-        bare: its value where it is given without one; None: it needs one.
-        several: True if it takes one word or more; its value is a tuple of each word's value.
-        unset: the text for None. cell: how a matrix of runs says it, for whose cells it is.
-        usual: the line of ``-h`` for it, if most users need it.
-        per_launch: belongs to one launch, as paths of records and the shares of ranks do. A
-            continued run takes every other option from its checkpoint, unless the user types it.
+        says: effect of the option, for ``--help-all``.
+        decides: results that depend on the option.
+        read: reader of the option's text.
+        name: name for users and records, if the field is named otherwise.
+        metavar: word for the value in the help.
+        choices: all allowed values; empty: any.
+        flag: flag, if it is not ``--`` and the name.
+        short: another flag, of one letter.
+        former: an older flag.
+        bare: value if the flag is given without one; None: a value is required.
+        several: True if the option takes one word or more; its value is a tuple of their values.
+        unset: text for the value None.
+        cell: word for the option in a cell of a sweep, for users who define cells.
+        usual: help in ``-h``, if most users need the option.
+        per_launch: True if the option belongs to one launch, like paths of records and the shares
+            of ranks. A continued run takes every other option from its checkpoint, unless it is
+            typed.
     """
 
     says: str
@@ -79,7 +84,7 @@ class Option:
     per_launch: bool = False
 
     def to_text(self, value: Any) -> Any:
-        """Return a value in the form that records and checkpoints keep.
+        """Return a value in the form that records and checkpoints store.
 
         The form is JSON, with texts that :attr:`read` reads.
         """
@@ -90,22 +95,22 @@ class Option:
         return value if type(value) in (bool, int, float, str) else str(value)
 
     def from_text(self, text: Any) -> Any:
-        """Read the output of :meth:`to_text`."""
+        """Return the value of an output of :meth:`to_text`."""
         if isinstance(text, list):
             return tuple(self.read(each) for each in text)
         return self.read(text) if isinstance(text, str) else text
 
 
 def option(says: str, decides: Decides, default: Any = None, **known: Any) -> Any:
-    """Return a field of a frozen dataclass, a group of options; see Option for ``known``."""
+    """Return a dataclass field that declares an option. ``known`` are further fields of Option."""
     return field(default=default, metadata={_OPTION: Option(says, decides, **known)})
 
 
 def get_options(group: type) -> dict[str, Option]:
     """Return the options of a group by the names of their fields; each has a name.
 
-    A field may be declared without :func:`option`, as in a user's own task. Then its type decides
-    the values that it takes, and it is taken to decide everything that is kept between runs.
+    A field may be declared without :func:`option`, as in a user's own task. Then its type selects
+    the reader, and all results are taken to depend on the option.
 
     Raises:
         MotleyError: a field has a type that no option can have, or no default.
@@ -142,18 +147,18 @@ def _plain(group: type, each: "Field[Any]") -> Option:
 
 
 def get_flag(declared: Option) -> str:
-    """Return the option as a user writes it."""
+    """Return the option's flag as a user writes it, as ``--batch-size``."""
     return declared.flag or f"--{declared.name.replace('_', '-')}"
 
 
 def format_value(text: Any) -> str:
-    """Return text written by :meth:`Option.text_of` as a user types it."""
+    """Return an output of :meth:`Option.to_text` as a user types it."""
     return NONE if text is None else " ".join(text) if isinstance(text, list) else str(text)
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A time, as a user has written it."""
+    """A time in whole seconds, with the text that a user typed for it."""
 
     text: str
     seconds: int
@@ -162,12 +167,12 @@ class Duration:
         return self.text
 
 
-SLOWEST, ALL = "slowest", "all"  # of the ranks that are profiled
+SLOWEST, ALL = "slowest", "all"  # ranks to profile
 
 
 @dataclass(frozen=True)
 class StepSpan:
-    """Steps from ``first`` to the one before ``end``."""
+    """A range of steps, from ``first`` to the one before ``end``."""
 
     first: int
     end: int
@@ -192,17 +197,20 @@ def positive(text: str) -> int:
 
 
 def _without_zeros(text: str) -> str:
-    """Return ``3`` for ``3.0``, as Hugging Face's users write a number of epochs."""
+    """Return ``3`` for ``3.0``, a spelling that users of Hugging Face's tools have for epochs."""
     return re.sub(r"(?<=\d)\.0+$", "", text)
 
 
 def batch_size(text: str) -> int:
-    """Read a whole number of 1 or more, or a batch that grows; see motley.plan.length."""
+    """Read a whole number of 1 or more, or a batch ramp, as ``64:512:32/10M``.
+
+    A ramp is a batch that grows; see motley.plan.length.
+    """
     return RampedBatch(text) if ":" in text else positive(text)
 
 
 def steps_or_time(text: str) -> int | Duration:
-    """Read a whole number of 1 or more, or a time, as 10m."""
+    """Read a number of steps of 1 or more, or a time, as 10m."""
     if (seconds := parse_seconds(text)) is not None:
         return Duration(text, seconds)
     says = "a number of steps of 1 or more, or a time, as 90s, 10m or 1h30m"
@@ -230,22 +238,22 @@ def fraction(text: str) -> float:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read words between commas."""
+    """Read words that are separated by commas."""
     return tuple(text.split(","))
 
 
 def naturals(text: str) -> tuple[int, ...]:
-    """Read whole numbers of 0 or more, between commas."""
+    """Read whole numbers of 0 or more, separated by commas."""
     return tuple(natural(word) for word in text.split(","))
 
 
 def positives(text: str) -> tuple[int, ...]:
-    """Read whole numbers of 1 or more, between commas."""
+    """Read whole numbers of 1 or more, separated by commas."""
     return tuple(positive(word) for word in text.split(","))
 
 
 def step_span(text: str) -> StepSpan:
-    """Read two numbers of steps, as 20:40; the second is not among them."""
+    """Read a range of steps, as 20:40; the second number is excluded."""
     first, colon, end = text.partition(":")
     if not colon:
         raise argparse.ArgumentTypeError(f"{text!r} is not two steps with a colon, as 20:40")
@@ -256,5 +264,5 @@ def step_span(text: str) -> StepSpan:
 
 
 def profiled(text: str) -> str | tuple[int, ...]:
-    """Read ``slowest``, ``all``, or ranks between commas."""
+    """Read ``slowest``, ``all``, or rank numbers separated by commas."""
     return text if text in (SLOWEST, ALL) else naturals(text)

@@ -1,8 +1,8 @@
 """The options of the training scripts, with timm's names where timm has one.
 
-A group is a dataclass, whose fields are options of the same names. A strategy declares its own in
-its file (motley.engines.strategies), and so does a task, which is such a group itself
-(motley.tasks); the values of ``--wire`` are registered in motley.comm.modes.
+A group is a dataclass, whose fields are options of the same names. A strategy declares a group of
+its own in its file (motley.engines.strategies). A task is such a group itself (motley.tasks). The
+values of ``--wire`` are registered in motley.comm.modes.
 """
 
 from collections.abc import Iterator
@@ -100,7 +100,7 @@ class OptimizationOptions:
         "of it, a step, default 0.9998", NUMBERS, 0.9998, read=fraction, metavar="D"
     )
     model_ema_warmup: bool = option("less decay in its first steps", NUMBERS, False)
-    # A rank's own is among its facts, of which a speed and a plan are.
+    # Not SPEED or PLAN: each rank's precision is among its facts, which a speed and a plan include.
     precision: PerRank[str] = option(
         "auto (default), fp32, tf32, bf16, fp16; one for all or one a rank",
         NUMBERS, read_precisions("auto"), read=read_precisions, metavar="P[,P...]",
@@ -114,7 +114,7 @@ class OptimizationOptions:
     seed: int = option("default 0", NUMBERS, 0, read=natural, metavar="N", cell="nothing")
 
 
-# Factor of the rate: this power of the part of the largest batch.
+# Factor of the learning rate: (batch / largest batch) to this power.
 RAMP_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 ATTENTION = ("auto", "fused", "efficient", "plain")
 Group = TypeVar("Group")
@@ -124,7 +124,7 @@ Group = TypeVar("Group")
 class ModelOptions:
     """model"""
 
-    task: str = option(  # its identity() decides
+    task: str = option(  # the task's identity() is compared instead
         "", NOTHING, "image", metavar="NAME|FILE.py",
         usual="image (default), text, weather, or your own", per_launch=True,
     )  # fmt: skip
@@ -288,7 +288,7 @@ GROUPS = (ModelOptions, DataOptions, BatchOptions, OptimizationOptions, RecordOp
 
 @dataclass(frozen=True)
 class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, ModelOptions):
-    """The options of a run. Where a field is None, the option's help says what replaces it.
+    """The options of a run. If a field is None, the option's help says what replaces it.
 
     Attributes:
         own: groups of options of the chosen script's strategies, and the task.
@@ -303,25 +303,25 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
 
     @property
     def schedule_ends_with_run(self) -> bool:
-        """True if the rate falls until ``--max-steps``, since no number of epochs was given."""
+        """True if the learning rate falls until ``--max-steps``, as no epochs were given."""
         return self.max_steps is not None and "epochs" not in self.typed_names | self.recipe_names
 
     def group(self, group: type[Group]) -> Group:
-        """Return a strategy's own options; their defaults where the script does not have them."""
+        """Return the options of a strategy's group; the defaults if the script lacks it."""
         return next((each for each in self.own if isinstance(each, group)), group())
 
     def options(self) -> Iterator[tuple[str, Option, Any]]:
-        """Yield the name, declaration and value of each, in the order of ``-h``."""
+        """Yield the name, declaration and value of each option, in the order of ``-h``."""
         for group in (*GROUPS, *map(type, self.own)):
             source = self if group in GROUPS else self.group(group)
             for attribute, declared in get_options(group).items():
                 yield declared.name, declared, getattr(source, attribute)
 
     def as_json(self, decides: Decides | None = None) -> dict[str, Any]:
-        """Return the options as records and checkpoints keep them.
+        """Return the options by name, in the form that records and checkpoints store.
 
         Args:
-            decides: select the options that decide some of this; None: select all.
+            decides: select the options that decide any of these results; None: select all.
         """
         return {
             name: declared.to_text(value)

@@ -1,16 +1,17 @@
-"""Options as users of other tools type them.
+"""The options of other tools, and their equivalents here.
 
 The tools are timm's ``train.py``, torchvision's references, Hugging Face's Trainer, Accelerate,
 Lightning, nanoGPT, DeepSpeed, torchrun and Ultralytics.
 
-SAME names options of the same meaning; a command line may use these spellings. NAMED and ANSWERS
-are for errors: the option that does the same in another way, and a sentence where none does.
+SAME lists options of the same meaning; a command line may use these spellings. NAMED and ANSWERS
+serve error messages: NAMED has the option that does the same in another way, and ANSWERS has a
+sentence if there is no such option.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 
-# Each is replaced by these words. Nothing here names the run's folder: setup/keep_training.sh and
-# the line that continues a run look for --run, --logs and --resume as they are.
+# Each is replaced by these words. No entry stands for the run's folder, because
+# setup/keep_training.sh and the line that continues a run look for --run, --logs and --resume.
 SAME: Mapping[str, tuple[str, ...]] = {
     "-a": ("--model",),
     "--amp-dtype": ("--precision",),
@@ -67,7 +68,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--train-file": ("--text",),
     "--wd": ("--weight-decay",),
 }
-# Ours, where the value may have to be another.
+# Options of Motley that may need another value.
 NAMED: Mapping[str, str] = {
     "--ckpt-path": "--resume",
     "--default-root-dir": "--logs",
@@ -190,10 +191,10 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def with_dashes(word: str, known: Collection[str]) -> str:
-    """Return an option with dashes for underscores, where that makes it a known one.
+    """Return an option with dashes for underscores, if that makes it a known option.
 
     Args:
-        word: as typed, with ``=VALUE`` where that is joined.
+        word: option as typed, with ``=VALUE`` if that is joined.
         known: all options of the command.
     """
     name, joined, value = word.partition("=")
@@ -202,11 +203,11 @@ def with_dashes(word: str, known: Collection[str]) -> str:
 
 
 def own_words(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return a command line in this tool's spelling.
+    """Return a command line in Motley's spelling.
 
     Args:
-        words: as typed.
-        known: all options of the command. An option that is none of these stays as it is.
+        words: words as typed.
+        known: all options of the command. Other options stay as they are.
     """
     result, remaining = list[str](), list(words)
     while remaining:
@@ -215,7 +216,7 @@ def own_words(words: Sequence[str], known: Collection[str]) -> list[str]:
         own = SAME.get(other, ())
         if name == "--compile":
             value = _ON_OFF.get(value.lower(), value)
-        if name not in known and other in known:  # behind --trainer.
+        if name not in known and other in known:  # written with Lightning's prefix --trainer.
             name = other
         if name in known or not own or own[0] not in known:
             result.append(name + joined + value)
@@ -238,6 +239,6 @@ def plain_name(word: str) -> str:
 
 
 def own_name(word: str) -> str | None:
-    """Return the option here that does what another tool's does; None if there is none."""
+    """Return Motley's option for an option of another tool; None if there is none."""
     name = plain_name(word)
     return " ".join(SAME[name]) if name in SAME else NAMED.get(name)

@@ -2,8 +2,8 @@
 
 ``--config FILE.toml`` gives options from a file, or from the run.json of a run.
 
-A TOML file has one option a line, as users type it without the dashes. Tables are titles. A
-run.json gives the options that differ from their defaults, but for those of one launch.
+A TOML file has one option per line, as users type it without the dashes. Tables are only titles. A
+run.json gives the options that differ from their defaults, except for options of one launch.
 
     lr = 3e-4
     batch-size = "64:512:32/10M"
@@ -29,11 +29,11 @@ from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean, typed_command
 
-_COLUMN = 27  # at which the words begin
+_COLUMN = 27  # at which the help texts start
 
 
 class OneVoice(argparse.ArgumentParser):
-    """An argparse parser for scripts that run on many ranks: help and errors are printed once.
+    """An argparse parser for scripts that run on many ranks. Only rank 0 prints help and errors.
 
     Attributes:
         all_of_it: the option whose help lists all options.
@@ -47,7 +47,7 @@ class OneVoice(argparse.ArgumentParser):
         return super().parse_known_args(self.own_words(words), namespace)
 
     def own_words(self, words: Sequence[str]) -> list[str]:
-        """Return a command line with options as this parser spells them."""
+        """Return a command line with options in this parser's spelling."""
         return [other_tools.with_dashes(word, self._option_string_actions) for word in words]
 
     def format_help(self) -> str:
@@ -55,12 +55,12 @@ class OneVoice(argparse.ArgumentParser):
         return typed_command(super().format_help())
 
     def print_help(self, file: object = None) -> None:
-        """Print on the first rank alone."""
+        """Print the help, on the first rank alone."""
         if launched_rank() == 0:
             super().print_help()
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2; an unknown option is answered with the nearest known one."""
+        """End with status 2. For an unknown option, name the nearest known one."""
         if message.startswith("unrecognized arguments: "):
             word = message.split()[2].partition("=")[0]
             if word in _OF_OTHER_LAUNCHERS:
@@ -74,13 +74,13 @@ class OneVoice(argparse.ArgumentParser):
         stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:
-        """Return the hint behind the name of an unknown option."""
+        """Return the text to add behind the name of an unknown option; may be empty."""
         known = list(self._option_string_actions)
         longer = [name for name in known if name.startswith(word)] if len(word) > 4 else []
         return did_you_mean(word, longer or known, least=0 if longer else _LIKE)
 
 
-_LIKE = 0.85  # of a name and the nearest one: a slip of the pen; less misleads
+_LIKE = 0.85  # similarity from which a name is a typing error of the nearest one
 _OF_OTHER_LAUNCHERS = ("--local_rank", "--local-rank")
 
 
@@ -98,9 +98,9 @@ class OptionParser(OneVoice):
     """The parser of a training script.
 
     Args:
-        description: the script's docstring, which holds the examples.
+        description: the script's docstring, which has the examples.
         own: groups of options besides those of all scripts.
-        registered: properties of an option from outside its declaration, by its name.
+        registered: by an option's name, properties that override its declaration.
     """
 
     all_of_it = "--help-all"
@@ -125,16 +125,16 @@ class OptionParser(OneVoice):
             help="options of a TOML file, as in lr = 3e-4, or of a run.json; what is typed counts "
             "more",
         )  # fmt: skip
-        self._usual: dict[str, str] = {}  # what -h says of options, by their name
+        self._usual: dict[str, str] = {}  # help in -h, by the option's name
         self._declared: dict[str, Option] = {}
         self.own: tuple[type, ...] = ()
-        self.elsewhere: dict[str, str] = {}  # options that are not known here, and what has them
+        self.elsewhere: dict[str, str] = {}  # unknown options, and the task that has them
         for group in (*GROUPS, *own):
             self._add_group(group, registered or {}, (group.__doc__ or group.__name__).strip())
         self.own = tuple(own)
 
     def hint(self, word: str) -> str:
-        """See OneVoice."""
+        """Return the text to add behind an unknown option, also for options of other tools."""
         name = other_tools.plain_name(word)
         if own := other_tools.own_name(word):
             known = own.split()[0] in self._option_string_actions
@@ -158,8 +158,12 @@ class OptionParser(OneVoice):
     def add_own(self, group: type, title: str) -> None:
         """Add a group of options besides those of all scripts.
 
+        Args:
+            group: the group.
+            title: title of the group in the help.
+
         Raises:
-            MotleyError: an option of it is one of these already.
+            MotleyError: all scripts already have an option of the group.
         """
         taken = {action.dest for action in self._actions}
         for name, declared in get_options(group).items():
@@ -213,7 +217,8 @@ class OptionParser(OneVoice):
     def _add_opposite(self, section: Any, declared: Option, usual: bool) -> None:
         """Add the unlisted option that sets a switch back to its default.
 
-        A continued run needs it: the checkpoint decides what the user does not type.
+        A continued run needs it, because the checkpoint decides all options that the user does not
+        type.
         """
         name = declared.name if usual else f"no_{declared.name}"
         section.add_argument(
@@ -229,12 +234,17 @@ class OptionParser(OneVoice):
         return frozenset(name for name, value in vars(parsed).items() if value is not missing)
 
     def changes(self, name: str, value: Any) -> bool:
-        """Return True if a value, as a record keeps it, is not an option's default."""
+        """Return True if a stored value differs from the option's default.
+
+        Args:
+            name: name of the option.
+            value: value in the form of :meth:`Option.to_text`.
+        """
         declared = self._declared.get(name)
         return declared is None or value != declared.to_text(self.get_default(name))
 
     def make_words(self, name: str, value: Any) -> list[str]:
-        """Return an option as a user types it.
+        """Return an option with a value as words of a command line.
 
         Args:
             name: name of the option, as in the options' classes.
@@ -281,7 +291,11 @@ class OptionParser(OneVoice):
             raise MotleyError(f"{flag} {text}: choose {', '.join(map(str, action.choices))}")
 
     def make_config(self, words: argparse.Namespace) -> Config:
-        """Return the parsed options, by groups."""
+        """Return the Config of parsed options.
+
+        Args:
+            words: result of ``parse_args``.
+        """
         # argparse gives several words as a list.
         given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -297,7 +311,7 @@ class OptionParser(OneVoice):
 
 
 def _flag(declared: Option, usual: Any) -> str:
-    """Return the flag. An option that is on by default gets ``--no-``, which turns it off."""
+    """Return the flag of an option; with ``--no-`` if the option is on by default."""
     if usual is True and not declared.flag:
         declared = dataclasses.replace(declared, name=f"no_{declared.name}")
     return get_flag(declared)
@@ -322,9 +336,10 @@ def _rest(declared: Option, usual: Any) -> dict[str, Any]:
 
 
 def _or_none(declared: Option) -> Callable[[str], Any]:
-    """Return the reader of an option whose default is None, which a continued run may set back.
+    """Return a reader that also reads ``none``, for an option whose default is None.
 
-    argparse names a reader in its errors.
+    A continued run can so be set back to the default. The reader gets the name of the usual one,
+    which argparse prints in errors.
     """
 
     def read(text: str) -> Any:
@@ -339,7 +354,7 @@ _OF_ONE_LAUNCH = ("run", "logs", "resume", "hosts", "shares", "profile", "profil
 
 
 def split_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the file that a command line names, and the other words.
+    """Return the file after ``--config``, or None, and the other words of a command line.
 
     Raises:
         MotleyError: no file follows ``--config``, or several are named.
@@ -364,9 +379,10 @@ class ConfigFile:
     """The options of a file.
 
     Attributes:
-        values: values as written there, by the names of options.
-        lines: the line of each, from 1; of a run's own file none is known.
-        is_run: True if it is a run.json.
+        path: path of the file.
+        values: values as written in the file, by the names of options.
+        lines: line of each option, from 1; empty for a run.json.
+        is_run: True if the file is a run.json.
     """
 
     path: Path
@@ -376,7 +392,7 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> "ConfigFile":
-        """Read a file.
+        """Read a TOML file or a run.json.
 
         Raises:
             MotleyError: it cannot be read, is neither TOML nor a run.json, or has a key twice.
@@ -403,17 +419,17 @@ class ConfigFile:
         return cls(path, values, {name: _find_line(text, name) for name in values}, is_run=False)
 
     def first_words(self) -> list[str]:
-        """Return the options that decide which others there are."""
+        """Return ``--task`` and ``--recipe`` as words, since other options depend on them."""
         return [
             word for name in ("task", "recipe") if isinstance(value := self.values.get(name), str)
             for word in (f"--{name}", value)
         ]  # fmt: skip
 
     def words(self, parser: OptionParser) -> list[str]:
-        """Return all options as a user types them.
+        """Return all options of the file as words of a command line.
 
         Args:
-            parser: knows all options.
+            parser: parser that has all options.
 
         Raises:
             MotleyError: an option is unknown, or has no such value.
@@ -442,7 +458,7 @@ def _options_of_run(path: Path, text: str) -> dict[str, Any]:
 
 
 def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values, those of tables too."""
+    """Yield all keys and values, also those inside of tables."""
     for key, value in content.items():
         if isinstance(value, dict):
             yield from _flat(value)

@@ -1,1 +1,1 @@
-"""One rank's part of an inference, in shards that survive it."""
+"""Inference on all ranks, in shards whose results survive the loss of a rank; and model export."""

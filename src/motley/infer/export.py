@@ -1,4 +1,4 @@
-"""A trained model for others: a folder that they load, and ONNX."""
+"""The export of a trained model: a folder for other libraries, and ONNX."""
 
 import json
 import logging
@@ -20,18 +20,24 @@ from motley.registry import check_extras
 from motley.tasks.task import Task
 
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
-_EXAMPLES = 3  # samples: torch takes a dimension of 1 for one that never changes
-_CLOSE = 1e-4  # of the largest output, that another program's arithmetic may differ by
+_EXAMPLES = 3  # samples, since torch takes a dimension of size 1 as constant
+_CLOSE = 1e-4  # difference from onnxruntime that is allowed, relative to the largest output
 
 
 def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     """Write a model into a new folder.
 
+    Args:
+        trained: the model.
+        folder: a new or empty folder.
+        onnx: True: also write model.onnx.
+
     Returns:
         Lines of text that describe the written files.
 
     Raises:
-        MotleyError: the folder is not empty, or a package that ONNX needs is not installed.
+        MotleyError: the folder is not empty, a package that ONNX needs is missing, or onnxruntime
+            computes another output.
     """
     if onnx:
         check_extras(_NEEDED, "--onnx")
@@ -56,16 +62,19 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file the mode of one that open() makes."""
+    """Set the mode of a file to that of a file made by open()."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
 def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
-    """Return the inputs that a task gives its network for some samples.
+    """Return the inputs that a task passes to its network for some samples.
 
-    The task is asked for its scores, and its inputs are recorded.
+    The task computes its scores, and a recorder in place of the network stores the inputs.
+
+    Raises:
+        MotleyError: the task passes inputs by name.
     """
     saved: list[tuple[Any, ...]] = []
 
@@ -84,7 +93,11 @@ def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
 
 
 def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
-    """Write the model for any number of samples, compared with torch by onnxruntime."""
+    """Write the model for any number of samples, and compare onnxruntime's output with torch's.
+
+    Returns:
+        A line on the file.
+    """
     import onnxruntime  # type: ignore[import-untyped]
 
     samples = torch.export.Dim("samples")

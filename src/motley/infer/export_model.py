@@ -1,13 +1,13 @@
-"""Write a trained model as others load it: a folder of timm's and transformers', and ONNX.
+"""Write a trained model for other libraries: a folder for timm and transformers, and ONNX.
 
     python torch_dist/export.py logs/RUN --to exported
     python torch_dist/export.py logs/RUN --to exported --onnx
 
-Takes the newest whole checkpoint of a run, or the one named. An image classifier is then loaded by
+Uses the newest intact checkpoint of a run, or the named one. An image classifier is then loaded by
 timm.create_model("local-dir:exported", pretrained=True), or by transformers'
 AutoModelForImageClassification.from_pretrained("exported"); another task's model.safetensors has
 its parameters by name. The ONNX model takes any number of samples, and is compared with torch's in
-onnxruntime. The normalisation of images is in config.json. Needs no GPU.
+onnxruntime. config.json has the normalisation of images. Needs no GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from motley.text import escape_unprintable
 
 
 def main() -> int:
-    """Export the model that the command line names."""
+    """Export the model that the command line names, and return the exit code."""
     escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
@@ -31,7 +31,9 @@ def main() -> int:
         "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
     )
     options = parser.parse_args()
-    from motley.infer.export import export  # these load torch: not for -h
+    from motley.infer.export import (
+        export,
+    )  # imported here: these load torch, which -h does not need
     from motley.infer.predictor import open_trained
 
     try:

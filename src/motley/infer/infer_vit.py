@@ -6,10 +6,10 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkp
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \
   --images my/photos
 
-There is no process group: each rank takes the next free shard of images, so a fast one takes more,
-and the death of one leaves the rest working; they take over its shards. Finished shards stay: run
-the same line again, on any ranks, and it computes the missing ones. All shards in order are then in
-OUT/predictions.csv. OUT has to be on a disk that all hosts share.
+There is no process group: each rank takes the next free shard of images, so a faster rank computes
+more. If a rank dies, the other ranks take over its shards. Finished shards stay: the same line
+again, on any ranks, computes the missing ones. All shards in order are then in OUT/predictions.csv.
+OUT has to be on a disk that all hosts share.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from motley.text import format_rate
 
 _RENEW_S = 5.0
 _PATIENCE_S = 1.0
-GONE_S = 60.0  # NFS shows another machine's touch up to 30 s late
+GONE_S = 60.0  # NFS shows another machine's change of a time up to 30 s late
 
 
 class Leases:
@@ -45,7 +45,7 @@ class Leases:
 
     Args:
         folder: an existing folder that all ranks share.
-        gone_s: after so many seconds without a touch an owner is gone.
+        gone_s: seconds without a renewal after which an owner counts as lost.
     """
 
     def __init__(self, folder: Path, gone_s: float = GONE_S) -> None:
@@ -66,7 +66,7 @@ class Leases:
             self._drop(path)
 
     def take(self, name: str) -> bool:
-        """Take a lease if it is free or its owner is gone. Return True if it is taken."""
+        """Take a lease if it is free or its owner is lost. Return True if it was taken."""
         path = self._folder / f"{name}.lease"
         with self._locked(path) as file:
             if file is not None:
@@ -86,7 +86,7 @@ class Leases:
         return True
 
     def is_free(self, name: str) -> bool:
-        """Return True if the lease is free or its owner is gone."""
+        """Return True if the lease is free or its owner is lost."""
         try:
             with (self._folder / f"{name}.lease").open() as file:
                 return self._is_gone(file)
@@ -94,7 +94,7 @@ class Leases:
             return True
 
     def drop(self, name: str) -> None:
-        """Give a lease back."""
+        """Release a lease."""
         self._drop(self._folder / f"{name}.lease")
 
     def _drop(self, path: Path) -> None:
@@ -107,11 +107,12 @@ class Leases:
     def _locked(self, path: Path) -> Iterator[TextIO | None]:
         """Yield the lease's file, locked against other ranks, or None if there is none.
 
-        To see that an owner is gone and to take its lease must be one act: of two ranks that saw it
-        at once, the second would take away the first's new one. One file therefore changes
-        hands, under the kernel's lock, which ends with the process that holds it (NFS has such
-        locks too, and a run's folder needs them as well). Only the holder of the lock of the very
-        file that is under the name unlinks it. The file is still that one when it is written to.
+        A rank must check the owner and take the lease under one lock. Otherwise two ranks could see
+        a lost owner at the same time, and the second would take the first one's new lease. The file
+        therefore stays and only its content changes. The kernel's lock ends with the process that
+        holds it. (NFS supports such locks, and a run's folder needs them too.) A file is unlinked
+        only by a rank that holds the lock of the file that has the name. The locked file therefore
+        still has the name when it is written to.
         """
         try:
             file = path.open("r+")
@@ -122,7 +123,10 @@ class Leases:
             yield file if self._lock(file) and _is_at(file, path) else None
 
     def _lock(self, file: TextIO) -> bool:
-        """Wait for a lock that is held for a millisecond; not for ever: its owner may be frozen."""
+        """Wait for the file's lock, and return True if it was obtained.
+
+        Other ranks hold it for a millisecond. The wait is limited, because its owner may be frozen.
+        """
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -143,7 +147,7 @@ class Leases:
         return file.read().strip() == self._owner
 
     def _is_gone(self, file: TextIO) -> bool:
-        """Return True if the owner is gone, by the disk's clock: machines' clocks differ."""
+        """Return True if the owner is lost, by the disk's clock, since machines' clocks differ."""
         host, _, pid = file.read().strip().rpartition(".")
         if host == self._host and not Path("/proc", pid).exists():
             return True
@@ -154,14 +158,14 @@ class Leases:
     def _renew(self) -> None:
         while not self._end.wait(min(_RENEW_S, self._gone_s / 4)):
             for path in list(self._held):
-                # A network's disk that fails for a moment is asked again, as long as this lives.
+                # A network disk may fail for a moment, so the renewal is tried again and again.
                 with contextlib.suppress(OSError, MotleyError), self._locked(path) as file:
                     if file is not None and self._owns(file):
                         os.utime(file.fileno())
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
-    """Return True if an open file is still the one of that name."""
+    """Return True if an open file is still the file at this path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -172,7 +176,7 @@ MERGED = "predictions.csv"
 
 
 class Shards:
-    """A folder of shards.
+    """A folder of shards of predictions.
 
     Args:
         folder: the folder.
@@ -186,14 +190,21 @@ class Shards:
         self.count = -(-items // size)
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Make the folder, or take it as it is; MotleyError if it is of something else."""
+        """Create the folder, or use an existing one with the same settings.
+
+        Args:
+            about: the settings.
+
+        Raises:
+            MotleyError: the folder has other settings.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         own = {**about, "items": self._items, "shard": self._size}
         path = self.folder / "about.json"
         new = path.with_name(f".about.{os.uname().nodename}.{os.getpid()}")
         new.write_text(json.dumps(own, indent=1, sort_keys=True) + "\n")
         try:
-            os.link(new, path)  # whole, and by one process alone
+            os.link(new, path)  # atomic, and only the first process succeeds
         except FileExistsError:
             pass
         finally:
@@ -216,7 +227,7 @@ class Shards:
         return f"shard.{number:05d}"
 
     def get_items(self, number: int) -> range:
-        """Return the items of a shard."""
+        """Return the indices of a shard's items."""
         return range(self._size * number, min(self._size * (number + 1), self._items))
 
     def path(self, number: int) -> Path:
@@ -224,20 +235,24 @@ class Shards:
         return self.folder / f"{self.name(number)}.csv"
 
     def missing(self) -> list[int]:
-        """Return the shards that are not there yet."""
+        """Return the numbers of the shards that are not written yet."""
         result = set(self.folder.glob("shard.*.csv"))
         return [n for n in range(self.count) if self.path(n) not in result]
 
     def write(self, number: int, rows: Iterable[Sequence[object]]) -> None:
-        """Write a shard, whole or not at all."""
+        """Write a shard completely or not at all."""
         self._write(self.path(number), rows)
 
     def merge(self) -> Path:
-        """Put all shards into one file, in order; they must all be there."""
+        """Write all shards into one file, in order, and return its path. All shards must exist.
+
+        Raises:
+            MotleyError: a shard has other columns or too few rows.
+        """
         rows: list[list[str]] = []
         for number in range(self.count):
             path = self.path(number)
-            csv.field_size_limit(2**30)  # a prediction may well take more than the usual 128 KiB
+            csv.field_size_limit(2**30)  # a prediction may need more than the default of 128 KiB
             with path.open(newline="") as file:
                 header, *shard = list(csv.reader(file)) or [[]]
             if header != [*self._columns]:
@@ -268,11 +283,15 @@ class Shards:
 
 _WORKER = "MOTLEY_INFER_WORKER"
 _WAIT_S = 0.3
-_START_S = 30.0  # in which the ranks of a launch have begun, or never will
+_START_S = 30.0  # in which all ranks of a launch have started, or will not start
 
 
 def main() -> int:
-    """Work in a child process: if the launcher saw its own child die, it would end all ranks."""
+    """Run the work in a subprocess, and return the exit code.
+
+    mpirun ends all ranks if the process of a rank dies. This process therefore only waits for the
+    subprocess. If the subprocess dies, this process waits for the other ranks to finish.
+    """
     die_with_parent()
     options = arguments()
     if os.environ.get(_WORKER):
@@ -283,7 +302,7 @@ def main() -> int:
         env={**os.environ, _WORKER: "1"},
     )
     code = worker.wait()
-    if code in (0, 2):  # done, or what is wrong with the options is said
+    if code in (0, 2):  # done, or an error of the user that was printed
         return code
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     leases = Leases(options.out)
@@ -305,17 +324,17 @@ def main() -> int:
 
 
 def ranks() -> range:
-    """Return the ranks of the launch."""
+    """Return the numbers of all ranks of the launch."""
     return range(read_launch().size)
 
 
 def print_now(text: str, rank: int) -> None:
-    """Print a text for the user at once."""
+    """Print a message with this rank and its host on stderr, without buffering."""
     print(f"motley: rank {rank} on {os.uname().nodename}: {text}", file=sys.stderr, flush=True)
 
 
 def work(options: argparse.Namespace) -> int:
-    """Compute shards until none is missing."""
+    """Compute shards until none is missing, and return the exit code."""
     rank = launched_rank()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -328,8 +347,8 @@ def work(options: argparse.Namespace) -> int:
 
 
 def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
-    """See :func:`work`."""
-    import torch  # slow, and of no use to who only watches
+    """Open the model, compute shards until none is missing, merge them; return the exit code."""
+    import torch  # imported here: the waiting process does not need it
 
     from motley.checkpoint.read import open_checkpoint
     from motley.infer.predictor import Predictor, open_trained, select_precision
@@ -359,13 +378,15 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     })  # fmt: skip
     done = 0
     while missing := shards.missing():
-        first = rank * len(missing) // len(ranks())  # each begins elsewhere
+        first = rank * len(missing) // len(ranks())  # each rank starts elsewhere
         order = missing[first:] + missing[:first]
         number = next((n for n in order if leases.take(shards.name(n))), None)
-        if number is None:  # the others are at the last ones; one of them may die
+        if number is None:  # other ranks compute the last shards, but may die
             time.sleep(_WAIT_S)
             continue
-        if not shards.path(number).exists():  # else it was finished just before it was taken
+        if not shards.path(
+            number
+        ).exists():  # it may have been finished just before the lease was taken
             shards.write(number, predictor.rows(shards.get_items(number)))
             done += 1
         leases.drop(shards.name(number))
@@ -388,12 +409,12 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     if leases.take("merge") and not (options.out / MERGED).exists():
         print_result(shards.merge(), noun)
     elif not done and rank == 0:
-        print_result(options.out / MERGED, noun)  # there was nothing left to do
+        print_result(options.out / MERGED, noun)  # all shards had been finished before
     return 0
 
 
 def choose_device(leases: Leases, torch: Any) -> Any:
-    """Return a GPU that no other rank has, or the CPU of a host without; None if all are taken."""
+    """Return a GPU that no other rank has, or the CPU without GPUs; None if all are taken."""
     count = torch.cuda.device_count()
     if not count:
         return torch.device("cpu")
@@ -406,7 +427,7 @@ def choose_device(leases: Leases, torch: Any) -> Any:
 
 
 def print_result(path: Path, noun: str) -> None:
-    """Print where the predictions are, and how many are right, where that is known."""
+    """Print the path of the predictions, and their accuracy if the labels are known."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     known = [row for row in rows if row.get("label")]
@@ -439,7 +460,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     options = parser.parse_args()
-    if options.checkpoint is None:  # argparse would ask for it before it names a misspelt one
+    if options.checkpoint is None:  # a required option would hide a misspelt --checkpoint
         parser.error("give a trained model, as in --checkpoint logs/RUN")
     if options.shard < 1:
         parser.error(f"--shard {options.shard} is not 1 or more")

@@ -1,4 +1,4 @@
-"""One rank's part of an inference: a trained model, and what it says of samples."""
+"""A trained model, and its predictions for samples on one device."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +28,11 @@ class Trained:
     """A checkpoint, and the task that it was trained on.
 
     Attributes:
-        folder: of the checkpoint. weights: parameters and buffers, ``<name>``, on the CPU.
-        sample_list: of its data; see Task. Empty where the checkpoint does not say.
-        average: of the parameters, each by its first name; empty where it is not asked for.
+        folder: folder of the checkpoint.
+        weights: parameters and buffers by name, on the CPU.
+        task: the task.
+        sample_list: list of its samples, see Task; empty if the checkpoint does not have it.
+        average: average of the parameters, each by its first name; empty if it is not used.
         problems: faults of newer checkpoints.
     """
 
@@ -42,10 +44,10 @@ class Trained:
     problems: tuple[str, ...] = ()
 
     def build(self) -> nn.Module:
-        """Return the network with its weights, on the CPU, as it is for held-out samples."""
+        """Return the network with its weights, on the CPU, in evaluation mode."""
         net = self.task.model()
         net.load_state_dict(self.weights)
-        # Afterwards: a tied parameter is in the weights under more names than in the average.
+        # Loaded last, since a tied parameter has more names in the weights than in the average.
         net.load_state_dict(self.average, strict=False)
         return net.eval()
 
@@ -53,13 +55,16 @@ class Trained:
 def open_trained(
     path: Path, data_dir: str | None, own: Path | None = None, averaged: bool = False
 ) -> Trained:
-    """Load the newest whole checkpoint of a run.
+    """Load the newest intact checkpoint of a run.
 
     Args:
         path: one checkpoint's folder, ``checkpoints/``, or a run folder.
-        data_dir: where the data are now; None: where they were.
-        own: a folder of other samples, which take the place of the held-out ones.
-        averaged: take the average of the parameters.
+        data_dir: present folder of the data; None: the folder in training.
+        own: a folder of other samples, which replace the held-out ones.
+        averaged: True: use the average of the parameters.
+
+    Raises:
+        MotleyError: there is no intact checkpoint, or it has no average.
     """
     result = checkpoints_at(path)
     if not result:
@@ -89,11 +94,17 @@ def select_precision(asked: str, device: torch.device) -> str:
 
 @dataclass
 class Predictor:
-    """The model on one device.
+    """A trained model on one device, with its predictions.
 
     Attributes:
+        trained: the model.
+        source: the samples.
+        device: the device.
+        precision: the precision of the computation.
+        threads: number of threads that read samples.
         columns: names of the columns of a row.
-        samples: so many were computed; seconds: it took so long.
+        samples: number of samples that were computed.
+        seconds: time that this took.
     """
 
     trained: Trained
@@ -115,7 +126,7 @@ class Predictor:
         self._pool = ThreadPoolExecutor(self.threads, "read")
 
     def rows(self, items: Sequence[int]) -> Iterator[tuple[object, ...]]:
-        """Yield one row of :attr:`columns` a sample, in the order of ``items``."""
+        """Yield one row with :attr:`columns` per sample, in the order of ``items``."""
         start, task = time.perf_counter(), self.trained.task
         data = task.collate(list(self._pool.map(self._read, items)))
         batch = Batch(data, tuple(items)).to(self.device)
@@ -128,7 +139,7 @@ class Predictor:
 
     @property
     def mem_peak_mib(self) -> float:
-        """Peak memory of the GPU in MiB, or memory of this process where there is none."""
+        """Peak memory of the GPU in MiB; on a CPU, present memory of this process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return float(psutil.Process().memory_info().rss) / 2**20

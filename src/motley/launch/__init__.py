@@ -1,1 +1,1 @@
-"""The ranks of one launch: who am I of how many, who is alive, and how all end together."""
+"""The ranks of one launch: the number of this rank, the living ranks, and the common end."""

@@ -3,13 +3,14 @@
 entry_cn.sh runs ``python -m motley.launch SCRIPT.py [ARGS...]``, and the command ``motley`` runs
 ``python -m motley.launch -m MODULE [ARGS...]``.
 
-mpi4py's runner runs the script, and ends all ranks when one raises. Python looks for garbage
-whenever there are a quarter more objects. Importing torch and timm makes hundreds of thousands,
-none of them garbage: looking took a fifth of a short run. Python therefore does not look before
-``motley.launch.world.run``, which sets these objects aside; and they are not freed at the end.
+mpi4py's runner runs the script, and ends all ranks when one raises. Python collects garbage
+whenever the number of objects has grown by a quarter. Importing torch and timm makes hundreds of
+thousands of objects, none of them garbage, and collecting took a fifth of a short run. Collection
+is therefore off until ``motley.launch.world.run``, which excludes these objects from it. They are
+not freed at the end.
 
-A rank leaves Open MPI's default binding before it imports what starts threads: OpenMP's pool has as
-many as there are cores then, and they stay where they were started.
+A rank leaves Open MPI's default binding before it imports anything that starts threads. OpenMP's
+pool then has as many threads as there are cores, and threads stay on the cores where they started.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from types import TracebackType
 def report_failed_import(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an exception that nothing has caught, and name the host of an import that failed."""
+    """Print an uncaught exception. For a failed import, also print the host and a remedy."""
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, ImportError):
         from motley.text import typed_command
@@ -44,7 +45,7 @@ def report_failed_import(
 
 
 def shadowed_packages(folders: Iterable[str]) -> list[str]:
-    """Return the paths of packages in some folders that the environment has too."""
+    """Return the paths of packages in ``folders`` that the environment has too."""
     own = Path(sysconfig.get_path("purelib")).resolve()
     result = []
     for folder in map(Path, folders):
@@ -61,7 +62,11 @@ def shadowed_packages(folders: Iterable[str]) -> list[str]:
 
 
 def shadowed_note(folders: Iterable[str]) -> str:
-    """Return a sentence where packages on PYTHONPATH give way to others; else nothing."""
+    """Return a note on packages of PYTHONPATH that the environment's replace; empty if none.
+
+    Args:
+        folders: the folders of the user's PYTHONPATH.
+    """
     from motley.text import name_some
 
     if not (names := shadowed_packages(folders)):
@@ -75,7 +80,7 @@ def shadowed_note(folders: Iterable[str]) -> str:
 
 def main() -> None:
     """Run the script that the command line names."""
-    # Imported once a failure would name the host.
+    # Imported here, so that report_failed_import() names the host of a failure.
     from motley.cluster.account import cache_note, temporary_note
     from motley.cluster.launcher import (
         Launcher,
@@ -105,7 +110,7 @@ def main() -> None:
     folders = [each for each in os.environ.get(LAST_FOLDERS, "").split(":") if each]
     sys.path += folders
     watch = watch_imports()  # noqa: F841  (it lives as long as this process)
-    die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
+    die_with_parent()  # first: a launcher that ends during the imports would leave this rank behind
     try:
         keep_caches_local(os.environ)
     except MotleyError as error:

@@ -1,7 +1,8 @@
-"""The environment of a rank, by the command ``motley`` and by entry_cn.sh alike, and its start.
+"""The environment of a rank, set up alike by the command ``motley`` and by entry_cn.sh.
 
-Settings are NAME=VALUE lines of .deepspeed_env, which DeepSpeed reads too: in the clone, or without
-one in the current folder, and in the user's home. ``DS_ENV_FILE`` is another name, or a whole path.
+Settings are NAME=VALUE lines of a file named .deepspeed_env, which DeepSpeed reads too. One may lie
+in the clone (in the current folder if there is no clone), and one in the user's home.
+``DS_ENV_FILE`` gives another name, or a whole path.
 """
 
 import os
@@ -19,20 +20,20 @@ LAST_FOLDERS = "MOTLEY_LAST_FOLDERS"  # the user's PYTHONPATH, for motley.launch
 # Variables of another Python, which a module or .bashrc sets, would break the start of this one.
 _FOREIGN = ("PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONOPTIMIZE", "PYTHONSAFEPATH", "PYTHONINSPECT")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK", "MPI_LOCALRANKID")
-# A shell that srun --pty has started has these variables of a rank, and so has all that runs in it.
+# A shell that srun --pty has started, and every process in it, has these variables of a rank.
 _OF_PTY = ("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "PMI")
 _QUOTED = re.compile(r"""("[^"]*"|'[^']*')(\s+#.*)?""")
 
 
 def start_rank(words: Sequence[str]) -> NoReturn:
-    """Become ``python -m motley.launch WORDS...`` with the variables of a rank."""
+    """Replace this process by ``python -m motley.launch WORDS...`` in a rank's environment."""
     try:
         environ = rank_environment(os.environ)
     except MotleyError as error:
         print(f"motley: {error}", file=sys.stderr)
         sys.exit(2)
-    # The rank stays the launcher's direct child: it asks the kernel to die with its parent. -P: a
-    # folder named motley where the user stands is not the package.
+    # The rank stays the launcher's direct child, since it asks the kernel to die with its parent.
+    # With -P a folder named motley in the current folder is not taken for the package.
     os.execve(sys.executable, [sys.executable, "-P", "-m", "motley.launch", *words], environ)
 
 
@@ -40,35 +41,40 @@ def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank, and print notes on those that are left out.
 
     Args:
-        given: of this process. Variables that are set there stay.
+        given: variables of this process, which override those of files.
 
     Raises:
-        MotleyError: the file of DS_ENV_FILE is missing, or a line of one is no NAME=VALUE.
+        MotleyError: the file of DS_ENV_FILE is missing, or a line of a file is no NAME=VALUE.
     """
     result = dict(given)
     for path in _settings_files(given):
         result = {**read_settings(path), **result}
     _leave_out_foreign(result)
     _leave_out_shell(result)
-    # For how long a thread spins for the others before it sleeps. With OpenMP's own 300000, some
-    # milliseconds, a rank beside other jobs spends its turns on the processor on waiting.
+    # Turns for which a thread spins before it sleeps. With OpenMP's default of 300000, some
+    # milliseconds, a rank beside other jobs wastes its time slices on waiting.
     if not result.get("OMP_WAIT_POLICY"):
         result["GOMP_SPINCOUNT"] = result.get("GOMP_SPINCOUNT") or "10000"
     folders = [str(Path(sys.executable).parent), *filter(None, [result.get("PATH", "")])]
     result["PATH"] = os.pathsep.join(folders)
-    # Packages of another Python would come before the environment's: Python adds these last.
+    # Packages of the user's PYTHONPATH would come before the environment's. motley.launch adds
+    # these folders last.
     others = result.pop("PYTHONPATH", "")
     result[LAST_FOLDERS] = result.get(LAST_FOLDERS) or others
     if not PACKAGE.is_relative_to(sys.prefix):  # of a clone
         result["PYTHONPATH"] = str(PACKAGE.parent)
     result["PYTHONUNBUFFERED"] = "1"
-    # Its warnings are of hosts without a name in DNS and the like; errors are still said.
+    # torch's warnings are about hosts without a name in DNS and the like. Errors still appear.
     result["TORCH_CPP_LOG_LEVEL"] = result.get("TORCH_CPP_LOG_LEVEL") or "ERROR"
     return result
 
 
 def _settings_files(given: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the files of settings that there may be; those of the first one count more."""
+    """Yield the paths where settings may lie. Settings of an earlier path override later ones.
+
+    Raises:
+        MotleyError: DS_ENV_FILE is the path of a file that does not exist.
+    """
     name = given.get("DS_ENV_FILE") or SETTINGS
     if not name.startswith("/"):
         yield (ROOT or Path()) / name
@@ -84,7 +90,9 @@ def _settings_files(given: Mapping[str, str]) -> Iterator[Path]:
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """Read a file of NAME=VALUE lines, blank lines and comments; empty where there is none.
+    """Return the settings of a file of NAME=VALUE lines, blank lines and comments, by name.
+
+    The result is empty if there is no such file.
 
     Raises:
         MotleyError: a line is none of these.
@@ -108,7 +116,7 @@ def read_settings(path: Path) -> dict[str, str]:
 
 
 def split_setting(line: str) -> tuple[str, str]:
-    """Return the name that a line sets, and what follows its ``=``."""
+    """Return the name and the value of a line NAME=VALUE, without quotes being removed."""
     name, _, value = line.removeprefix("\ufeff").partition("=")
     return re.sub(r"^export\s", "", name.strip()).strip(), value.strip()
 
@@ -116,7 +124,7 @@ def split_setting(line: str) -> tuple[str, str]:
 def _leave_out_foreign(found: dict[str, str]) -> None:
     speaks = next((found[name] for name in _LOCAL_RANKS if found.get(name)), "0") == "0"
     for name in [name for name in _FOREIGN if name in found]:
-        if speaks:  # for all ranks of its machine
+        if speaks:  # one rank reports for its machine
             print(
                 f"motley: {name}={found[name]} on {os.uname().nodename} is left out: the "
                 f"environment has a Python of its own; find what sets it with: grep -n {name} "

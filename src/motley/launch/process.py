@@ -1,4 +1,4 @@
-"""Sets up this process: its rank by the launcher, death with its parent, cache folders, exit."""
+"""The setup of this process: rank, death with its parent, cache folders, open files, exit."""
 
 import atexit
 import contextlib
@@ -21,8 +21,8 @@ from motley.text import typed_command
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
 
-# Caches that programs keep under $HOME, or where others can write, by default. On a network home
-# they are slow and all nodes would write the same files, so each node gets its own.
+# Caches that programs keep by default under $HOME, or where others can write. On a network home
+# such caches are slow, and all nodes would write the same files. Each node gets its own instead.
 _COMPILED = {
     "TORCH_EXTENSIONS_DIR": "torch_extensions",  # DeepSpeed's
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -32,15 +32,15 @@ _COMPILED = {
 }
 _CACHES = {**_COMPILED, "MPLCONFIGDIR": "matplotlib"}
 
-# Files that a rank has open besides: libraries, loader processes, shards of data.
+# Files that a rank has open besides connections: libraries, loader processes, shards of data.
 _LEAST_FILES, _USUAL_FILES = 64, 1024
-_GROUPS = 4  # in which gloo connects each rank with each other one
+_GROUPS = 4  # process groups, in each of which gloo connects all pairs of ranks
 
-_FIRST_SAYS_S = 3.0  # that rank 0 may be behind the others, which mpirun ends with the first
+_FIRST_SAYS_S = 3.0  # that rank 0 may start later; mpirun ends all ranks once one exits
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank as the launcher's environment says it; 0 when there is none."""
+    """Return this process's rank by the launcher's environment; 0 if there is no launcher."""
     return read_launch(environ).rank
 
 
@@ -49,8 +49,6 @@ def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
 
     The launcher's numbers need not be in order of rank. DeepSpeed refuses a LOCAL_RANK that is not
     Open MPI's.
-
-    DeepSpeed refuses a LOCAL_RANK that is not Open MPI's.
 
     Args:
         found: rank on this machine in order of rank, for a launcher that gives no number.
@@ -61,18 +59,18 @@ def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends.
+    """Ask the kernel to send this process a signal when its parent ends, however it ends.
 
     Args:
-        number: of the signal.
+        number: number of the signal; 0: no signal any more.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def keep_freed_memory(size: int) -> None:
-    """Have this process use again what it has freed, up to so many bytes, in place of new pages.
+    """Make malloc reuse up to ``size`` freed bytes, in place of new pages.
 
-    Large blocks are pages of their own otherwise, which are zeroed each time.
+    By default a large block has pages of its own, which the kernel zeroes each time.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_MAX, 0)
@@ -80,14 +78,14 @@ def keep_freed_memory(size: int) -> None:
 
 
 def allow_files(ranks: int, first: bool) -> None:
-    """Let this process open as many files as a job of this size may need.
+    """Raise the limit of open files to what a job of this size may need.
 
     Args:
         ranks: number of ranks of the job.
         first: True on rank 0, to which each of the others has a connection.
 
     Raises:
-        MotleyError: on rank 0, where the system does not let it have these.
+        MotleyError: the system's limit is too low for rank 0.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
@@ -106,17 +104,23 @@ def allow_files(ranks: int, first: bool) -> None:
 
 
 def keep_caches_local(environ: Any) -> None:
-    """Point caches to :func:`cache_folder`, before torch is imported: it sets inductor's then."""
+    """Set the variables of caches to folders in :func:`cache_folder`.
+
+    Call this before torch is imported, since torch then sets inductor's folder.
+
+    Args:
+        environ: environment to change. Variables that are set stay.
+    """
     folder = cache_folder()
     for name, below in _CACHES.items():
         environ.setdefault(name, str(folder / below))
 
 
 def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the folders in :func:`cache_folder` where compilers keep their results.
+    """Return the folders below :func:`cache_folder` where compilers keep their results.
 
-    Folders that the user has put elsewhere are left out. The tuple is empty if a later start has
-    another cache folder.
+    Folders that the user has put elsewhere are left out. The tuple is empty if the cache folder
+    does not outlive this run.
     """
     folder = cache_folder()
     if not is_lasting(folder):
@@ -135,13 +139,13 @@ def stop_usage(message: str) -> NoReturn:
 
 
 def end_at_once(finalize: Callable[[], None]) -> NoReturn:
-    """End this process, whose work is done well, as multiprocessing ends its own.
+    """End this process successfully without taking apart its modules, as multiprocessing does.
 
-    Threads and atexit have their turn. Python does not take apart the imported modules, which takes
-    more than a second of a processor beside torch and timm.
+    Threads are joined, and atexit's functions called. Taking apart the imported modules would cost
+    more than a second of processor time with torch and timm.
 
     Args:
-        finalize: called last.
+        finalize: called after atexit's functions.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

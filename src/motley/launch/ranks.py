@@ -1,12 +1,12 @@
 """The processes of one launch, joined by MPI or by TCP.
 
-MPI has no other user than this module. TCP joins ranks that torchrun starts, or srun without PMIx.
+No other module uses MPI. Ranks under MPI are started by ``mpirun`` (Open MPI 4.1 or 5) or
+``srun --mpi=pmix``. TCP joins ranks that torchrun starts, or srun without PMIx.
 
-Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``.
-
-They meet at rank 0, on the first node that the environment names, and talk through it. Both ends
-prove that they know a secret of this user's, by multiprocessing.connection's challenges: ports can
-be guessed, and what ranks say to each other is pickled.
+TCP ranks connect to rank 0, on the first node that the environment names, and exchange values
+through it. Both ends of a connection prove that they know a secret of this user, by the challenges
+of multiprocessing.connection. The proof is needed because ports can be guessed, and because ranks
+exchange pickled values.
 """
 
 import contextlib
@@ -35,33 +35,35 @@ from motley.errors import MotleyError
 from motley.launch.start_watch import start_timeout
 
 _T = TypeVar("_T")
-_AT_ONCE = 50  # looks whether a message has come, without a rest; then with these between:
+# Polls for a message without a pause; later ones have pauses between these two bounds.
+_AT_ONCE = 50
 _SHORTEST_S, _LONGEST_S = 5e-5, 1e-3
 
 
 class Launched(Protocol):
-    """The processes of one launch, seen from one of them: :class:`MpiRanks`.
+    """The processes of one launch, seen from one of them; see :class:`MpiRanks`.
 
     Attributes:
-        rank, size: 0-based number of this process, of how many.
+        rank: 0-based number of this process.
+        size: number of processes.
     """
 
     rank: int
     size: int
 
     def allgather(self, value: _T) -> list[_T]:
-        """Every rank's value, by rank. All ranks must call it."""
+        """Return the value of every rank, by rank. All ranks must call it."""
 
     def on_this_machine(self) -> list[int]:
         """Return the ranks of this machine, in order. All ranks must call it."""
 
 
 class MpiRanks:
-    """Implements :class:`Launched` for mpirun and srun."""
+    """An implementation of :class:`Launched` for mpirun and srun."""
 
     def __init__(self) -> None:
-        # Where Open MPI 5 has no use for libfabric's one-sided transport, it sleeps for a second
-        # when it closes it; what ranks say to each other here has none either.
+        # Open MPI 5 sleeps for a second when it closes an unused one-sided transport of libfabric.
+        # The exchange of values here does not need that transport.
         os.environ.setdefault("OMPI_MCA_btl", "^ofi")
         from mpi4py import MPI  # importing it starts MPI
 
@@ -87,18 +89,21 @@ class MpiRanks:
         return [known[rank] for rank in range(self.size)]
 
     def on_this_machine(self) -> list[int]:
-        """See :class:`Launched`; by shared memory, since host names may be all alike."""
-        self.allgather(None)  # it is over soon where all have come
+        """Return the ranks of this machine; see :class:`Launched`.
+
+        MPI finds them by their shared memory, since several machines may have the same host name.
+        """
+        self.allgather(None)  # sleeps while it waits, so that Split_type need not wait
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
         ranks: list[int] = node.allgather(self.rank)
         return ranks
 
 
 def _wait_for(look: Callable[[], Any]) -> Any:
-    """Return what ``look`` finds, once it does.
+    """Call ``look`` until it returns a true value, and return that value.
 
-    MPI's own waiting never sleeps, and so takes the processor from ranks that are waited for, where
-    ranks share one, or from other users.
+    MPI's own waiting never sleeps. Such waiting would take processor time from the ranks that it
+    waits for, if ranks share a processor, or from other users.
     """
     looks, pause_s = 0, _SHORTEST_S
     while not (result := look()):
@@ -112,7 +117,7 @@ def _wait_for(look: Callable[[], Any]) -> Any:
 
 
 def finalize_mpi() -> None:
-    """Leave MPI, if this process is in it; all ranks do."""
+    """Call MPI_Finalize if this process has started MPI. All ranks do this together."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
@@ -137,7 +142,7 @@ def check_size(size: int, environ: Mapping[str, str]) -> None:
 
 
 def _several(environ: Mapping[str, str], name: str) -> int:
-    """Return the number in a variable if it is more than 1, else 0."""
+    """Return the number in the variable ``name`` if it is more than 1, else 0."""
     digits = environ.get(name, "")
     return int(digits) if digits.isdigit() and int(digits) > 1 else 0
 
@@ -149,19 +154,20 @@ TORCHRUN_GROUP = frozenset({
 })  # fmt: skip
 
 SECRET_VARIABLE = "MOTLEY_SECRET"
-_PORTS = 8  # one of these, next to each other: others may be another job's
-_FIRST_PORT, _LAST_PORT = 20000, 32000  # below those that systems give out
+_PORTS = 8  # consecutive ports that are tried, since another job may hold some of them
+_FIRST_PORT, _LAST_PORT = 20000, 32000  # below the ports that systems assign
 _PROOF_S = 5.0  # that a challenge may take
 _MOST_STRANGERS = 64
-_AGAIN_S = 0.2  # between looks whether rank 0 is there
+_AGAIN_S = 0.2  # between attempts to connect to rank 0
 _RANK = struct.Struct("!I")
 
 
 class TcpRanks:
-    """Implements motley.launch.ranks.Launched.
+    """An implementation of motley.launch.ranks.Launched by TCP connections to rank 0.
 
     Raises:
-        MotleyError: the others are not found in time, or the environment does not say where.
+        MotleyError: some rank did not connect in time, or the environment does not name rank 0's
+            address.
     """
 
     def __init__(self, launch: Launch, environ: Mapping[str, str] = os.environ) -> None:
@@ -176,7 +182,11 @@ class TcpRanks:
             self._lines = [_call(address, ports, key, self.rank, seconds)]
 
     def allgather(self, value: _T) -> list[_T]:
-        """See Launched."""
+        """Return the value of every rank, by rank; see Launched.
+
+        Raises:
+            ConnectionResetError: another rank has ended.
+        """
         try:
             if self.rank == 0:
                 values: list[_T] = [value, *(line.recv() for line in self._lines)]
@@ -186,15 +196,15 @@ class TcpRanks:
             else:
                 self._lines[0].send(value)
                 values = self._lines[0].recv()
-        except (EOFError, OSError) as error:  # the rank that is gone has said why
+        except (EOFError, OSError) as error:  # the rank that ended has printed the reason
             raise ConnectionResetError("connection closed by another rank") from error
         return values
 
     def on_this_machine(self) -> list[int]:
-        """Return the ranks on this machine. See Launched.
+        """Return the ranks on this machine; see Launched.
 
-        A machine is identified by the kernel's id of this boot and by the host's name, which
-        differs in containers of one machine that are to be hosts of their own.
+        A machine is identified by the kernel's id of this boot and by the host's name. Containers
+        on one machine that have different host names count as different machines.
         """
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         own = boot, socket.gethostname()
@@ -202,15 +212,19 @@ class TcpRanks:
 
 
 def meeting_point(launch: Launch, environ: Mapping[str, str]) -> tuple[str, str, int]:
-    """Return the job's name, rank 0's address, and the first of the ports that it may listen on.
+    """Return the job's name, rank 0's address, and the first of the ports on which it may listen.
 
     Raises:
-        MotleyError: the environment lacks one of them.
+        MotleyError: the environment lacks the job, the address or the port.
     """
     try:
         if launch.by is Launcher.TORCHRUN:
             address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-            return f"torchrun {address} {port}", address, port + 1  # at that one it listens
+            return (
+                f"torchrun {address} {port}",
+                address,
+                port + 1,
+            )  # torchrun itself listens on MASTER_PORT
         job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
         nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_NODELIST"]
         number = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
@@ -224,7 +238,7 @@ def meeting_point(launch: Launch, environ: Mapping[str, str]) -> tuple[str, str,
 
 
 def secret(environ: Mapping[str, str]) -> str:
-    """Return a secret that only this user's processes know: a variable, or a file of their home.
+    """Return a secret that only this user's processes know, from a variable or a file in the home.
 
     Raises:
         MotleyError: the file is open to others, or cannot be made.
@@ -254,7 +268,17 @@ def secret(environ: Mapping[str, str]) -> str:
 
 
 def _answer(ports: range, key: bytes, size: int, seconds: float) -> list[Connection]:
-    """Rank 0: the connections of all others, by rank."""
+    """Accept the connections of all other ranks on rank 0, and return them by rank.
+
+    Args:
+        ports: ports to listen on; the first free one is used.
+        key: shared key that a rank has to prove.
+        size: number of ranks.
+        seconds: seconds to wait for all ranks.
+
+    Raises:
+        MotleyError: a rank did not connect in time, or no port is free.
+    """
     deadline, result = time.monotonic() + seconds, dict[int, Connection]()
     came: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
     room = threading.Semaphore(_MOST_STRANGERS)
@@ -274,7 +298,7 @@ def _answer(ports: range, key: bytes, size: int, seconds: float) -> list[Connect
                 line, _ = listener.accept()
                 if room.acquire(blocking=False):
                     threading.Thread(target=admit, args=(line,), daemon=True).start()
-                else:  # strangers; a rank comes again
+                else:  # too many strangers; a rank tries again
                     line.close()
             while not came.empty():
                 rank, connection = came.get()
@@ -298,7 +322,18 @@ def _listener(ports: range) -> socket.socket:
 
 
 def _call(address: str, ports: range, key: bytes, rank: int, seconds: float) -> Connection:
-    """Another rank: the connection to rank 0."""
+    """Connect to rank 0 and return the connection; every other rank calls this.
+
+    Args:
+        address: address of rank 0.
+        ports: ports on which rank 0 may listen.
+        key: shared key to prove.
+        rank: number of this rank.
+        seconds: seconds to try.
+
+    Raises:
+        MotleyError: rank 0 was not found within ``seconds``.
+    """
     deadline, why = time.monotonic() + seconds, "no process listens there"
     while time.monotonic() < deadline:
         for port in ports:
@@ -330,6 +365,9 @@ def _proven(line: socket.socket, key: bytes, first: bool) -> Connection:
         line: the connected socket.
         key: the shared key.
         first: True if this end is challenged first.
+
+    Raises:
+        AuthenticationError: the other end has another key.
     """
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -342,7 +380,7 @@ def _proven(line: socket.socket, key: bytes, first: bool) -> Connection:
 
 
 def _wait(connection: Connection, seconds: float | None) -> None:
-    """How long a read from it may take; None: as long as it takes."""
+    """Set how long reads and writes of a connection may take, in seconds; None: no limit."""
     whole = 0.0 if seconds is None else seconds
     with socket.socket(fileno=os.dup(connection.fileno())) as line:
         value = struct.pack("ll", int(whole), int(whole % 1 * 1e6))

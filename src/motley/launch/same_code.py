@@ -1,12 +1,13 @@
 """A comparison of the code of all ranks.
 
-Hosts with homes of their own may hold an edited file, an older commit or another package. They
-would train another model without an error.
+Hosts with homes of their own may hold an edited file, an older commit or another package. Such
+hosts would train another model without an error.
 
-Compared are the files that change a rank's results, or its part in collectives: Motley's own files,
-the script, the modules and settings beside it, the files that its options name, and the packages
-below. Python too: from 3.12 on it sums floats in another way, so ranks would not make the same
-plan. Builds of a release for another CUDA (``2.14.0+cu126``) are that release: old GPUs need them.
+The comparison covers the files that change a rank's results, or its part in collectives. These are
+Motley's own files, the script, the modules and settings beside it, the files that its options name,
+and the packages below. Python's version is compared too: from 3.12 on it sums floats in another
+way, so ranks would not make the same plan. Builds of one release for another CUDA
+(``2.14.0+cu126``) count as equal, because old GPUs need them.
 
 A file or package that only some hosts have is not compared. If it is missing where it is needed,
 its import fails at once, and the error names it. If it is left over from an older commit, no module
@@ -30,7 +31,7 @@ from motley.errors import MotleyError
 from motley.text import name_some
 
 # A rank's host; hashes of its files by name, as torch_dist/train_vit.py; releases of its packages
-# by name. No class: an older or newer Motley has to read it too.
+# by name. A tuple and no class, because an older or newer Motley has to read it too.
 Code = tuple[str, dict[str, str], dict[str, str]]
 
 _PACKAGES = ("torch", "torchvision", "timm", "opt-einsum", "numpy", "pillow", "scikit-learn")
@@ -49,8 +50,8 @@ def compare_code(
 ) -> None:
     """Raise MotleyError unless all ranks run equal code; all ranks call this function.
 
-    A difference alone makes more than a few bytes travel, because large packets may not pass
-    between all hosts.
+    Ranks first exchange one hash each. More is sent only if the hashes differ, because large
+    packets may not pass between all hosts.
 
     Args:
         host: name of this machine.
@@ -69,12 +70,15 @@ def compare_code(
 def read_code(
     host: str, command: Sequence[str] | None = None, packages: Sequence[str] = ()
 ) -> Code:
-    """Return the code of this process, in 20 ms.
+    """Return the code of this process. Takes 20 ms.
 
     Args:
         host: name of this machine.
         command: the script and its words; None: as this process was started.
         packages: packages that the script needs, besides those that all scripts do.
+
+    Raises:
+        MotleyError: a file cannot be read.
     """
     script, *words = sys.argv if command is None else command
     try:
@@ -89,7 +93,7 @@ def read_code(
     return host, files, {**versions, "Python": ".".join(map(str, sys.version_info[:2]))}
 
 
-@functools.cache  # to read what a package says of itself takes a millisecond
+@functools.cache  # reading a package's metadata takes a millisecond
 def version(package: str) -> str | None:
     """Return the version of an installed package, without importing it, or None."""
     try:
@@ -102,7 +106,8 @@ def check_same(found: Sequence[Any]) -> None:
     """Raise MotleyError unless all ranks run the same code.
 
     Args:
-        found: each rank's :data:`Code`, by rank; what is none is of a Motley that knew none.
+        found: value of each rank, by rank. A value that is no :data:`Code` comes from a version of
+            Motley that does not send one.
     """
     strange = [rank for rank, code in enumerate(found) if not _is_code(code)]
     if strange:
@@ -142,7 +147,7 @@ def check_same(found: Sequence[Any]) -> None:
 
 
 def _fix(files: str) -> str:
-    """Return how a user makes the code of all hosts the same."""
+    """Return the command that makes the code of all hosts the same, in words for the user."""
     if not ROOT:
         return "install one version of motley-train on all of them with pip"
     return f"bring {files} to all with: bash setup/sync_cn.sh"
@@ -153,9 +158,13 @@ def _is_code(value: Any) -> bool:
 
 
 def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Names whose value is not the same everywhere, and the ranks that differ from most.
+    """Return the names whose values differ between ranks, with the ranks that deviate.
 
-    Where two values are as frequent, rank 0's is the one to differ from.
+    The most frequent value counts as right. If two are equally frequent, rank 0's value does. Ranks
+    without a value are ignored.
+
+    Args:
+        columns: values of each rank by name, by rank.
     """
     odd = {}
     for name in dict.fromkeys(name for column in columns for name in column):
@@ -179,7 +188,12 @@ def _find_extra(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return hosts and their ranks, as ``b (rank 1), c (ranks 2, 3)``."""
+    """Return a phrase that names hosts and their ranks, as ``b (rank 1), c (ranks 2, 3)``.
+
+    Args:
+        ranks: the ranks to name.
+        hosts: host of every rank, by rank.
+    """
     numbers: dict[str, list[str]] = {}
     for rank in ranks:
         numbers.setdefault(hosts[rank], []).append(str(rank))
@@ -190,24 +204,26 @@ def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Return the files to compare, by the names that they have on all hosts."""
+    """Yield the files to compare, each with the name that it has on all hosts."""
     before = len(f"{PACKAGE}/")
     for path in PACKAGE.rglob("*.py"):
-        if path.is_file():  # an editor's lock of an unsaved file is a link to nowhere
+        if path.is_file():  # an editor's lock of an unsaved file is a broken link
             yield f"src/motley/{str(path)[before:]}", path
     near = [script, *_loaded(script)]
-    if ROOT and script.parent.is_relative_to(ROOT):  # else it is a home, full of other things
+    if ROOT and script.parent.is_relative_to(
+        ROOT
+    ):  # elsewhere it may be a home, full of other files
         near += [path for path in script.parent.glob("*") if path.suffix in _SUFFIXES]
     for path in near:
         if path.is_file():
             yield f"{path.parent.name}/{path.name}", path
     for path in _named(words):
-        if os.path.isfile(path):  # noqa: PTH113 - Path's raises where a word is too long for a name
+        if os.path.isfile(path):  # noqa: PTH113 - Path.is_file() raises if a word is too long for a name
             yield str(path), path
 
 
 def _loaded(script: Path) -> Iterator[Path]:
-    """Return the user's own modules: of no package that is installed, and not Motley's."""
+    """Yield the files of the user's own modules: neither Motley's nor of an installed package."""
     places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     own = [script.parent, ROOT or script.parent, *(Path(place).resolve() for place in places)]
     installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), PACKAGE]
@@ -217,7 +233,7 @@ def _loaded(script: Path) -> Iterator[Path]:
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
         if file.startswith(known) or any(f"/{place}/" in file for place in _PLACES):
-            continue  # most of thousands: to resolve each would take half a second
+            continue  # most of thousands of modules: resolving each path would take half a second
         path = Path(file).resolve()
         if any(map(path.is_relative_to, own)) and not (
             any(map(path.is_relative_to, installed)) or _PLACES & set(path.parts)
@@ -226,7 +242,7 @@ def _loaded(script: Path) -> Iterator[Path]:
 
 
 def _named(words: Sequence[str]) -> Iterator[Path]:
-    """Files on the command line that are read: a module, or an option's that ends in "config"."""
+    """Yield the files that options name: modules, and values of options that end in "config"."""
     for before, word in pairwise(["", *words]):
         option, _, value = word.rpartition("=")
         path = Path(value)
@@ -239,5 +255,5 @@ def _digest(path: Path) -> str:
 
 
 def _release(found: str) -> str:
-    """Without the build."""
+    """Return a version without its build, as ``2.14.0`` for ``2.14.0+cu126``."""
     return found.partition("+")[0]

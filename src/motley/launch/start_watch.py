@@ -2,15 +2,15 @@
 
 A process beside each rank ends the rank if not all ranks start.
 
-A launcher waits without end for a rank that is stopped, or a host that is frozen, before it has
-joined the others, and so does MPI, inside of which no thread of Python's runs. Each rank that is
-ready to join therefore has a process watch the time. This process sees the ranks of its machine by
-their processes, and nothing of the others. A process that can name a rank speaks first, and the
-lowest rank of its machine. Where all are stopped while they import, none is ready: until it is, a
-rank has another one watch.
+A rank may be stopped, or its host frozen, before it has joined the others. A launcher waits for it
+without end. MPI does too, and no thread of Python's runs inside MPI. Each rank that is ready to
+join therefore starts a process that watches the time. The watching process sees the other ranks of
+its machine in /proc, and nothing of other machines. A process that can name a late rank reports
+first, and on each machine the lowest rank's process. If all ranks are stopped while they import,
+none is ready to report. A rank has another process watch it until it is ready.
 
-    imports      since the process began, its environment included, until all ranks have imported
-                 and meet by MPI
+    imports      since the process started, its environment included, until all ranks have imported
+                 and are joined by MPI
     connect      code, facts and addresses of all hosts; the supervisor
     prepare      the run's folder, and the data on each host's disk
     group        the process group, and the precision of each rank
@@ -20,9 +20,9 @@ rank has another one watch.
     wires        adding up gradients, measured where they are not remembered
     compile      the trial of compiling the model
     plan         the arithmetic between them
-    engine       the loader, the loss scale, the engine, what is resumed
+    engine       the loader, the loss scale, the engine, the resumed state
 
-A part that was not there has no entry.
+A part that did not take place has no entry.
 """
 
 import contextlib
@@ -49,10 +49,11 @@ _SHOWN_S = 0.05
 
 
 class StartClock:
-    """Cuts one rank's start into parts that sum to the whole, in the order in which they ended.
+    """A clock that divides one rank's start into parts, in the order in which they ended.
 
     Args:
-        before_s: seconds that this process has lived, all of which it imported for.
+        before_s: age of this process in seconds, all of which it spent on imports; None: not
+            counted.
     """
 
     def __init__(self, before_s: float | None = None) -> None:
@@ -61,22 +62,22 @@ class StartClock:
 
     @classmethod
     def for_process(cls) -> "StartClock":
-        """Made where this process has imported what it needs: it has done nothing else yet."""
+        """Create the clock of a process that has done nothing but import its modules."""
         started_s = ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
         return cls(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
     def lap(self, part: str) -> None:
-        """End a part: the time since the last one ended was spent on it; one may come again."""
+        """End a part: add the time since the end of the last one to ``part``."""
         now = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
 
     def as_json(self) -> dict[str, float]:
-        """Seconds by part."""
+        """Return the duration of each part in seconds, by name."""
         return {part: round(seconds, 4) for part, seconds in self._parts.items()}
 
     def sentence(self) -> str:
-        """For the log, without what is over before one could read of it."""
+        """Return a sentence for the log. Parts of less than 0.05 s are left out."""
         parts = dict(self._parts)
         imports_s = parts.pop("imports", 0.0)
         text = ", ".join(f"{part} {s:.1f} s" for part, s in parts.items() if s >= _SHOWN_S)
@@ -85,16 +86,16 @@ class StartClock:
 
 
 TIMEOUT_VARIABLE = "MOTLEY_START_TIMEOUT"
-_TIMEOUT_S = 120.0  # torch from a cold disk of a network takes one of them
-_TURN_S = 1.0  # between the ranks of a machine: who has spoken ends the others
-_OTHERS_S = 4.0  # for machines that can name a rank
+_TIMEOUT_S = 120.0  # importing torch from a cold network disk takes about half of it
+_TURN_S = 1.0  # between the ranks of a machine: the first that reports ends the others
+_OTHERS_S = 4.0  # in which a machine that can name a late rank reports first
 _WATCHES = "motley.launch.start_watch"
 _IMPORTS = "imports"  # a word of the command line
 _LOOK_S = 1.0
 
 
 class StartWatch:
-    """A rank's end of it: runs from here to :meth:`joined`; nothing for a rank alone.
+    """A rank's end of the watch, which runs until :meth:`joined`. A rank alone has none.
 
     Raises:
         MotleyError: the variable holds no number of seconds.
@@ -107,23 +108,25 @@ class StartWatch:
             command = [sys.executable, "-P", "-m", _WATCHES, str(os.getpid())]
             self._process = subprocess.Popen(
                 [*command, str(seconds)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                start_new_session=True,  # a launcher ends a rank's whole group, and it with it
+                start_new_session=True,  # a launcher ends all processes of a rank's group
             )  # fmt: skip
 
     def joined(self) -> None:
-        """All ranks have started."""
+        """End the watch, because all ranks have started."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
 
 
 def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
-    """Start a process that reports if this rank is stopped before it is ready; it ends by itself.
+    """Start a process that reports if this rank is stopped before it is ready to join.
+
+    The process ends once this rank is ready.
 
     Returns:
         An object that has to live as long as this process.
     """
-    with contextlib.suppress(MotleyError):  # StartWatch will say it
+    with contextlib.suppress(MotleyError):  # StartWatch will raise it
         if read_launch(environ).size > 1 and (seconds := start_timeout(environ)) > 0:
             command = [sys.executable, "-P", "-m", _WATCHES, str(os.getpid())]
             return subprocess.Popen(
@@ -134,7 +137,11 @@ def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
 
 
 def start_timeout(environ: Mapping[str, str]) -> float:
-    """Seconds in which all ranks should start; 0: as long as it takes."""
+    """Return the seconds in which all ranks should start; 0: no limit.
+
+    Raises:
+        MotleyError: the variable holds no number of seconds.
+    """
     text = environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT_S))
     try:
         seconds = float(text)
@@ -153,7 +160,10 @@ class Sibling:
     """A rank of this machine, as its kernel sees it.
 
     Attributes:
-        stopped: by a signal or a debugger. ready: it has begun to join the others.
+        rank: number of the rank.
+        pid: process id of the rank.
+        stopped: True if a signal or a debugger has stopped it.
+        ready: True if it has started to join the others.
     """
 
     rank: int
@@ -163,7 +173,7 @@ class Sibling:
 
 
 def siblings(pid: int) -> list[Sibling]:
-    """All ranks that the launcher of process ``pid`` has started here, in order."""
+    """Return all ranks that the launcher of process ``pid`` has started here, by rank."""
     launcher = _stat(pid)[1]
     result = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -191,7 +201,7 @@ def words(
         size: number of ranks of the job.
         host: name of this machine.
         hosts: names of the other hosts, if they are available.
-        seconds: seconds since the begin of the start.
+        seconds: seconds since the beginning of the start.
     """
     begin = f"not all ranks have started within {seconds:.0f} s: "
     longer = f"give it longer with {TIMEOUT_VARIABLE}=600 (seconds)"
@@ -219,7 +229,7 @@ def words(
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and parent."""
+    """Return the state letter and the parent of a process, from /proc."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[1])
 
@@ -242,10 +252,10 @@ def _main() -> None:
 
 
 def _is_stopped_early(pid: int, seconds: float) -> bool:
-    """Return True if a rank is found stopped after some seconds, and none is ready to report it.
+    """Return True if the rank is stopped after ``seconds``, and no rank here is ready to report it.
 
-    Return False as soon as the rank is ready, or ends. A user who stops mpirun too (Ctrl-Z) means
-    it.
+    Return False as soon as the rank is ready, or ends. A rank is not reported while mpirun is
+    stopped too: then the user has stopped the job on purpose (Ctrl-Z).
     """
     deadline = time.monotonic() + seconds
     with contextlib.suppress(OSError):
@@ -258,8 +268,8 @@ def _is_stopped_early(pid: int, seconds: float) -> bool:
 
 
 def _is_ready(pid: int) -> bool:
-    """Return True if the rank has begun to join the others, which a process watches."""
-    with contextlib.suppress(psutil.Error):  # it has just ended
+    """Return True if the rank has started to join the others, shown by its watching process."""
+    with contextlib.suppress(psutil.Error):  # the process has just ended
         return any(map(_watches_start, psutil.Process(pid).children()))
     return False
 
@@ -272,12 +282,12 @@ def _watches_start(process: psutil.Process) -> bool:
 
 
 def _ends_within(seconds: float) -> bool:
-    """Return True if this rank ends in time, as the end of this process's input shows."""
+    """Return True if the watched rank ends in time: then this process's standard input closes."""
     return bool(select.select([0], [], [], seconds)[0])
 
 
 def _end(pid: int, seconds: float) -> None:
-    """Say what is wrong, and end the job: a launcher ends it when a rank is killed."""
+    """Print what is wrong, and kill the ranks of this machine; the launcher then ends the job."""
     here, launcher = siblings(pid), _stat(pid)[1]
     launch, hosts = read_launch(), [*find_sessions(launcher).values()]
     local = launch.local_size or len(here)

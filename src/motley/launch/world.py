@@ -1,8 +1,7 @@
 """All launched ranks: their hosts, their addresses, and the variables of the process group.
 
-Every script starts through :func:`run`. A thread of the lowest rank of each machine says which
-ranks of earlier jobs are still there, holding its GPU and memory: a launch waits for nothing of
-this.
+Every script starts through :func:`run`. A thread of the lowest rank of each machine reports ranks
+of earlier jobs that still hold its GPU and memory. A launch does not wait for that thread.
 """
 
 import atexit
@@ -60,7 +59,7 @@ def why_not_free(port: int) -> str:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Return a free port, held by a socket that is bound and never listens.
+    """Return a socket that reserves a free port: it is bound and never listens.
 
     No other program is given the port, while torch, which sets SO_REUSEADDR, can take it.
     """
@@ -70,16 +69,18 @@ def reserve_port(address: str) -> socket.socket:
     return holder
 
 
-_AGE_S = 10.0  # younger ones may be ending: of the job before, in a loop of jobs
+_AGE_S = 10.0  # a younger rank may just be ending, after the previous job in a loop of jobs
 
 
 def report_leftovers() -> None:
-    """Begin to look; what is found is said once, in one line."""
+    """Start a thread that reports ranks of earlier runs on this machine, in one line."""
     threading.Thread(target=_look, name="leftovers", daemon=True).start()
 
 
 def _look() -> None:
-    with contextlib.suppress(Exception):  # a process that ends meanwhile, a driver: it is advice
+    with contextlib.suppress(
+        Exception
+    ):  # a process may end meanwhile, or a driver fail: the line is only advice
         here = survey()
         old = [
             each for each in here.processes
@@ -91,7 +92,7 @@ def _look() -> None:
 
 
 def words(host: str, pids: list[int]) -> str:
-    """Return a sentence on processes that were left."""
+    """Return a sentence on the leftover processes ``pids`` of a host."""
     many = len(pids) > 1
     shown = ", ".join(map(str, pids[:8])) + (", ..." if len(pids) > 8 else "")
     return typed_command(
@@ -105,21 +106,21 @@ T = TypeVar("T")
 
 
 class OneRank:
-    """Implements :class:`Launched` for a process without a launcher, as in a notebook."""
+    """An implementation of :class:`Launched` for a process without a launcher, as in a notebook."""
 
     rank, size = 0, 1
 
     def allgather(self, value: T) -> list[T]:
-        """See Launched."""
+        """Return the own value in a list; see Launched."""
         return [value]
 
     def on_this_machine(self) -> list[int]:
-        """See Launched."""
+        """Return the only rank; see Launched."""
         return [0]
 
 
 def ranks_of_launch(environ: Mapping[str, str] = os.environ) -> Launched:
-    """Meet the others; all ranks call it."""
+    """Connect this rank to all others; all ranks call this function."""
     launch = read_launch(environ)
     if launch.by is Launcher.MPI:
         return MpiRanks()
@@ -140,15 +141,14 @@ def run(
 
     Args:
         main: the script's function, called with the world of this rank.
-        launched: connection of the ranks by something else than MPI, as in tests; None: by the
-            launch.
+        launched: connection of the ranks without a launcher, as in tests; None: the launcher's.
         packages: packages that the script needs, besides those that all scripts do.
     """
     clock = StartClock() if launched else StartClock.for_process()
     gc.freeze()  # see motley.launch
     gc.enable()
     atexit.register(gc.disable)
-    atexit.register(gc.unfreeze)  # else libraries take what is set aside for their leaks
+    atexit.register(gc.unfreeze)  # else libraries report the frozen objects as their leaks
     die_with_parent()
     keep_caches_local(os.environ)
     try:
@@ -176,7 +176,7 @@ def _end_with_thread(
     usual: Callable[[threading.ExceptHookArgs], object],
     ended: threading.ExceptHookArgs,
 ) -> None:
-    """End the job with a thread of this rank that had words for the user; others end alone."""
+    """End the job if a thread failed with a MotleyError; other errors end the thread alone."""
     if isinstance(ended.exc_value, MotleyError):
         supervisor.fail(ended.exc_value)
     usual(ended)
@@ -186,13 +186,14 @@ class World:
     """All launched ranks, seen from one of them.
 
     Attributes:
-        place: of this rank among those that are left of the launch. Records, messages and
+        place: place of this rank among the surviving ranks. Records, messages and
             :class:`motley.plan.plan.Rank` name a rank by its number in the launch.
-        local_rank, local_size: number of this rank among the ranks of this machine, of how many.
+        local_rank: number of this rank among the ranks of this machine.
+        local_size: number of ranks of this machine.
         nodes: facts of every rank's machine, by rank; after :meth:`connect`.
         network: the subnet that all machines share, as this one sees it.
         supervisor: reports the state of this rank to rank 0.
-        clock: cuts this rank's start into its parts.
+        clock: divides this rank's start into its parts.
     """
 
     def __init__(self, launched: Launched, clock: StartClock) -> None:
@@ -208,10 +209,12 @@ class World:
         )  # fmt: skip
         self.nodes: list[NodeFacts] = []
         self.network: Network
-        self._written: set[str] = set()  # variables of join_group, or in their place
+        self._written: set[str] = (
+            set()
+        )  # variables that join_group() sets, or that torchrun has set
         if read_launch().by is Launcher.TORCHRUN:
             self._written |= TORCHRUN_GROUP
-        self._leader: int | None = None  # of the group that was joined last
+        self._leader: int | None = None  # first rank of the group that was joined last
         self.supervisor = Supervisor(self.place)
 
     def __repr__(self) -> str:
@@ -222,12 +225,12 @@ class World:
 
     @property
     def rank(self) -> int:
-        """0-based number of this rank among those that are left of the launch."""
+        """0-based number of this rank among the surviving ranks of the launch."""
         return self.place.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks that are left of the launch."""
+        """Number of surviving ranks of the launch."""
         return self.place.size
 
     @property
@@ -237,17 +240,17 @@ class World:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Number in the launch of each rank that is left."""
+        """Number in the launch of each surviving rank."""
         return self.place.numbers
 
     @property
     def machines(self) -> Sequence[int]:
-        """The lowest rank on the same machine, for each rank."""
+        """For each rank, the lowest rank on the same machine."""
         return self.place.machines
 
     @property
     def first_here(self) -> bool:
-        """This is the lowest rank of its machine."""
+        """True if this is the lowest rank of its machine."""
         return self.machines[self.rank] == self.rank
 
     @property
@@ -256,7 +259,7 @@ class World:
         return self.place.number
 
     def allgather(self, value: T) -> list[T]:
-        """Every rank's value, by rank. All ranks must call it."""
+        """Return the value of every rank, by rank. All ranks must call it."""
         return self._launched.allgather(value)
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -287,12 +290,17 @@ class World:
         return [value for made, _ in answers for value in made]
 
     def connect(self, packages: Sequence[str] = ()) -> None:
-        """Compare code and exchange facts with all ranks, then start the supervisor.
+        """Compare the code of all ranks, exchange facts, choose a subnet, start the supervisor.
 
-        The method also chooses the shared subnet.
+        Args:
+            packages: packages that the script needs, besides those that all scripts do.
         """
-        self.clock.lap("imports")  # to know its machines, it has waited for all ranks
-        compare_code(self.host, self.allgather, packages)  # first: the rest may differ between two
+        self.clock.lap(
+            "imports"
+        )  # all ranks have imported by now, since the constructor has waited for them
+        compare_code(
+            self.host, self.allgather, packages
+        )  # first: the later exchanges may differ between versions
         port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
         received = self.allgather(
             (read_node(), {name: os.environ.get(name, "") for name in VARIABLES})
@@ -315,7 +323,7 @@ class World:
     def _try_networks(
         self, candidates: Sequence[Mapping[int, Network]], names: Mapping[int, str]
     ) -> int:
-        """Return the number of the network that all machines take; all ranks call it."""
+        """Return the index of the candidate network that all machines use; all ranks call it."""
         machines, own = sorted(names), self.machines[self.rank]
         addresses = [each[own].address for each in candidates] if self.first_here else []
         with Receiver(addresses) as receiver:
@@ -348,23 +356,29 @@ class World:
         return world
 
     def has_fixed_master(self) -> bool:
-        """Return True if a user set MASTER_ADDR, which is then rank 0's; all call it."""
+        """Return True if a user set MASTER_ADDR, the address of rank 0; all ranks call it."""
         return any(self.allgather("MASTER_ADDR" in {*os.environ} - self._written))
 
     def master(self) -> tuple[str, int]:
-        """Address and port of the group's first rank, after :meth:`join_group`."""
+        """Return the address and port of the group's first rank, after :meth:`join_group`."""
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     def join_group(self, participants: Sequence[int]) -> int | None:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.
 
-        Only participants are counted: RANK and WORLD_SIZE are those of the process group.
-        Values that the user set stand: an address, port or interface of theirs is used, and a
-        rank or size that contradicts the launcher is an error. When some leave, those who stay
-        call it again, and so do those who leave.
+        RANK and WORLD_SIZE count the participants alone, which form the process group.
+        Variables that the user has set stay: an address, port or interface is used. A rank or size
+        that contradicts the launcher is an error. When the participants change, all ranks call this
+        again, those that leave too.
+
+        Args:
+            participants: the ranks that train, in order of their numbers in the group.
 
         Returns:
             This rank's number in the group; None if it takes no part.
+
+        Raises:
+            MotleyError: a variable that the user set cannot be used.
         """
         for name in self._written:
             os.environ.pop(name, None)
@@ -390,7 +404,7 @@ class World:
         return group_rank
 
     def _meeting_place(self, leader: int) -> tuple[str, int]:
-        """Address and port at which rank ``leader`` will listen; all ranks call it."""
+        """Return the address and port at which rank ``leader`` will listen; all ranks call it."""
         if self.machines[leader] != self.machines[0] and self.has_fixed_master():
             raise MotleyError(
                 "MASTER_ADDR is set, and rank 0's machine does not train: unset it, or name that "
@@ -402,7 +416,7 @@ class World:
             self._reserved = reserve_port(self.network.address)
             if (
                 requested is not None and self._leader != leader
-            ):  # else it may be in use by our last
+            ):  # a port of the same leader may be in use by the previous group
                 wrong = why_not_free(requested)
         self._leader = leader
         reserved = self._reserved.getsockname()[1] if self.rank == leader else 0
@@ -429,7 +443,7 @@ def check_alone(size: int, environ: Mapping[str, str]) -> None:
 
 
 def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
-    """Write RANK and the like; an environment that says otherwise is an error."""
+    """Write RANK and similar variables; raise MotleyError if one is set to another value."""
     for name, value in own.items():
         result = environ.setdefault(name, str(value))
         if result != str(value):
@@ -448,7 +462,7 @@ def port_of_user(said: Sequence[str | None]) -> int | None:
         said: value on each rank, by rank; None: unset.
 
     Raises:
-        MotleyError: it is no port, or not the same on all.
+        MotleyError: a value is no port, or ranks have different ones.
     """
     ports = {text: rank for rank, text in enumerate(said) if text is not None}
     for text, rank in ports.items():

@@ -1,1 +1,1 @@
-"""Measurements: of devices, all-reduces and links between machines; and the plan from them."""
+"""Measurements of devices, all-reduces and links between machines, and the plan based on them."""

@@ -1,6 +1,6 @@
 """The trial that decides if a model is compiled.
 
-Each GPU's rank times both ways at the sizes that it would use.
+Each GPU's rank times the model with and without compiling, at the sizes that it would use.
 """
 
 import json
@@ -29,20 +29,21 @@ from motley.plan.wire import AllReduceCost
 from motley.tasks.model import TaskModel
 from motley.tasks.net import get_kind
 
-_FASTER = 0.02  # by less a compiled model is not worth what else it may bring
+_FASTER = 0.02  # least gain for which a compiled model is worth its risks
 _MOST_FASTER = 1.65  # times; 1.21 to 1.58 were measured (benchmarks/NOTES.md)
 _KIND_LEAST_S = 1.0  # seconds that a kind of blocks takes to compile, with all caches warm
-_KIND_S = 15.0  # and with none: a ViT's took 7 s, eight of Swin's 168 s
+_KIND_S = 15.0  # the same without caches: a ViT's took 7 s, eight of Swin's 168 s
 _BLOCK_S = 3.0  # a block of a model that is compiled as a whole: 40 of one took 121 s
 
 
 @dataclass(frozen=True)
 class Promise:
-    """The gain that a rank expects of compiling; remembered from its last trial, or usual.
+    """The gain that a rank expects of compiling, from its last trial or a usual value.
 
     Attributes:
-        gain: part of its time that it saves. cost_s: seconds that compiling takes.
-        known: the value is from an earlier compilation of this model here.
+        gain: part of the rank's time that compiling saves.
+        cost_s: seconds that compiling and timing take.
+        known: True if the values are from an earlier compilation of this model here.
     """
 
     gain: float = 0.15
@@ -51,7 +52,7 @@ class Promise:
 
     @classmethod
     def read(cls, path: Path) -> "Promise":
-        """Return the remembered promise; the usual one where nothing can be read."""
+        """Return the remembered promise; the usual one if none can be read."""
         try:
             content = json.loads(path.read_text())
             result = cls(float(content["gain"]), float(content["cost_s"]), known=True)
@@ -60,14 +61,14 @@ class Promise:
         return result if result.gain < 1 and 0 <= result.cost_s < math.inf else cls()
 
     def write(self, path: Path) -> None:
-        """Remember it."""
+        """Write the promise to a file, for the next run."""
         path.write_text(json.dumps({"gain": self.gain, "cost_s": self.cost_s}))
 
     def costs_least(self, passes_s: float, kinds: int) -> float:
         """Return the least seconds of compiling and timing.
 
-        The value is the measured cost, if it is known. Otherwise it is the time of the timed passes
-        at their highest speed, and a little for compiling.
+        If the cost was measured, it is returned. Otherwise the result is the time of the timed
+        passes at their highest speed, and a little for compiling.
 
         Args:
             passes_s: seconds of one plain micro-batch of each timed size, added up.
@@ -95,13 +96,18 @@ class Promise:
 
 
 def can_compile(model: TaskModel) -> bool:
-    """Return True if torch can compile here at all: Triton needs compute capability 7.0."""
+    """Return True if torch can compile here: Triton needs compute capability 7.0."""
     device = next(model.parameters()).device
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def count_steps(config: Config, samples: int) -> int:
-    """Return steps of a whole run."""
+    """Return the number of steps of a whole run.
+
+    Args:
+        config: the options.
+        samples: number of samples in the training set.
+    """
     an_epoch = math.ceil(max(1, round(samples * config.data_fraction)) / config.batch_size)
     return min(config.epochs * an_epoch, config.max_steps or config.epochs * an_epoch)
 
@@ -149,7 +155,7 @@ def compile_where_faster(
     speeds: Sequence[SpeedTable],
     wire: AllReduceCost,
 ) -> tuple[tuple[SpeedTable, ...], tuple[str, ...]]:
-    """Compile the models of ranks where this is faster; every launched rank calls this function.
+    """Compile the models of ranks if this is faster; every launched rank calls this function.
 
     Args:
         world: the ranks.
@@ -198,9 +204,11 @@ class _Own:
     """The facts about compiling that a rank sends to the others.
 
     Attributes:
-        file: of the remembered promise. promise: None: it cannot compile.
-        least_s: seconds of a trial here at least; 0: it cannot.
-        steps, done: of the whole run, and before this one.
+        file: file of the remembered promise.
+        promise: the promise; None: the rank cannot compile.
+        least_s: least seconds of a trial on this rank; 0: it cannot compile.
+        steps: steps of the whole run.
+        done: steps that earlier launches of the run have done.
     """
 
     file: Path
@@ -255,20 +263,38 @@ def _is_wanted(
 
 
 def _sizes(count: int, grain: int, most: int) -> set[int]:
-    """Micro-batches that a share is cut into, and the largest."""
+    """Return the sizes of the micro-batches into which a share is cut, in samples.
+
+    Args:
+        count: samples of the share. If it is 0, the result is ``{most}``.
+        grain: samples that stay together.
+        most: largest micro-batch.
+    """
     return {grain * groups for groups in cut(count // grain, most // grain)} or {most}
 
 
 def _try(
     model: TaskModel, speed: SpeedTable, sizes: set[int], kept: Path, anyway: bool, is_equal: bool
 ) -> tuple[SpeedTable, str]:
-    """Return a rank's speed, compiled if it is faster so, or ``anyway``; and what is to be said."""
+    """Compile a rank's model, time it, and use it if it is faster.
+
+    Args:
+        model: the model.
+        speed: speed of the plain model.
+        sizes: sizes of micro-batches to time.
+        kept: file for the result of the trial.
+        anyway: True: use the compiled model even if it is not faster.
+        is_equal: True if the sizes will not change.
+
+    Returns:
+        The speed of the model in use, and a note for the user; mostly empty.
+    """
     start = time.perf_counter()
     model.compile_task(sizes if is_equal else ())
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
             timed = {size: time_micro_batch(model, size)[0] for size in sorted(sizes)}
-    except Exception as error:  # torch's own, of a compiler that is missing, or of the model
+    except Exception as error:  # torch's own error, of a missing compiler, or of the model
         model.compute_plainly()
         lines = str(error).strip().splitlines() or [type(error).__name__]
         text = " ".join(lines[:2])[:200]  # torch names the compiler, and in the next line why

@@ -19,11 +19,12 @@ from motley.tasks.model import AUTOCAST, TaskModel, set_matmul_precision
 
 @dataclass(frozen=True)
 class KernelSpeed:
-    """A matrix product in one precision.
+    """The speed of a matrix product in one precision.
 
     Attributes:
-        tflops: 1e12 floating-point operations a second; None if the device cannot do it.
-        error: what it said then.
+        precision: the precision.
+        tflops: 1e12 floating-point operations per second; None if the device cannot do it.
+        error: the device's error message in that case.
     """
 
     precision: str
@@ -34,8 +35,8 @@ class KernelSpeed:
 def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> KernelSpeed:
     """Time square matrix products (warm, synchronised) and check their result.
 
-    A claim of support can be emulation, and a build that lacks the GPU's architecture
-    passes ``is_available()`` and fails at its first kernel; so a real kernel runs.
+    A real kernel runs, for two reasons. A claim of support can be emulation. A build that lacks the
+    GPU's architecture passes ``is_available()`` and fails at its first kernel.
 
     Args:
         device: the device.
@@ -70,11 +71,11 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-_REPEATS = 3  # at least, after a warm run
-PASSES = 1 + _REPEATS  # that it takes to time a micro-batch, at least
-_LOAD_S = 1.0  # as long, if enough, on a GPU: under load it lowers its clock, by some 3 %
-_STEP_BEHIND_S = 0.1  # a micro-batch long enough to time an optimizer step behind it
-_MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups and downs
+_REPEATS = 3  # least timed runs, after a warm one
+PASSES = 1 + _REPEATS  # least passes to time a micro-batch
+_LOAD_S = 1.0  # desired time on a GPU, which lowers its clock under load, by some 3 %
+_STEP_BEHIND_S = 0.1  # longest micro-batch for which an optimizer step is timed behind it
+_MEMORY_MARGIN = 0.9  # part of the free memory to use; the rest is for changes by other users
 
 
 def measure_speed(
@@ -87,9 +88,9 @@ def measure_speed(
     A pass is forward and backward. Sizes count groups of samples if the task has groups that stay
     together.
 
-    Ends at ``most`` samples, where memory ends, or when the next size would not fit into the
-    time; not where larger ones are no faster, for a longer last backward pass hides more of the
-    wire. Parameters and random numbers are left as they were, and no memory is held.
+    The measurement ends at ``most`` samples, when memory runs out, or when the next size would take
+    too long. Larger sizes are timed even if they are no faster, because a longer last backward pass
+    hides more of the wire. Parameters and random state are restored, and all memory is released.
 
     Args:
         model: the model.
@@ -106,7 +107,7 @@ def measure_speed(
 
 @contextlib.contextmanager
 def _as_it_was(model: TaskModel) -> Iterator[None]:
-    """Leaves parameters, gradients and random numbers as they were, and no memory held."""
+    """Restore parameters and random state after the context, and release gradients and memory."""
     device = next(model.parameters()).device
     random = random_state(device)
     # MADGRAD adds to the rate, and moves at a rate of 0 too.
@@ -128,7 +129,7 @@ def _as_it_was(model: TaskModel) -> Iterator[None]:
 def _measure_speed(
     model: TaskModel, make: Callable[[], torch.optim.Optimizer], most: int, budget_s: float
 ) -> SpeedTable:
-    """See :func:`measure_speed`; its optimizer's memory goes with it."""
+    """Measure as :func:`measure_speed` describes; the optimizer's memory is freed on return."""
     device = next(model.parameters()).device
     optimizer = make()
     for group in optimizer.param_groups:
@@ -172,7 +173,7 @@ def _measure_speed(
 
 
 def room_mib(device: torch.device) -> float:
-    """MiB of a GPU that this process has, or could have."""
+    """Return the MiB of a GPU that this process has reserved or could still allocate."""
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device)) / 2**20
 
@@ -182,7 +183,7 @@ def _allocated_mib(device: torch.device) -> float:
 
 
 def _doubling(most: int) -> Iterator[int]:
-    """1, 2, 4, ... and ``most``."""
+    """Yield 1, 2, 4, ... below ``most``, and ``most``."""
     size = 1
     while size < most:
         yield size
@@ -191,7 +192,10 @@ def _doubling(most: int) -> Iterator[int]:
 
 
 def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
-    """Seconds of a micro-batch, and the peak of memory, MiB. Leaves gradients behind."""
+    """Return the seconds of a micro-batch, and the peak of memory in MiB (None on a CPU).
+
+    Gradients are left behind.
+    """
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -215,7 +219,7 @@ def passes(model: TaskModel, size: int, count: int) -> Iterator[float]:
 
 
 def _micro_batch(model: TaskModel, size: int) -> Callable[[], None]:
-    """Forward and backward pass of so many images, ready to run."""
+    """Return a function that runs the forward and backward pass of ``size`` noise samples."""
     data = model.noise(size)
 
     def run() -> None:
@@ -243,7 +247,7 @@ def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) ->
 def _time(
     run: Callable[[], None], device: torch.device, before: Callable[[], None] | None = None
 ) -> float:
-    """Return the seconds of a run, once warm: the median of some, back to back as in training.
+    """Return the median seconds of warm runs, which follow each other as in training.
 
     Args:
         run: the operation.
@@ -310,7 +314,7 @@ def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
 def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:
     """Return True if a micro-batch of ``size`` should fit into memory, and is worth timing.
 
-    A CPU's need is unknown; there, sizes up to twice the last one are worth timing.
+    On a CPU the needed memory is unknown, and sizes up to twice the last one are worth timing.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":

@@ -30,12 +30,12 @@ from motley.plan.wire import Addition, AllReduceCost, FewerCost, WireMode
 
 _SECONDS = 0.1  # of sending, each way
 _CHUNK = 1 << 16  # bytes
-_LEAST = 4  # chunks, on a link that takes longer for them
-_BUFFER = 1 << 18  # bytes on the way: what is sent is then soon received
-_LOOK_S = 0.3  # at least, at what others send
+_LEAST = 4  # chunks to send, even if a slow link takes longer for them
+_BUFFER = 1 << 18  # bytes of the send buffer: small, so that sent data is soon received
+_LOOK_S = 0.3  # shortest watch over other programs' traffic
 _PINGS = 15
-_MOST_ROUNDS = 16  # 4 s; in more machines each meets so many others, and not all
-_TIMEOUT_S = 4.0  # seconds in which something has to come
+_MOST_ROUNDS = 16  # 4 s; with more machines than that, not all pairs are measured
+_TIMEOUT_S = 4.0  # seconds in which data has to arrive
 
 _RATE = struct.Struct("!d")
 
@@ -47,7 +47,7 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
 
     Args:
         world: the ranks.
-        traffic: traffic of other programs on this machine's interface, watched for a while already.
+        traffic: a watch over other programs' traffic on this machine's interface; None: start one.
     """
     traffic = traffic or Traffic(world.network.interface)
     ports = world.allgather(traffic.read_port() if world.first_here else None)
@@ -55,7 +55,7 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
 
 
 def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
-    """Measure the traffic between machines, in pairs.
+    """Return the measured flow from each machine to each other one, measured in pairs.
 
     Args:
         world: the ranks.
@@ -76,19 +76,19 @@ def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
                     result |= {(caller, callee): there, (callee, caller): back}
                 elif own == callee:
                     answer(listener, token, seconds)
-            world.allgather(None)  # the next round begins when all have met
+            world.allgather(None)  # the next round starts when all pairs are done
     return {pair: flow for part in world.allgather(result) for pair, flow in part.items()}
 
 
 def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links | None:
-    """Return the links of machines that have met before; every launched rank calls it.
+    """Return the links of machines whose flows are known; every launched rank calls it.
 
     Args:
         world: the ranks.
-        flows: flows that were measured then. The speeds of ports are read anew.
+        flows: flows of an earlier measurement. The speeds of ports are read again.
 
     Returns:
-        None: a connection does not pass any more.
+        The links; None if data does not pass a connection any more.
     """
     port = look_at(world.network.interface) if world.first_here else None
     ports = world.allgather(port)
@@ -104,7 +104,7 @@ def _collect_links(
 
 
 class Traffic:
-    """The traffic of other programs through an interface, from the creation to :meth:`seen`.
+    """The traffic of other programs through an interface, from the creation to :meth:`read_port`.
 
     No measurement may use the interface meanwhile.
     """
@@ -115,7 +115,7 @@ class Traffic:
         self._start = time.perf_counter()
 
     def read_port(self) -> Port:
-        """Return the interface's own facts, and its traffic, watched for long enough."""
+        """Watch a little longer; return the interface's properties and the others' traffic."""
         time.sleep(max(0.0, self._start + _LOOK_S - time.perf_counter()))
         after = psutil.net_io_counters(pernic=True).get(self._interface)
         port, seconds = look_at(self._interface), time.perf_counter() - self._start
@@ -128,7 +128,7 @@ class Traffic:
 
 
 def look_at(interface: str) -> Port:
-    """Return an interface's own facts."""
+    """Return the properties of an interface, and the name of a faster one if there is one."""
     says = {
         name: each.speed for name, each in psutil.net_if_stats().items()
         if each.isup and (name == interface or not name.startswith(VIRTUAL))
@@ -146,6 +146,9 @@ def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> t
         address: address and port.
         token: token that the other machine expects.
         seconds: seconds of sending, each way.
+
+    Returns:
+        Both flows. If the measurement fails, a flow has the rate 0 and the error.
     """
     try:
         line = socket.socket()
@@ -176,13 +179,13 @@ def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> t
 
 
 def answer(listener: socket.socket, token: bytes, seconds: float = _SECONDS) -> None:
-    """Be met by the machine that knows the token, and send to it for so many seconds."""
+    """Accept the caller that knows the token, receive its data, and send for ``seconds``."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             line, _ = listener.accept()
         except OSError:
-            return  # the caller will say why it could not
+            return  # the caller reports the error
         with line:
             try:
                 line.settimeout(_TIMEOUT_S)
@@ -201,7 +204,7 @@ def answer(listener: socket.socket, token: bytes, seconds: float = _SECONDS) -> 
 
 
 def _ping(line: socket.socket) -> float:
-    """Half of a small message's round trip, seconds."""
+    """Return half of a small message's round trip in seconds, the median of several."""
     times = []
     for _ in range(_PINGS):
         start = time.perf_counter()
@@ -224,9 +227,9 @@ def _send(line: socket.socket, seconds: float) -> None:
 def _receive(line: socket.socket) -> float:
     """Receive the data of :func:`_send`, and return its rate in bytes per second.
 
-    The rate is the median of three, without the first quarter of the data or a little more. Data
-    that waited while this program was suspended arrives at once. Such a burst may begin one of the
-    three parts, but not most of them.
+    The rate is the median of three: from a quarter, three eighths and half of the data to the
+    end. Data that waited while this program was suspended arrives in a burst. A burst at the
+    beginning of one of the three parts does not change the median.
     """
     chunk, came = bytearray(_CHUNK), [0.0]
     while True:
@@ -253,13 +256,15 @@ def _exactly(line: socket.socket, size: int) -> bytes:
     return data
 
 
-_PIECE_MIB = 25.0  # sent at once at most, and
-_TINY = 8  # high and wide is a matrix of next to nothing
-_MOST = 2**30  # numbers that are sent to time a wire, of a gradient that no device need hold
-_PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
+_PIECE_MIB = 25.0  # largest bucket
+_TINY = 8  # height and width of a nearly empty matrix
+_MOST = 2**30  # most numbers that are sent to time a wire; no device needs to hold the gradient
+_PIECES = 8  # least buckets, since several are needed to hide behind a backward pass
 TRIES = 3  # of which the median counts
-_ENOUGH_S = 0.25  # of tries that took so long, none is repeated: the longer, the less noise
-_PART_S = 3.0  # that sending a part of the gradient should take at most, if it is no pair
+_ENOUGH_S = 0.25  # total time after which no try is repeated: longer tries are less noisy
+_PART_S = (
+    3.0  # that sending a part of the gradient should take at most; two buckets are sent anyway
+)
 
 
 def measure_wire(
@@ -267,8 +272,8 @@ def measure_wire(
 ) -> AllReduceCost:
     """Time the all-reduce of nearly empty buckets, and of the gradient of these parameters.
 
-    A part of the gradient is sent if the wire is so slow that all of it would take seconds. All
-    ranks of the process group must call this function, and get one result.
+    Only a part of the gradient is sent if the wire is so slow that all of it would take seconds.
+    All ranks of the process group must call this function, and get the same result.
 
     Args:
         parameters: the parameters.
@@ -281,7 +286,7 @@ def measure_wire(
     total = sum(parameter.numel() for parameter in parameters)
     some = _first(parameters, _MOST)
     pieces = make_buckets(some, min(int(_PIECE_MIB * 2**18), total // _PIECES))
-    # Send as many small messages as pieces: a GPU is given the next while it works on one.
+    # Send as many small messages as pieces, since a GPU gets the next while it works on one.
     side = max(_TINY, mode.least_side)
     tiny = [torch.empty(side, side, device=device) for _ in pieces]
     # The minimum over ranks is the time of the last rank to arrive, which waited for no other.
@@ -293,11 +298,11 @@ def measure_wire(
     first, more, whole = (_count_bytes(mode, sent) for sent in (pieces[:1], part, pieces))
     all_s = _all_s(first, more, whole, first_s, part_s)
     count = len(pieces)
-    del part, pieces  # memory of theirs is needed
+    del part, pieces  # frees their memory for the next buckets
     computes = mode.addition is Addition.BUCKETS
     if first < more == whole and (computes or dist.get_backend() == "nccl"):
-        # A bucket with matrices that are computed with costs more than one of next to nothing
-        # does; and one of NCCL's less, which begins with it while another is on its way.
+        # If the mode computes with matrices, a full bucket costs more than a nearly empty one.
+        # With NCCL it costs less, because NCCL starts it while another is on its way.
         each_s = (all_s - send_s(make_buckets(some, total))) / (count - 1)
         latency_s = max(latency_s if computes else 0.0, each_s)
     transfer_s = max(0.0, all_s - latency_s * count) * total / sum(p.numel() for p in some)
@@ -309,9 +314,9 @@ def _count_bytes(mode: WireMode, buckets: Sequence[Bucket]) -> float:
 
 
 def _all_s(first: float, part: float, whole: float, first_s: float, part_s: float) -> float:
-    """Return the seconds of the whole, of which a part was sent.
+    """Return the estimated seconds of the whole gradient, of which a part was sent.
 
-    The rest takes as long as the part after the first piece, which fills a pipeline.
+    The rest is assumed as fast as the part after its first piece, which fills a pipeline.
 
     Args:
         first: bytes of the first piece.
@@ -326,15 +331,19 @@ def _all_s(first: float, part: float, whole: float, first_s: float, part_s: floa
 
 
 def _first(parameters: Sequence[torch.Tensor], numbers: int) -> Sequence[torch.Tensor]:
-    """Return the first buckets that have so many numbers, two at least."""
+    """Return the first parameters, with at most ``numbers`` numbers together, but at least two."""
     ends = accumulate(parameter.numel() for parameter in parameters)
     return parameters[: max(2, sum(end <= numbers for end in ends))]
 
 
 def measure_fewer(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> FewerCost:
-    """Time what the gradient of these parameters takes among some ranks alone, exactly.
+    """Time the exact all-reduce of these parameters' gradient among some ranks alone.
 
-    All ranks of the process group must call it, and get the same answer.
+    All ranks of the process group must call it, and get the same result.
+
+    Args:
+        parameters: the parameters.
+        ranks: the ranks that take part.
     """
     device, group = parameters[0].device, dist.new_group(list(ranks))
     seconds = torch.zeros(1, dtype=torch.float64, device=device)
@@ -349,7 +358,14 @@ def measure_fewer(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> F
 def compute_cost(
     parameters: Sequence[torch.Tensor], mode: WireMode, latency_s: float, transfer_s: float
 ) -> AllReduceCost:
-    """Return the cost of adding up these parameters' gradient from its measured seconds."""
+    """Return the cost of an all-reduce of these parameters' gradient, from its measured seconds.
+
+    Args:
+        parameters: the parameters.
+        mode: the wire mode.
+        latency_s: seconds of a nearly empty bucket.
+        transfer_s: seconds of the whole gradient, without latencies.
+    """
     size = mode.count_bytes([tuple(parameter.shape) for parameter in parameters])
     return AllReduceCost(
         latency_s, transfer_s, dist.get_backend() == "nccl",
@@ -358,7 +374,10 @@ def compute_cost(
 
 
 def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[float, float], ...]:
-    """See AllReduceCost.tensors: the last layer's gradients come first."""
+    """Return each tensor's part of the elements and of the bytes, the last layer's first.
+
+    See AllReduceCost.tensors.
+    """
     shapes = [tuple(parameter.shape) for parameter in reversed(parameters)]
     numbers, size = sum(map(math.prod, shapes)), mode.count_bytes(shapes)
     return tuple((math.prod(shape) / numbers, mode.count_bytes([shape]) / size) for shape in shapes)
@@ -366,7 +385,7 @@ def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[
 
 @dataclass(frozen=True)
 class _Sender:
-    """Times how long buckets take to be added up. See :func:`measure_wire`."""
+    """A timer of all-reduces of buckets. See :func:`measure_wire`."""
 
     mode: WireMode
     tries: int
@@ -385,7 +404,7 @@ class _Sender:
             buckets: the buckets to send.
             whose: the rank whose time counts. MAX: the slowest rank's, since ranks behind fast
                 links are done before their data has come through a slow one. MIN: the fastest
-                rank's, which excludes waiting for the others to begin.
+                rank's, which excludes waiting for the others to start.
             warm: True: send once before the timing, to make the connections.
         """
         reducer = self.mode.reducer(self.device) if self.group is None else Reducer(self.group)
@@ -402,10 +421,10 @@ class _Sender:
         return seconds
 
     def _together_s(self, run: Callable[[], None], whose: dist.ReduceOp.RedOpType) -> float:
-        """Seconds of what all ranks do together: the median of some tries."""
+        """Return the median seconds of some tries of an operation of all ranks."""
         tries: list[float] = []
         while len(tries) < self.tries and sum(tries) < _ENOUGH_S:
-            # They begin together.
+            # All ranks start together.
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
             wait_for(self.device)
             start = time.perf_counter()

@@ -1,6 +1,6 @@
 """The plan from measurements: which hosts train, their shares, and the wire mode.
 
-The sizes of the plan are timed. Faster ways that the user may ask for are named.
+The sizes of the plan are timed. Faster alternatives are named as advice to the user.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def faster(
     options: Mapping[WireMode, Choice],
     mode: WireMode,
 ) -> tuple[Advice, ...]:
-    """Advise other modes, fewer hosts and larger batches.
+    """Return advice on faster wire modes, fewer hosts and larger batches.
 
     Args:
         world: the ranks.
@@ -80,7 +80,7 @@ def other_engines(
     mode: WireMode,
     traits: EngineTraits,
 ) -> dict[str, Forecast]:
-    """Return the forecasts with engines that send otherwise, by the options that choose them."""
+    """Return the forecasts for engines that send in another way, by their options."""
     wire, exact = measured.wires[mode], measured.wires.get(EXACT)
     wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
     through = {
@@ -94,7 +94,7 @@ def other_engines(
 
 
 _ROUNDS = 4  # of timing and splitting, at most
-_SHOWS = 0.02  # of a step: a wire that cannot be hidden
+_SHOWS = 0.02  # part of a step from which a wire counts as not hidden
 
 
 def refine(
@@ -106,13 +106,13 @@ def refine(
     mode: WireMode = EXACT,
     most: int | None = None,
 ) -> Measured:
-    """Time the micro-batches that the split would use, and split anew, some times over.
+    """Time the micro-batches that the split would use, and split again, a few times.
 
-    A GPU computes in waves of tiles: one image more can cost a whole wave (8 % on a H200), and
-    between powers of two a straight line does not show it. Where the wire takes a part of the
-    step, a whole share in one micro-batch is timed too: the longer the last backward pass, the
-    more of the wire it hides. Where each micro-step has its part of the wire, a share in as few
-    micro-batches as memory and ``most`` allow is timed. Every launched rank calls it.
+    A GPU computes in waves of tiles. One more image can cost a whole wave (8 % on a H200), which a
+    straight line between powers of two does not show. If the wire takes a part of the step, a whole
+    share in one micro-batch is timed too: a longer last backward pass hides more of the wire. If
+    each micro-step has its part of the wire, the fewest micro-batches that memory and ``most``
+    allow are timed. Every launched rank calls this function.
 
     Args:
         world: the ranks.
@@ -167,7 +167,7 @@ def _with_long(
             speed = with_sizes(model, speed, (size,))
             if size in speed.sizes:
                 break
-        if is_cpu or not each_sends:  # no trial finds how much a processor's memory holds
+        if is_cpu or not each_sends:  # a trial cannot find what fits in a CPU's memory
             break
     return speed
 
@@ -185,17 +185,19 @@ def _sizes_of_like_parts(count: int, grain: int, limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it was made from.
+    """A plan, and the measurements and forecasts that it was made from.
 
     Attributes:
-        speeds: of each rank, measured; empty for a plan made by hand.
-        forecast: None for a plan made by hand.
-        wires: by what travels; none for a plan made by hand, or for that of a continued run.
-        others: what else could be done with the same batch, by the options for it.
-        advice: what would be better than what was chosen, for the user; may be empty.
-        links: between the machines, those left out included; None where not measured.
-        foreseen: memory of a model that no rank holds whole; None for another.
-        memory: what links and wires were measured to be, for the next run; None: not for it.
+        plan: the plan.
+        speeds: measured speed of each rank; empty for a plan made by hand.
+        forecast: expected time of a step; None for a plan made by hand.
+        wires: cost of an all-reduce by wire mode; empty for a plan made by hand or of a continued
+            run.
+        others: forecasts of alternatives with the same batch, by their options.
+        advice: better options for the user; may be empty.
+        links: links between the machines, those left out included; None if not measured.
+        memory: figures of links and wires for the next run; None: none are stored.
+        foreseen: memory of a model that no rank holds whole; None for another model.
     """
 
     plan: Plan
@@ -213,18 +215,23 @@ class Planned:
         return self.speeds[rank].compiled if self.speeds else asked == "on"
 
     def with_note(self, mode: WireMode) -> "Planned":
-        """Return the plan with a note on the cost of its wire mode in front."""
+        """Return the plan with a note on the cost of its wire mode as the first advice."""
         text = Advice(f"--wire {mode}: {mode.price}")
         return replace(self, advice=(text, *self.advice))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """The subject of a plan.
+    """The ranks, model and options for which a plan is made.
 
     Attributes:
-        model: None on a rank that is left out.
-        most: samples in a micro-batch of this rank, as asked for; None: as many as fit.
+        world: the ranks.
+        run: the run; None: nothing is trained.
+        group: process group of the ranks that could train.
+        model: the model; None on a rank that is left out.
+        config: the options.
+        traits: traits of the engine.
+        most: largest number of samples in a micro-batch of this rank; None: as many as fit.
     """
 
     world: World
@@ -275,7 +282,7 @@ def measure_and_plan(
         remember(group, config, traits, own)
     measured, notes = _compiled(job, measured, mode)
     if len(choice.ranks) == group.size and measured.speeds != everything.speeds:
-        # Advice compares with what will run, compiled where that is faster.
+        # Advice compares with the models that will run, some of them compiled.
         everything = replace(everything, speeds=measured.speeds)
         options = _options(job, everything)
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
@@ -319,7 +326,7 @@ def _refined(job: _Job, measured: Measured, mode: WireMode) -> Measured:
 
 
 def _compiled(job: _Job, measured: Measured, mode: WireMode) -> tuple[Measured, tuple[str, ...]]:
-    """Each rank compiled where that is faster; and what there is to say of it."""
+    """Return the measurements with ranks compiled if that is faster, and notes for the user."""
     if not (job.traits.compiles or job.config.compile == "on"):
         return measured, ()
     speeds, notes = compile_where_faster(
@@ -344,7 +351,8 @@ def _measure(
     world, group, model, config, traits = job.world, job.group, job.model, job.config, job.traits
     traffic = Traffic(world.network.interface) if world.first_here else None
     speeds = measure_speeds(world, group, model, config, traits)
-    # Nothing is remembered that no step would check: a plan alone, a wire that few steps wait for.
+    # Figures are only remembered if steps will check them. A plan without a training has no steps,
+    # and with local SGD few steps wait for the wire.
     checked = job.run is not None and (asked is None or asked.sync_every == 1)
     cache = wire_cache(world, group, model, asked) if checked else None
     old = recall(world, group, cache) if cache else None
@@ -356,7 +364,7 @@ def _measure(
         everyone = len(options[mode].ranks) == group.size
         if everyone or old is None:
             break
-        old, traffic = None, None  # no machine is left out for what it once was
+        old, traffic = None, None  # old figures must not be the reason to leave a machine out
     memory = None
     if cache and everyone and measured.figures:
         memory = WireMemory(cache, measured.figures, old is not None)
@@ -364,7 +372,7 @@ def _measure(
 
 
 def _limited(measured: Measured, config: Config, group: ProcessGroup) -> Measured:
-    """With no larger micro-batches than ``--micro-batch`` allows."""
+    """Return the measurements without larger micro-batches than ``--micro-batch`` allows."""
     if config.micro_batch is None:
         return measured
     pairs = zip(measured.speeds, config.micro_batch.for_ranks(group.size), strict=True)
@@ -414,27 +422,26 @@ def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
 def _best_mode(
     options: Mapping[WireMode, Choice], asked: WireMode | None, precisions: Sequence[str]
 ) -> WireMode:
-    """Return the wire mode that a plan takes.
+    """Return the wire mode of a plan.
 
-    The mode is the one that changes least among those that the plan may take, or one that is faster
-    by more than the error of the clocks. The order is exact, exact with a slow link spared,
-    rounded, and both.
+    Modes are tried in this order: exact, exact with a slow link spared, rounded, and both. A later
+    mode is chosen only if it is faster by more than the error of the clocks.
     """
     best: WireMode | None = None
     for mode in sorted(options, key=lambda m: (not m.is_exact, m.slow_rank is not None)):
-        who = [precisions[rank] for rank in options[mode].ranks]  # they round anyway, or not
+        who = [precisions[rank] for rank in options[mode].ranks]  # a rank may round anyway
         if may_take(mode, asked, who) and (
             best is None
             or options[mode].chosen.step_s < (1 - WORTH_IT) * options[best].chosen.step_s
         ):
             best = mode
-    return best or EXACT  # one rank alone sends nothing, whatever was asked for
+    return best or EXACT  # one rank alone sends nothing, whatever the user wants
 
 
 def _stay(
     world: World, group: ProcessGroup, measured: Measured, choice: Choice
 ) -> tuple[set[int], dict[int, str]]:
-    """Return the ranks with which a step is shortest, and why each other is left out."""
+    """Return the ranks with which a step is shortest, and each rank's reason to be left out."""
     stay = [group.workers[rank] for rank in choice.ranks]
     hosts = ", ".join(dict.fromkeys(worker.host for worker in stay))
     slower = (
@@ -453,7 +460,7 @@ def _stay(
 
 
 def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Planned:
-    """Shares by measured speed, and what to expect of them."""
+    """Return a plan with shares by measured speed, and its forecast."""
     wire = measured.wires[mode]
     speeds, counts, predicted = split_and_forecast(global_batch, measured.speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]

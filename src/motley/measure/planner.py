@@ -1,7 +1,7 @@
 """The planner: opens the data, builds the model, and makes the plan.
 
-A model that cannot fit in memory is refused. The plan comes from ``--shares``, from the run that is
-continued, or from measurements.
+A model that cannot fit in memory is refused. The plan comes from ``--shares``, from the continued
+run, or from measurements.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -58,7 +58,7 @@ def prepare(
     """Estimate the memory of a rank besides activations, before anything is allocated.
 
     Raises:
-        NoMemoryError: it needs more than there is.
+        NoMemoryError: the rank needs more memory than is free.
     """
     need = _need(task, net, list(net.parameters()), group, config, traits)
     _check(need, group, config, traits, _room(group))
@@ -68,7 +68,7 @@ def prepare(
 def narrow_type(
     task: Task, precisions: Collection[str], traits: EngineTraits
 ) -> torch.dtype | None:
-    """Return the 16-bit type that an engine gathers parameters in; None: fp32, or no gathering."""
+    """Return the 16-bit dtype in which an engine gathers parameters; None: it does not."""
     return common_type(task, precisions) if traits.narrow_parameters else None
 
 
@@ -85,7 +85,7 @@ def estimate_memory(
     Every launched rank calls this function.
 
     Raises:
-        NoMemoryError: more than there is.
+        NoMemoryError: a rank needs more memory than is free.
     """
     own = None
     if model is not None and model.by_blocks and group.rank is not None:
@@ -94,7 +94,7 @@ def estimate_memory(
         parameters = model.every_parameter()
         need = _need(model.task, model.net, parameters, group, config, traits, wire.itemsize)
         sizes = plan.micro_batches[rank]
-        steps = max(map(len, plan.micro_batches))  # of those that communicate all take as many
+        steps = max(map(len, plan.micro_batches))  # all ranks take as many micro-steps
         if planned.speeds and sizes:
             activations = planned.speeds[rank].activations_mib(max(sizes))
             need = replace(
@@ -120,7 +120,7 @@ def _need(
     wire_bytes: int = 4,
 ) -> MemoryNeed:
     blocks = [sum(p.numel() for p in block.parameters()) for block in task.blocks(net).values()]
-    # Without gathered parameters the pieces count for nothing.
+    # Without gathered parameters there are no pieces.
     cut = traits.gathered.cut(blocks) if traits.gathered else []
     pieces = [sum(blocks[piece]) for piece in cut]
     numbers = sum(each.numel() for each in parameters)
@@ -134,7 +134,7 @@ def _need(
 
 
 def _room(group: ProcessGroup) -> float | None:
-    """MiB that this rank's GPU has for it; None for a processor."""
+    """Return the MiB that this rank's GPU has; None for a CPU."""
     return room_mib(group.device) if group.device.type == "cuda" else None
 
 
@@ -145,7 +145,7 @@ def _check(
     traits: EngineTraits,
     room: float | None,
 ) -> None:
-    """NoMemoryError if a rank needs more than its GPU or its host has."""
+    """Raise NoMemoryError if a rank needs more than its GPU or its host has."""
     if traits.shards_optimizer and not traits.fills_model:
         return  # the memory that such an engine needs is unknown
     assert group.rank is not None
@@ -169,7 +169,7 @@ def _check(
 def _changes(
     need: MemoryNeed, group: ProcessGroup, config: Config, traits: EngineTraits, room: float
 ) -> list[str]:
-    """Return the changes that a user may make."""
+    """Return the options that a user may change so that the model fits."""
     on_gpu, result = group.device.type == "cuda", []
     if not traits.shards_parameters:
         result.append("--strategy fsdp")
@@ -190,7 +190,7 @@ def _changes(
     return [*result, "a smaller model"]
 
 
-# Wraps a task's network, in a precision, on a device.
+# A function that wraps a task's network, in a precision, on a device.
 ModelFactory = Callable[[Task, nn.Module, str, torch.device], TaskModel]
 
 
@@ -200,7 +200,7 @@ def open_model(
     make: ModelFactory = TaskModel,
     traits: EngineTraits | None = None,
 ) -> TaskModel | None:
-    """Open the data and build the model; None on a rank that is left out.
+    """Open the data and build the model; return None on a rank that is left out.
 
     Args:
         group: process group of the ranks.
@@ -209,7 +209,7 @@ def open_model(
         traits: traits of the engine that is to train the model; None: it is only measured.
 
     Raises:
-        MotleyError: something is wrong with the task, or the model cannot fit.
+        MotleyError: the task has an error, or the model cannot fit.
     """
     if group.rank is None:
         return None
@@ -253,7 +253,7 @@ def plan_batch(
         traits: traits of the engine; None: those of an engine without limits.
 
     Returns:
-        The ranks that train, all or without hosts that make a step longer; and their plan.
+        The ranks that train, without hosts that make a step longer, and their plan.
     """
     traits = traits or EngineTraits()
     named = config.wire
@@ -287,8 +287,11 @@ def plan_batch(
 def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
     """Plan on all ranks; nothing is trained.
 
+    Returns:
+        The ranks that would train, and their plan.
+
     Raises:
-        MotleyError: the options say the shares.
+        MotleyError: the options already set the shares.
     """
     if config.shares is not None:
         raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
@@ -302,7 +305,11 @@ def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
 
 
 def check_grain(task: Task, batch_size: int) -> int:
-    """Return a task's samples that stay together; MotleyError unless they divide the batch."""
+    """Return the number of a task's samples that stay together.
+
+    Raises:
+        MotleyError: the batch size is no multiple of that number.
+    """
     grain = task.grain
     for global_batch in make_ramp(batch_size).batches():
         if global_batch % grain == 0:
@@ -318,7 +325,7 @@ def check_grain(task: Task, batch_size: int) -> int:
 
 
 def _other_group(task: Task, batch_size: int) -> str:
-    """Return the option that cuts a batch into other groups of a batch norm, as part of a list."""
+    """Return a phrase on a ``--bn-group`` that divides the batch; empty if there is none."""
     if "--bn-group" not in task.grain_is:
         return ""
     largest = max(size for size in range(1, task.grain + 1) if batch_size % size == 0)
@@ -326,7 +333,7 @@ def _other_group(task: Task, batch_size: int) -> str:
 
 
 def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTraits) -> None:
-    """MotleyError if the engine cannot do these ranks, or it or they what ``--wire`` asks for."""
+    """Raise MotleyError if the engine does not support these devices, or ``--wire`` with them."""
     if group.is_mixed and not traits.mixed:
         raise MotleyError(
             f"{traits.words}; {group.kinds} together cannot. Leave out one kind with --hosts, or "
@@ -350,22 +357,22 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
 
 
 def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if these are the ranks of a run, as recorded in its run.json.
+    """Return True if the ranks are those of a run, as recorded in its run.json.
 
     Facts that an older run.json lacks are not compared.
     """
     pairs = zip(workers, before, strict=False)
-    equalise_speeds = all(old.items() <= asdict(worker).items() for worker, old in pairs)
-    return equalise_speeds and len(workers) == len(before)
+    is_equal = all(old.items() <= asdict(worker).items() for worker, old in pairs)
+    return is_equal and len(workers) == len(before)
 
 
 def _plan_before(
     world: World, run: Run, group: ProcessGroup, config: Config, traits: EngineTraits
 ) -> tuple[ProcessGroup, Planned] | None:
-    """Return the first plan of the continued run, if ranks and engine are unchanged.
+    """Return the first plan of the continued run, with its ranks, if nothing relevant has changed.
 
-    The resume is bit-exact with it. A run that changed its plan on the way does not resume
-    bit-exactly.
+    The result is None if the ranks, the options or the engine differ. With the same plan the resume
+    is bit-exact. A run that changed its plan on the way does not resume bit-exactly.
     """
     content = world.from_first(run.read_continued)
     old: dict[str, Any] = content.get("config", {})

@@ -1,4 +1,4 @@
-"""The ranks that train: each one's device, precision and cores, and which of them take part."""
+"""The ranks that train: the device, precision and cores of each, and which ranks take part."""
 
 import contextlib
 import os
@@ -30,17 +30,17 @@ from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
 from motley.text import INSTALL_TORCH
 
-_FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
+_FASTER = 1.3  # least speed relative to fp32 for which a lower precision is worth its rounding
 
 
 def kept_workers(workers: Sequence[Rank], ranks: Collection[int]) -> tuple[Rank, ...]:
-    """Workers of these ranks of the launch, with new numbers in the process group."""
+    """Return the workers of these launched ranks, with new numbers in the process group."""
     saved = [worker for worker in workers if worker.rank in ranks]
     return tuple(replace(worker, group_rank=number) for number, worker in enumerate(saved))
 
 
 def bind_to_device(world: World, device: torch.device) -> str:
-    """Keep this rank next to its device; says where that is, nothing where it may be anywhere."""
+    """Bind this rank to the cores next to its device; return a description, empty if unbound."""
     has_gpu, near = device.type == "cuda", None
     if has_gpu:
         uuid = get_uuid(device)
@@ -56,7 +56,7 @@ def bind_to_device(world: World, device: torch.device) -> str:
 
 
 def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
-    """Return this rank with its device, and a precision in which the device really computes.
+    """Return this rank with its device, and a precision for which the device has kernels.
 
     Args:
         own: this rank.
@@ -64,7 +64,7 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
         wanted: a precision, or auto.
 
     Raises:
-        MotleyError: there is no kernel for the precision that is asked for.
+        MotleyError: there is no kernel for the precision that the user wants.
     """
     name, uuid, maker = "cpu", "", ""
     if device.type == "cuda":
@@ -87,19 +87,24 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
 
 
 def promised_precision(device: torch.device) -> tuple[str, str]:
-    """Return the precision that a device should run fast, by what its maker calls it, and why."""
+    """Return the precision that a device should run fast, by its type, and the reason."""
     if device.type != "cuda":
         return best_precision(None)
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:  # whose "compute capability" is another number
+    if torch.version.hip:  # on AMD the "compute capability" has another meaning
         return best_precision_of_amd(properties.gcnArchName)
     return best_precision((properties.major, properties.minor))
 
 
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:
-    """Return the precision that a capability promises, if a real kernel keeps it; else fp32.
+    """Return a device's promised precision if a real kernel is fast in it, else fp32, and why.
 
     A claim of support can be emulation, slower than fp32.
+
+    Args:
+        precision: the promised precision.
+        why: the reason for it.
+        device: the device.
     """
     if precision == "fp32":
         return precision, why
@@ -121,8 +126,9 @@ class ProcessGroup:
 
     Attributes:
         rank: this rank's number in the process group; None if it is left out.
-        workers: by rank in the group.
-        left_out: launched ranks that compute nothing, and why.
+        workers: facts of each rank, by rank in the group.
+        left_out: launched ranks that compute nothing, with the reasons.
+        device: device of this rank.
         backend: nccl or gloo.
     """
 
@@ -139,14 +145,14 @@ class ProcessGroup:
 
     @property
     def has_gpus(self) -> bool:
-        """Some rank computes on one."""
+        """True if some rank computes on a GPU."""
         return any(worker.maker for worker in self.workers)
 
     @property
     def is_mixed(self) -> bool:
         """True if some ranks have a GPU and some have none, or if GPUs are of two makers.
 
-        No rank can send from its GPU's memory to all others' in such a group.
+        In such a group a rank cannot send from its GPU's memory to all others.
         """
         return len({worker.maker for worker in self.workers}) > 1
 
@@ -159,15 +165,15 @@ class ProcessGroup:
         return " and ".join(f"{maker} GPUs" if maker else "CPUs" for maker in makers[::-1])
 
     def ranks(self, world: World) -> list[int]:
-        """Return the rank of each worker among those that are left of the launch."""
+        """Return the rank of each worker among the surviving ranks of the launch."""
         return [world.numbers.index(worker.rank) for worker in self.workers]
 
     def machines(self, world: World) -> list[int]:
-        """Which machine each rank is on; names of hosts may be alike."""
+        """Return the machine of each rank, since several machines may have the same host name."""
         return [world.machines[rank] for rank in self.ranks(world)]
 
     def describe_left_out(self) -> list[str]:
-        """In words, a line for each reason."""
+        """Return one line per reason, with the ranks that are left out for it."""
         ranks: dict[str, list[str]] = {}
         for entry in self.left_out:
             ranks.setdefault(entry.reason, []).append(f"rank {entry.rank} on {entry.host}")
@@ -177,10 +183,10 @@ class ProcessGroup:
         ]
 
     def without_lost(self, numbers: Collection[int]) -> "ProcessGroup":
-        """Return the group of those that are left; not joined yet.
+        """Return the group of the surviving ranks, which they have not joined yet.
 
         Args:
-            numbers: of the ranks that are left, in the launch.
+            numbers: numbers of the surviving ranks in the launch.
         """
         left_out = tuple(entry for entry in self.left_out if entry.rank in numbers)
         return replace(self, workers=kept_workers(self.workers, numbers), left_out=left_out)
@@ -199,7 +205,7 @@ def join_process_group(
 ) -> ProcessGroup:
     """Decide which ranks train, and join the process group; every launched rank calls it.
 
-    The backend is NCCL where every participant owns a GPU, all of one maker (RCCL is AMD's, and
+    The backend is NCCL if every participant owns a GPU, all of one maker (RCCL is AMD's, and
     torch calls it NCCL too). Otherwise all use gloo.
 
     Args:
@@ -233,8 +239,8 @@ def join_process_group(
 
 
 def _connect(world: World, rank: int | None, workers: Sequence[Rank], device: torch.device) -> str:
-    """Make the process group; returns its backend. Every launched rank calls it."""
-    if rank == 0:  # init_process_group takes it, as one of the same port
+    """Create the process group, and return its backend. Every launched rank calls it."""
+    if rank == 0:  # init_process_group uses this store, since the port is the same
         host, port = world.master()
         _store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, len(workers), is_master=True, timeout=_TIMEOUT,
@@ -246,12 +252,12 @@ def _connect(world: World, rank: int | None, workers: Sequence[Rank], device: to
             dist.init_process_group("gloo", timeout=_TIMEOUT)
         return "gloo"
     if rank is not None:
-        # A GPU has few queues. In one with the model's kernels, a long all-reduce stops those that
-        # were to run beside it; streams of another priority have queues of their own.
+        # A GPU has few queues. In the queue of the model's kernels, a long all-reduce would stop
+        # the kernels that run beside it. Streams of another priority have queues of their own.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = _TIMEOUT  # else torch warns that it is another
-        # Else torch ends this process a minute after the group has lost a rank, though it may have
-        # gone on without it; what to do then is for motley.membership.supervisor to say.
+        # Otherwise torch ends this process a minute after the group has lost a rank, even if the
+        # process continues without it. motley.membership.supervisor decides what to do.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device, pg_options=options)
     return "nccl"
@@ -260,7 +266,9 @@ def _connect(world: World, rank: int | None, workers: Sequence[Rank], device: to
 def shrink_group(
     world: World, group: ProcessGroup, ranks: Collection[int], reasons: Mapping[int, str]
 ) -> ProcessGroup:
-    """Continue with these launched ranks alone; every launched rank calls this function.
+    """Continue with some launched ranks alone, and return their group.
+
+    Every launched rank calls this function.
 
     Args:
         world: the ranks.
@@ -281,7 +289,7 @@ def shrink_group(
 
 
 def reconnected(world: World, group: ProcessGroup) -> ProcessGroup:
-    """Join a group of the same ranks anew; every rank of ``world``, which are those, calls it."""
+    """Join a new process group of the same ranks; every rank of ``world`` calls it."""
     rank = world.join_group(group.ranks(world))
     return replace(group, rank=rank, backend=_connect(world, rank, group.workers, group.device))
 
@@ -289,9 +297,8 @@ def reconnected(world: World, group: ProcessGroup) -> ProcessGroup:
 def check_nccl(world: World) -> None:
     """Raise MotleyError unless all ranks with a GPU of one maker have one version of NCCL.
 
-    Different versions cannot communicate.
-
-    NCCL is torch's own, and may differ between builds of one release.
+    Different versions cannot communicate. NCCL is part of torch, and may differ between builds of
+    one release.
     """
     result = world.allgather(nccl_version())
     ranks = {version: rank for rank, version in reversed(list(enumerate(result))) if version}
@@ -325,7 +332,9 @@ def gpu_logger(
     progress: Callable[[], Progress] = Progress,
     interval: float = 2.0,
 ) -> contextlib.AbstractContextManager[object]:
-    """Sample this machine's GPUs while open, on its lowest rank; do nothing on the others.
+    """Return a context that samples this machine's GPUs, on its lowest rank.
+
+    On other ranks the context does nothing.
 
     Args:
         world: the ranks.

@@ -40,17 +40,17 @@ from motley.plan.wire import Addition, AllReduceCost, EngineTraits, FewerCost, W
 from motley.tasks.model import TaskModel
 
 _SECONDS = 0.2  # of reading
-_BATCH = 8  # samples that are put together
-_AHEAD = 2.0  # times what the device computes: each reads a whole batch, and is late now and then
+_BATCH = 8  # samples in a batch
+_AHEAD = 2.0  # times the device's rate: a loader process reads a whole batch, and is late at times
 _MOST = 16  # loader processes of a rank
 
 
 def with_reading(
     speed: SpeedTable, samples: Samples, config: Config, device: torch.device
 ) -> SpeedTable:
-    """Return the speed of a rank that also reads its samples; all ranks of a host call it at once.
+    """Return a rank's speed with the time to read samples; all ranks of a host call it at once.
 
-    Samples in memory are not timed: reading them takes no time that counts.
+    Samples in memory are not timed, since reading them takes no time that counts.
     """
     samples = samples_on(samples, config, device)
     if not samples.needs_workers and not config.workers:
@@ -98,7 +98,7 @@ def _with_readers(
 
 
 def _at_once(readers: int, device: torch.device) -> float:
-    """Return how many of a rank's loader processes read at the same time."""
+    """Return how many of a rank's loader processes can read at the same time."""
     if not readers:
         return 1.0
     spare = _spare(device)
@@ -112,19 +112,21 @@ def _spare(device: torch.device) -> int:
 
 
 def time_reading(samples: Samples, seed: int) -> float:
-    """Seconds that one process takes for a sample, of training samples anywhere in the set.
+    """Return the seconds that one process takes to read a training sample.
+
+    The samples are drawn from the whole set.
 
     Raises:
         MotleyError: no sample can be read.
     """
     keyed = Keyed(samples, training=True)
-    chance = torch.Generator().manual_seed(seed + os.getpid())  # not what another rank reads too
+    chance = torch.Generator().manual_seed(seed + os.getpid())  # other samples on each rank
 
     def batch() -> None:
         chosen = torch.randint(len(keyed), (_BATCH,), generator=chance).tolist()
         keyed.batch(keyed.__getitems__([Key(index, index) for index in chosen]))
 
-    batch()  # opens what is opened once
+    batch()  # opens all files
     count, start = 0, time.perf_counter()
     while (spent := time.perf_counter() - start) < _SECONDS or not count:
         batch()
@@ -134,7 +136,7 @@ def time_reading(samples: Samples, seed: int) -> float:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Use as many threads as a reader has."""
+    """Use ``number`` threads of torch in the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -143,20 +145,20 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
-_TOGETHER_S = 600.0  # seconds in which ranks measure anything that they do together
+_WORTH_A_WORD = 0.05  # part of a step from which another wire than the exact one is measured
+_TOGETHER_S = 600.0  # timeout of a measurement that all ranks do together
 _SHOWN = 4  # links that do not work, in an error
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements that a plan is made from.
+    """The measurements from which a plan is made.
 
     Attributes:
-        speeds: by rank in the group.
-        wires: of the modes that were measured; EXACT always is.
-        links: between machines; None where there is one alone.
-        figures: those of links and wires that another run may use; None: they are no use to it.
+        speeds: speed of each rank, by rank in the group.
+        wires: cost of the measured wire modes; EXACT is always among them.
+        links: links between machines; None if there is only one machine.
+        figures: figures of links and wires that another run may use; None: there are none.
     """
 
     speeds: tuple[SpeedTable, ...]
@@ -172,7 +174,10 @@ def measure_speeds(
     config: Config,
     traits: EngineTraits,
 ) -> tuple[SpeedTable, ...]:
-    """Measure all ranks at once; every launched rank calls it, those left out without a model."""
+    """Measure the speeds of all ranks at once, and return them; every launched rank calls it.
+
+    Ranks that are left out have no model, and no speed in the result.
+    """
     own = None
     world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
     if model is not None and group.rank is not None:
@@ -220,19 +225,19 @@ def measure_between(
     part = exact.wire_s / exact.limit_s
     slow = _slow_rank(group.machines(world), links)
     others = _other_modes(group, asked, traits, part, slow)
-    for taken in (True, False):  # what is for the user's ears alone need not be as sure
+    for taken in (True, False):  # modes for advice alone are measured less precisely
         some = [mode for mode in others if may_take(mode, asked, group.precisions) == taken]
         tries = TRIES if taken else 1
         wires = measure_wires(world, group, model, some, traits, wires, saved, tries)
     if slow is not None:
         saved = replace(saved, fewer=saved.fewer or _without(world, group, model, slow))
         wires = {
-            mode: cost if mode.addition is Addition.BUCKETS  # which compute besides
+            mode: cost if mode.addition is Addition.BUCKETS  # these modes also compute
             else cost.among_fewer(saved.fewer, wires[EXACT])
             for mode, cost in wires.items()
         }  # fmt: skip
     world.clock.lap("wires")
-    # Beside others' traffic a link carried less than it can.
+    # A link in use by other programs was measured slower than it is, so nothing is remembered.
     lasts = group.size > 1 and not (links and links.in_use())
     return Measured(speeds, wires, links, saved.with_wires(wires) if lasts else None)
 
@@ -240,7 +245,7 @@ def measure_between(
 def _without(
     world: World, group: ProcessGroup, model: TaskModel | None, slow: int
 ) -> FewerCost | None:
-    """Measure the exact wire without one rank; every launched rank calls it."""
+    """Measure the exact wire without the rank ``slow``; every launched rank calls it."""
     own = None
     if model is not None and group.rank is not None:
         name = group.workers[slow].host
@@ -273,13 +278,13 @@ def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
 def _other_modes(
     group: ProcessGroup, asked: WireMode | None, traits: EngineTraits, part: float, slow: int | None
 ) -> list[WireMode]:
-    """Return the modes besides the exact one in a ring that may be taken or are worth advice.
+    """Return the modes, besides plain exact, that the plan may use or advise.
 
     Args:
         group: process group of the ranks.
         asked: the wire mode that the user wants; None: auto.
         traits: traits of the engine.
-        part: part of a step that the exact mode takes, relative to a step without any wire.
+        part: time of the exact mode relative to a step without any wire.
         slow: the rank behind a slow link that would be spared; None: no such rank.
     """
     if group.size == 1:
@@ -297,9 +302,9 @@ def _other_modes(
 
 
 def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
-    """Return True if a plan may take a mode.
+    """Return True if a plan may use a mode without further question.
 
-    A plan may take the mode that was asked for, and otherwise one that costs nothing. The plan
+    A plan may use the mode that the user wants, and otherwise one that costs no accuracy. The plan
     itself decides on sparing a slow link.
 
     Args:
@@ -322,7 +327,7 @@ def measure_wires(
     remembered: WireFigures | None = None,
     tries: int = TRIES,
 ) -> dict[WireMode, AllReduceCost]:
-    """Measure the sum of all gradients in these modes; every launched rank calls this function.
+    """Measure the all-reduce of all gradients in these modes; every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -362,8 +367,8 @@ def measure_wires(
 
 
 def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllReduceCost) -> bool:
-    """Return True if a backward pass can hide a wire, if the engine lets it."""
-    # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
+    """Return True if a backward pass can hide a wire, if the engine supports that."""
+    # For ranks on the cores of one machine, 8 buckets made a step a third longer than one bucket.
     apart = any(worker.uuid for worker in group.workers) or len(set(group.machines(world))) > 1
     return apart and not (wire.on_gpu and mode.waits_for_gpu)
 
@@ -381,9 +386,9 @@ def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
 
 
 def equalise_speeds(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
-    """Return equal speeds for CPU ranks of one machine.
+    """Return the speeds, with the median for all CPU ranks of one machine.
 
-    They share its cores, and noise must not give them different shares.
+    CPU ranks share the machine's cores, and noise must not give them different shares.
     """
     groups: dict[str, list[SpeedTable]] = {}
     for worker, speed in zip(group.workers, speeds, strict=True):
@@ -395,7 +400,7 @@ def equalise_speeds(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[
 
 
 def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
-    """Median of tables, over the sizes that all have."""
+    """Return the median of speed tables, for the sizes that all have."""
     tables = [dict(zip(speed.sizes, speed.seconds, strict=True)) for speed in speeds]
     sizes = sorted(set(tables[0]).intersection(*tables[1:]))
     return SpeedTable(

@@ -2,9 +2,9 @@
 
 The earlier run had the same devices and hosts.
 
-Figures of links and wire modes are taken off the disk when they are read. A run puts them back once
-its first steps took the time that they foretold (motley.train.recorder). Figures that steps do not
-bear out, or with which a job ends before that, are measured anew at the next start.
+Figures of links and wire modes are removed from the disk when they are read. A run writes them back
+once its first steps took the predicted time (motley.train.recorder). If steps take another time, or
+the job ends before that, the next start measures again.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ from motley.records.json_files import read_json, write_json
 from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 
-_STEPPED = 2**25  # numbers whose optimizer step is timed, of a model that is not held whole
-_CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
-_LOOKS = 6  # passes at most; to measure anew takes many times as long
-_FAR_SLOWER = 4.0  # with a small micro-batch: then a large one could take minutes
-_LARGER = 8  # times, from one such to the next
-_TELLS = 0.7  # of the best rate, at which a micro-batch shows the time of each sample
+_STEPPED = 2**25  # numbers whose optimizer step is timed, for a model that is not held whole
+_CHANGED = 1.5  # a remembered speed is measured again if the device is slower or faster by this
+_LOOKS = 6  # most passes of a check; to measure again takes many times as long
+_FAR_SLOWER = 4.0  # factor for a small micro-batch, with which a large one could take minutes
+_LARGER = 8  # factor from one small micro-batch to the next
+_TELLS = 0.7  # part of the best rate from which a micro-batch shows the time per sample
 
 
 def measure_own_speed(
     group: ProcessGroup, model: TaskModel, config: Config, shards: int
 ) -> SpeedTable:
-    """Return this rank's speed, remembered if the device still is as fast.
+    """Return this rank's speed; the remembered one if the device is still as fast.
 
     Args:
         group: process group of the ranks.
@@ -76,7 +76,7 @@ def measure_own_speed(
             model.net if is_whole else a_part(stepped, config, group.device), config
         )
 
-    # These say what is wrong with an optimizer that cannot be timed.
+    # These raise a clear error for an optimizer that cannot be timed.
     try_optimizer(config, group.device)
     try_types(config, model.net, group.device)
     speed = measure_speed(model, make, config.batch_size)
@@ -86,11 +86,11 @@ def measure_own_speed(
 def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> bool:
     """Return True if the device is about as fast as remembered.
 
-    Other processes that start beside this rank can disturb a look, which is a few milliseconds; so
-    one of some is enough.
+    Other processes that start beside this rank can disturb a check of a few milliseconds. One
+    undisturbed check is therefore enough.
     """
     size, most = speed.sizes[0], speed.micro_batch
-    if device.type == "cpu":  # on a GPU the largest shows if its memory still suffices
+    if device.type == "cpu":  # on a GPU the largest size also shows if memory still suffices
         enough = _TELLS * speed.rate
         timed = zip(speed.sizes, speed.seconds, strict=True)
         most = min(most, next(n for n, seconds in timed if n / seconds >= enough))
@@ -103,7 +103,7 @@ def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> b
 
 
 def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:
-    """Return the speed with these sizes in its table, as far as they fit in memory."""
+    """Return the speed with these sizes added to its table, as far as they fit in memory."""
     for size in sorted(set(sizes) - set(speed.sizes)):
         try:
             seconds, peak = time_micro_batch(model, size)
@@ -111,7 +111,7 @@ def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> Spe
                 speed = speed.with_size(size, seconds, peak)
             else:
                 speed = speed.at_most(size - 1)
-        except torch.OutOfMemoryError:  # another user came
+        except torch.OutOfMemoryError:  # another user has taken memory
             speed = speed.at_most(size - 1)
         finally:
             model.zero_grad(set_to_none=True)
@@ -122,20 +122,20 @@ def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> Spe
 def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: SpeedTable) -> None:
     """Save this rank's speed, measured beside all of ``group``, for the next run.
 
-    The speed of its disk is not saved, because the disk's cache may have the samples by then.
+    The time to read samples is not saved, because the disk's cache may have the samples by then.
     """
     place = _place(group, config, traits.optimizer_shards(group.size))
     write_speed(*place, speed.computing())
 
 
 def compile_file(group: ProcessGroup, config: Config) -> Path:
-    """Where it is remembered what compiling the model brings; see motley.measure.compile_trial."""
+    """Return the file for the results of compiling; see motley.measure.compile_trial."""
     path, _ = _place(group, config, 1)
     return path.with_name(path.name.replace("speed-", "compile-"))
 
 
 def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict[str, Any]]:
-    """Where a rank's speed is remembered, and all that it depends on."""
+    """Return the file for a rank's speed, and the key of all facts that the speed depends on."""
     assert group.rank is not None
     own, task = group.workers[group.rank], get_task(config)
     here = sum(worker.host == own.host for worker in group.workers)
@@ -155,7 +155,7 @@ def compute_digest(content: object) -> str:
 
 
 def read_speed(path: Path, key: Mapping[str, Any]) -> SpeedTable | None:
-    """Return a remembered speed; None if there is none, or none that can be read."""
+    """Return a remembered speed; None if there is none of this key, or it cannot be read."""
     try:
         content = json.loads(path.read_text())
         if content["key"] != key:
@@ -166,15 +166,15 @@ def read_speed(path: Path, key: Mapping[str, Any]) -> SpeedTable | None:
 
 
 def write_speed(path: Path, key: Mapping[str, Any], speed: SpeedTable) -> None:
-    """Remember a speed, whole or not at all."""
+    """Write a speed to a file, completely or not at all."""
     new = path.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps({"key": key, "speed": speed.as_json()}))
     new.replace(path)
 
 
-_OLDEST_S = 24 * 3600.0  # a lab's cables and neighbours are others tomorrow
-_MOST_BYTES = 1 << 24  # of a file: a thousand machines that each met 16 others are 2 MB
-_OF_NETWORK = ("NCCL_", "GLOO_")  # variables of a user's that change what travels how
+_OLDEST_S = 24 * 3600.0  # a lab's cables and traffic may differ the next day
+_MOST_BYTES = 1 << 24  # of a file: a thousand machines with 16 measured links each are 2 MB
+_OF_NETWORK = ("NCCL_", "GLOO_")  # prefixes of the user's variables that change communication
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,12 @@ class WireFigures:
     """The figures that were measured between hosts.
 
     Attributes:
-        flows: by the machines that send and receive; none where there is one machine.
-        wires: by mode, latency_s and transfer_s of AllReduceCost.
-        measured: when, seconds since the epoch; of the oldest of them.
-        steps_took: the time of the first steps of the run that measured, in forecasts made of these
-            figures, none of which has a machine's other work.
-        fewer: of AllReduceCost, in the exact mode.
+        flows: flow by sending and receiving machine; empty if there is one machine.
+        wires: latency_s and transfer_s of AllReduceCost, by mode.
+        measured: time of the oldest measurement, in seconds since the epoch.
+        steps_took: time of the first steps of the measuring run, relative to the forecast from
+            these figures. A forecast does not include other work of a machine.
+        fewer: cost without the rank behind a slow link, in the exact mode; None: not measured.
     """
 
     flows: Mapping[tuple[int, int], Flow] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class WireFigures:
     fewer: FewerCost | None = None
 
     def with_wires(self, wires: Mapping[WireMode, AllReduceCost]) -> "WireFigures":
-        """Return the figures with the cost of these modes, less those that follow from another."""
+        """Return the figures with the costs of these modes, except those of local SGD."""
         result = {
             mode: (cost.latency_s, cost.transfer_s)
             for mode, cost in wires.items() if cost.sync_every == 1
@@ -205,7 +205,7 @@ class WireFigures:
         return replace(self, wires={**self.wires, **result})
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the figures as JSON, for the file."""
         return {
             "measured": self.measured, "steps_took": self.steps_took,
             "flows": [[*pair, f.bytes_per_s, f.latency_s] for pair, f in self.flows.items()],
@@ -215,17 +215,18 @@ class WireFigures:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], machines: Sequence[int]) -> "WireFigures":
-        """Read :meth:`as_json`, of these machines.
+        """Return the figures that :meth:`as_json` has encoded, for these machines.
 
         Raises:
-            MotleyError, LookupError, TypeError, ValueError or AttributeError: it is none.
+            MotleyError, LookupError, TypeError, ValueError or AttributeError: the content is
+                damaged, or of other machines.
         """
         flows = {
             (sender, receiver): Flow(_number(rate, above=0.0), _number(latency_s))
             for sender, receiver, rate, latency_s in content["flows"]
         }
         known = set(machines)
-        # Each has met another, both ways.
+        # Each machine has sent to another one, and received from one.
         for met in ({sender for sender, _ in flows}, {receiver for _, receiver in flows}):
             if met != (known if len(known) > 1 else set()):
                 raise ValueError("other machines")
@@ -244,7 +245,7 @@ class WireFigures:
 
 
 def _number(value: object, above: float = -1.0) -> float:
-    """Return a finite number from 0, or ``above`` another; ValueError for what is none."""
+    """Return ``value`` as a float; raise ValueError unless it is finite, >= 0 and > ``above``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r} is no number")
     if not (math.isfinite(value) and value >= 0 and value > above):
@@ -254,10 +255,12 @@ def _number(value: object, above: float = -1.0) -> float:
 
 @dataclass(frozen=True)
 class WireCache:
-    """The place of one job's figures, on the disk of the first rank that trains.
+    """The file of one job's figures, on the disk of the first rank that trains.
 
     Attributes:
-        key: all that they depend on. machines: of the ranks, see World.
+        path: path of the file.
+        key: all facts that the figures depend on.
+        machines: machine of each rank; see World.
     """
 
     path: Path
@@ -265,9 +268,9 @@ class WireCache:
     machines: Sequence[int]
 
     def take(self) -> WireFigures | None:
-        """Return the remembered figures, once; None if there are none that can be used.
+        """Remove the remembered figures from the disk and return them; None if they are unusable.
 
-        Figures that can be used are young, complete and of this key.
+        Usable figures are young, complete and of this key.
         """
         try:
             about = self.path.lstat()
@@ -283,7 +286,7 @@ class WireCache:
         return result if 0 <= time.time() - result.measured <= _OLDEST_S else None
 
     def keep(self, figures: WireFigures) -> None:
-        """Remember figures, whole or not at all."""
+        """Write the figures to the file, completely or not at all."""
         with contextlib.suppress(OSError):  # a full disk: they are measured again
             write_json(self.path, {"key": self.key, "figures": figures.as_json()})
 
@@ -291,7 +294,7 @@ class WireCache:
 def wire_cache(
     world: World, group: ProcessGroup, model: TaskModel | None, asked: WireMode | None
 ) -> WireCache:
-    """Return the place of the figures of these hosts; every launched rank calls this function.
+    """Return the file of the figures of these hosts; every launched rank calls this function.
 
     Args:
         world: the ranks.
@@ -325,10 +328,12 @@ def recall(world: World, group: ProcessGroup, cache: WireCache) -> WireFigures |
 
 @dataclass(frozen=True)
 class WireMemory:
-    """The figures that a plan was made from, to be kept once steps have borne them out.
+    """The figures behind a plan, to be stored once the first steps have confirmed them.
 
     Attributes:
-        is_old: they are of an earlier run.
+        cache: the file for them.
+        figures: the figures.
+        is_old: True if an earlier run has measured them.
     """
 
     cache: WireCache
@@ -336,5 +341,5 @@ class WireMemory:
     is_old: bool
 
     def keep(self, steps_took: float) -> None:
-        """On the first rank that trains; see WireFigures."""
+        """Store the figures, on the first rank that trains; see WireFigures."""
         self.cache.keep(replace(self.figures, steps_took=steps_took))

@@ -1,1 +1,1 @@
-"""The members of a job: which of them live, the end of a lost one, and the return of hosts."""
+"""The members of a job: which ranks live, how the loss of a rank is handled, how hosts return."""

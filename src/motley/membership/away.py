@@ -1,7 +1,7 @@
 """The mark of a machine that takes part in no training for now.
 
-Its user sets the mark, or the machine itself does while another user is at its console, or runs a
-process on its GPU.
+The user of the machine sets the mark. The machine also sets it automatically while another user
+is at its console, or runs a process on its GPU.
 
 The mark is a small file in a folder of this user's on this machine, outside of any run. The mark
 holds for all runs, and any login of this user can set it:
@@ -30,13 +30,13 @@ from motley.cluster.gpus import get_process_user, read_gpu_processes
 from motley.errors import MotleyError
 from motley.text import typed_command
 
-_TYPED_S = 300.0  # at a text console: so long ago is idle
-_LIMIT_S = 4.0  # for an answer of logind's
+_TYPED_S = 300.0  # a text console is idle once nothing was typed for this time
+_LIMIT_S = 4.0  # that logind may take to answer
 _ASKED = ("Name", "Seat", "Class", "Active", "Remote", "IdleHint", "LockedHint", "Type", "TTY")
 
 
 def find_other_user() -> str:
-    """Return another user who needs this machine, in words; empty if there is none."""
+    """Return a phrase that names another user who needs this machine; empty if there is none."""
     return _at_console() or _on_gpu()
 
 
@@ -55,7 +55,7 @@ def _at_console() -> str:
 
 
 def _active(session: dict[str, str]) -> str:
-    """Return the name of a session's user, if that is at the machine now."""
+    """Return the name of a session's user who is at the machine now, else an empty string."""
     is_person = session.get("Class") == "user" and session.get("Seat")
     here = is_person and session.get("Active") == "yes" and session.get("Remote") == "no"
     idle = "yes" in (session.get("IdleHint"), session.get("LockedHint"))
@@ -63,7 +63,7 @@ def _active(session: dict[str, str]) -> str:
 
 
 def _ask(*words: str) -> str | None:
-    """Return the answer of logind; None where there is none."""
+    """Return the output of ``loginctl`` with these arguments; None if it fails or is missing."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             ["loginctl", "--no-pager", *words], capture_output=True, text=True, check=True,
@@ -93,18 +93,20 @@ def _on_gpu() -> str:
     return ""
 
 
-_PARENT = Path("/tmp")  # and not TMPDIR: who is logged in by ssh may have another than a rank
+_PARENT = Path("/tmp")  # not TMPDIR, which may differ between a login by ssh and a rank
 _MOST_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Away:
-    """Why a machine is away, and how long.
+    """The reason why a machine takes part in no training, and the time until which it does not.
 
     Attributes:
-        since, until: seconds since the epoch, by the machine's own clock; None: without an end.
-        polite: what was seen here, for a machine that gives way by itself; empty: it was asked to.
-        boot: which start of the machine it is of.
+        since: start of the mark, in seconds since the epoch, by the machine's own clock.
+        until: end of the mark, by the same clock; None: no end.
+        polite: what was seen on a machine that leaves automatically; empty if a user asked it to
+            leave.
+        boot: identity of the boot in which the mark was set.
     """
 
     since: float
@@ -122,7 +124,7 @@ class Away:
         return f"leaves as asked ({typed_command('leave_cn.sh')}{self.until_words()})"
 
     def until_words(self) -> str:
-        """Return the end in words, as in ", until 14:20"; empty where there is none."""
+        """Return the end in words, as in ", until 14:20"; empty if the mark has no end."""
         if self.until is None:
             return ""
         day = "" if _day(self.until) == _day(self.since) else "%b %d "
@@ -130,7 +132,7 @@ class Away:
 
 
 def read_away() -> Away | None:
-    """Return the mark of this machine; None without one, or where it cannot be read."""
+    """Return the mark of this machine; None if there is no valid mark, or it cannot be read."""
     with contextlib.suppress(FileNotFoundError, MotleyError), _folder(make=False) as folder:
         result = _read(folder)
         over = result.until is not None and result.until <= time.time()
@@ -140,14 +142,14 @@ def read_away() -> Away | None:
 
 
 def mark_away(seconds: float | None, polite: str = "") -> Away:
-    """Put the mark, in place of what was there.
+    """Write the mark of this machine, in place of an earlier one, and return it.
 
     Args:
-        seconds: from now until it ends; None: without an end.
+        seconds: duration of the mark; None: no end.
         polite: see :class:`Away`.
 
     Raises:
-        MotleyError: there is no folder for it that this user alone may write to.
+        MotleyError: this user does not own the folder, or others may write to it.
     """
     now = time.time()
     away = Away(now, None if seconds is None else now + seconds, polite, _boot())
@@ -168,7 +170,7 @@ def mark_away(seconds: float | None, polite: str = "") -> Away:
 
 
 def remove_mark() -> None:
-    """Take part again; it is no error if there is no mark."""
+    """Remove the mark, so that the machine takes part again; do nothing if there is no mark."""
     with contextlib.suppress(FileNotFoundError), _folder(make=False) as folder:
         os.unlink(_name(), dir_fd=folder)
 
@@ -183,7 +185,15 @@ def _name() -> str:
 
 @contextlib.contextmanager
 def _folder(make: bool) -> Iterator[int]:
-    """Open the folder; raise FileNotFoundError without one, MotleyError if it is not ours alone."""
+    """Open the mark's folder and yield its descriptor.
+
+    Args:
+        make: create the folder if it is missing.
+
+    Raises:
+        FileNotFoundError: there is no folder.
+        MotleyError: this user does not own the folder, or others may write to it.
+    """
     if make:
         with contextlib.suppress(FileExistsError):
             _path().mkdir(mode=0o700)
@@ -217,7 +227,12 @@ def _not_ours(found: str) -> MotleyError:
 
 
 def _read(folder: int) -> Away:
-    """Read the mark in a folder; raise MotleyError if it is none, or not ours."""
+    """Read the mark in an open folder.
+
+    Raises:
+        FileNotFoundError: there is no mark.
+        MotleyError: the file is damaged, or other users may write to it.
+    """
     try:
         opened = os.open(_name(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except FileNotFoundError:
@@ -238,7 +253,7 @@ def _read(folder: int) -> Away:
 
 
 def _boot() -> str:
-    """Return the identity of this machine's last boot; empty where the kernel has none."""
+    """Return the identity of this machine's last boot; empty if the kernel provides none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

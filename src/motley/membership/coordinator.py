@@ -1,6 +1,6 @@
 """The coordinator, a thread of rank 0 that receives from all ranks.
 
-The coordinator decides which rank failed first. The survivors go on without a lost rank, or the job
+The coordinator decides which rank failed first. The survivors continue without it, or the job
 ends with one line.
 
 A job ends in this order: the coordinator records and prints the first cause, has the common state
@@ -51,10 +51,10 @@ from motley.membership.survivors import RegroupState
 
 
 class BackgroundWriter:
-    """Does what it is given, one after another.
+    """A thread that runs functions, one after another.
 
     Attributes:
-        error: of the first that failed.
+        error: the first error that a function raised; None: there was none.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class BackgroundWriter:
         threading.Thread(target=self._run, name="background writer", daemon=True).start()
 
     def write(self, work: Callable[[], None]) -> None:
-        """Have it done, some time after all that was given before."""
+        """Queue ``work``, to be run after all functions that were queued before."""
         self._queue.put(work)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was given is done, and return True if it is.
+        """Wait until all queued functions have run; return True if they have.
 
         Args:
-            timeout_s: to wait at most; None: as long as it takes.
+            timeout_s: seconds to wait at most; None: no limit.
         """
         reached = threading.Event()
         self._queue.put(reached)
@@ -92,13 +92,13 @@ RESCUED = {*FaultKind} - {
     FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED,
     FaultKind.LEFT, FaultKind.PAUSED,  # all was saved before
 }  # fmt: skip
-_SESSION_S = 0.2  # from the death of a rank by its daemon's to the end of the session to its host
-_HOST_LOST_S = 1.0  # that mpirun may take, which would wait for its daemon there
+_SESSION_S = 0.2  # from a rank's death, caused by its daemon's, to the end of the host's session
+_HOST_LOST_S = 1.0  # that mpirun may take to end; it would wait for its daemon on a lost host
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
 class JobEnd:
-    """The end of a job, from rank 0's watching thread.
+    """The end of a job, run by the watching thread of rank 0.
 
     Args:
         own: state of this rank.
@@ -125,7 +125,7 @@ class JobEnd:
         Args:
             fault: the first cause.
             phases: phase that each rank last reported, by its number in the launch.
-            others: all ranks but 0.
+            others: status of every rank but 0, by its connection.
         """
         fault = self._launchers_loss(fault)
         fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
@@ -141,7 +141,7 @@ class JobEnd:
         self._own.leave(fault.code)
 
     def _launchers_loss(self, fault: Fault) -> Fault:
-        """Return the fault of the launcher's lost host if a rank died of that, else ``fault``."""
+        """Return the fault of the launcher's lost host if that killed the rank, else ``fault``."""
         own = self._own
         if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
@@ -154,10 +154,11 @@ class JobEnd:
         return make_daemon_fault(fault.rank, fault.host, fault.step)
 
 
-FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
-_ABORT_S = 0.2  # the same for an abort: the state has to be saved before mpirun kills all
-_SIGNAL_S = 0.1  # the same for a signal: mpirun that was asked to stop leaves us 0.3 s
-ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 is lost
+# Seconds to wait for the first cause, after a failure that is probably the consequence of another.
+FIRST_CAUSE_S = 2.0
+_ABORT_S = 0.2  # after an abort: the state has to be saved before mpirun kills all
+_SIGNAL_S = 0.1  # after a signal: an mpirun that was asked to stop leaves us 0.3 s
+ARRIVE_S = 2.0  # in which all surviving ranks connect to the next rank when rank 0 is lost
 # Messages of many ranks are read together: this thread wakes at most 25 times a second, which
 # costs the training in this process little, and still detects a death soon enough.
 _GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
@@ -208,11 +209,15 @@ class Coordinator:
 
     @property
     def lines(self) -> list[socket.socket]:
-        """All connections to others."""
+        """All connections: to ranks, to reapers of lost ranks, and those still in the handshake."""
         return [*self._others, *self._witnesses, *self._handshakes.lines]
 
     def run(self) -> None:
-        """Watch until all ranks are done; ends the process, and the job, where one fails."""
+        """Watch until all ranks are done.
+
+        If a rank fails and the others cannot continue without it, this process ends, and so does
+        the job.
+        """
         own = self._own
         self._selector.register(own.outbox.wake_read, selectors.EVENT_READ)
         self._handshakes.register(self._selector)
@@ -229,7 +234,7 @@ class Coordinator:
                 self._await_others(self._first_lost)
             if self._regroup.waits:
                 self._regroup_or_end()
-            # Only now: a rank may have reported a better cause while this process was stopped.
+            # After reading: a rank may have reported a better cause while this process was stopped.
             if cause := self._cause.due():
                 # A stop of mpirun's, or an error of gloo's, may well be due to a silent rank.
                 silent = self._watchdog.silent(self._statuses()[1:], SUSPECT_AFTER_S)
@@ -241,7 +246,7 @@ class Coordinator:
                 self._handle(self._me, own.outbox.messages.pop(0))
             if self._pause.ask(self._others, own.pause):
                 self._pause_all()
-            if self._writer.error is not None:  # a full disk, say: without records no run
+            if self._writer.error is not None:  # for instance, a full disk: a run needs its records
                 raise self._writer.error
             if self._all_done():
                 self._broadcast(Finish())
@@ -253,7 +258,12 @@ class Coordinator:
                 time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.place.size))
 
     def _welcome(self, new: Arrival, now: float) -> None:
-        """Accept a connection: of a rank, or of the reaper of a lost one."""
+        """Accept a connection: from a rank, or from the reaper of a lost rank.
+
+        Args:
+            new: the connection. A negative rank ~K stands for the reaper of rank K.
+            now: time of arrival, in seconds that this process was awake.
+        """
         if new.rank < 0:
             self._witnesses.append(new.line)
             self._regroup.note_host_alive(~new.rank)
@@ -268,12 +278,12 @@ class Coordinator:
             self._handle(status, message)
 
     def end_job(self, fault: Fault) -> NoReturn:
-        """Record the first cause, say it, and end all ranks."""
+        """Record and print the first cause, and end all ranks."""
         phases = {status.number: status.heartbeat.phase.key for status in self._statuses()}
         self._job_end.end(fault, phases, self._others)
 
     def _regroup_or_end(self) -> None:
-        """Go on without lost ranks as soon as all others can; end the job where they cannot."""
+        """Continue without lost ranks once all others are ready; end the job if time runs out."""
         remaining = self._statuses()
         if survivors := self._regroup.go_on(remaining):
             self._pause.clear(len(remaining))
@@ -283,7 +293,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _watch_crash_file(self) -> None:
-        """Have what this rank's fault handler writes go to who would judge it."""
+        """Have this rank's fault handler write to the standby, which then reports a crash."""
         for line, status in self._others.items():
             if status.rank == self._standby:
                 self._to_standby = line
@@ -312,7 +322,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _all_done(self) -> bool:
-        """Return True if all ranks are done; look at few of them while one is not."""
+        """Return True if all ranks are done. The check stops at the first rank that is not."""
         whole = len(self._others) + 1 == self._own.place.size
         return whole and self._me.done and all(status.done for status in self._others.values())
 
@@ -343,16 +353,27 @@ class Coordinator:
                 self._lose(status.rank, make_death_fault(status.number, status.host, step, text))
 
     def _lose(self, rank: int, fault: Fault) -> None:
-        """Have all others go on without a rank, if they can; else end the job."""
+        """Have all others continue without a lost rank, if they can; else end the job.
+
+        Args:
+            rank: number of the lost rank in the present group.
+            fault: fault of the lost rank.
+        """
         if self._regroup.lose(rank, fault, self._statuses()):
-            self._cause.clear()  # an echo of it
+            self._cause.clear()  # a consequence of the loss
         elif fault.echo and not self._regroup.is_running:
             self._suspect(fault, _ABORT_S)
         else:
             self.end_job(fault)
 
     def _await_others(self, fault: Fault) -> None:
-        """Have all others go on without rank 0, which is lost, once they have come here."""
+        """Continue without the former rank 0 once all other ranks have connected to this one.
+
+        The job ends if a rank has not connected within ``ARRIVE_S``.
+
+        Args:
+            fault: fault of the former rank 0.
+        """
         others = self._others.values()
         if len(others) == self._own.place.size - 2 and all(status.regroups for status in others):
             self._first_lost, self._me.regroups = None, True
@@ -361,7 +382,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _handle(self, status: RankStatus, message: Message | None) -> None:
-        """Act on a message, unless it is an echo of a loss that all ranks have received."""
+        """Act on a message. Messages of an earlier group are dropped."""
         if message is None or message.group not in (None, self._own.change.group):
             return
         if act := self.HANDLERS.get(type(message)):
@@ -371,7 +392,7 @@ class Coordinator:
         self._watchdog.receive(status, message.heartbeat)
 
     def _on_stop(self, status: RankStatus, message: Stop) -> None:
-        """End: this process was away, and another rank has spoken."""
+        """End this process: another rank received nothing from it, and has reported that."""
         if self._own.reaper:
             self._own.reaper.send(fault=None)
         self._own.leave(message.code)
@@ -449,23 +470,27 @@ class Coordinator:
     }
 
     def _pause_all(self) -> None:
-        """Have all ranks stop before the next step; all have reported which they have begun."""
+        """Have all ranks stop before the same step, since each has reported its own step."""
         if self._pause.at is None:
             self.end_job(self._pause.fault(None))
         self._broadcast(PauseBefore(self._pause.at))
         self._own.pause.stop_before(self._pause.at)
 
     def _last_step(self) -> int | None:
-        """Return the step that training is at; rank 0 itself may be left out of it."""
+        """Return the current step of the training, or None before step 1.
+
+        Rank 0 itself may take no part in the training; then the highest step of any rank is
+        returned.
+        """
         steps = [s.heartbeat.step for s in self._statuses() if s.heartbeat.step is not None]
         return self._own.step if self._own.step is not None else max(steps, default=None)
 
     def _suspect(self, fault: Fault, within_s: float) -> None:
-        """Blame ``fault`` unless a better cause turns up in time."""
+        """Blame ``fault`` unless a better cause is reported within ``within_s`` seconds."""
         if self._regroup.is_running and not fault.signal:
-            return  # that is the cause
+            return  # the lost rank is the cause
         fault = self._cause.suspect(fault, within_s)
-        if self._own.reaper:  # should we be killed before we have said it
+        if self._own.reaper:  # in case this process is killed before it reports the fault
             self._own.reaper.send(fault=asdict(fault))
 
     def _record(self, event: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 A heartbeat shows that a process lives, and what its training is doing. A rank without heartbeats is
 silent: its host froze, or a cable was pulled. Heartbeats without any movement anywhere are a hang.
-People who watch the run see silent ranks, and the straggler that keeps all others from the next
+The view of the run shows silent ranks, and the straggler that keeps all others from the next
 step, long before that is a fault.
 
 Two hosts may lose each other while rank 0 receives from both: a switch's port, a wrong route, a
@@ -35,9 +35,9 @@ from motley.membership.fault_causes import (
 )
 from motley.membership.messages import Messages
 
-HEARTBEAT_INTERVAL_S = 0.5  # and between looks at deadlines
+HEARTBEAT_INTERVAL_S = 0.5  # also the interval at which deadlines are checked
 
-_MOST_HEARTBEATS = 1000  # a second that rank 0 receives
+_MOST_HEARTBEATS = 1000  # per second that rank 0 receives
 _LONGEST_INTERVAL_S = 1.0  # a quarter of SUSPECT_AFTER_S
 
 # Without a heartbeat, these end the job. The longest gaps measured were 1.5 s on five lab
@@ -47,42 +47,50 @@ _LONGEST_INTERVAL_S = 1.0  # a quarter of SUSPECT_AFTER_S
 # doubles its waits.
 HEARTBEAT_TIMEOUT_S = 15.0
 
-# Without a heartbeat, after these mpirun's own "stop" (it sees a cut cable after 6 to 11 s)
-# is blamed on the silent rank.
+# After this time without a heartbeat, a stop by mpirun is blamed on the silent rank. mpirun
+# notices a cut cable after 6 to 11 s.
 SUSPECT_AFTER_S = 4.0
 
-# After a silence that ended by itself, TCP may wait as long again before it sends what was lost.
+# After a silence of some length, TCP may wait as long again before it sends what was lost.
 SETTLED_S = HEARTBEAT_TIMEOUT_S
 
-# Seconds in which some rank should move, whatever the training is at, but for DATA.
+# Seconds in which some rank should make progress in any phase but DATA.
 PROGRESS_TIMEOUT_S = 1800.0
 DATA = None  # a download may take any time
 
 
 def step_timeout_s(usual: float) -> float:
-    """Return the seconds in which some rank should move within a step.
+    """Return the seconds within which some rank should make progress during a step.
 
     Args:
-        usual: seconds that a step takes.
+        usual: usual duration of a step in seconds.
     """
     # Two minutes: a network disk's hiccup, or a kernel that is built for an epoch's last batch.
     return max(120.0, 20 * usual)
 
 
 def heartbeat_interval_s(size: int) -> float:
-    """Return the seconds between heartbeats of each of so many ranks."""
+    """Return the seconds between two heartbeats of one rank in a group of ``size`` ranks."""
     return max(HEARTBEAT_INTERVAL_S, min(size / _MOST_HEARTBEATS, _LONGEST_INTERVAL_S))
 
 
 class AwakeClock:
-    """Seconds for which this process was awake: a frozen process receives nothing itself."""
+    """A clock that counts only the seconds in which this process was awake.
+
+    A frozen process receives nothing, so the time in which it was frozen is no evidence of a
+    silence.
+    """
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self.seconds = 0.0
 
     def look(self) -> float:
-        """Call it about every HEARTBEAT_INTERVAL_S; far more than that was no waking time."""
+        """Advance the clock, and return the seconds that this process was awake.
+
+        Call this method about every HEARTBEAT_INTERVAL_S. A longer gap counts as four intervals at
+        most.
+        """
         now = time.monotonic()
         self.seconds += min(now - self._last, 4 * HEARTBEAT_INTERVAL_S)
         self._last = now
@@ -94,10 +102,12 @@ class Heartbeat:
     """The content of a heartbeat.
 
     Attributes:
-        phase: of the rank. detail: words that are more exact than the phase's own.
-        moves: grows whenever the rank makes progress.
-        timeout_s: seconds in which some rank should move; None where that is unknown.
-        unanswered: addresses of machines that this rank sends to in vain.
+        step: current step of the rank; None before step 1.
+        phase: phase of the rank.
+        moves: a counter that grows whenever the rank makes progress.
+        timeout_s: seconds in which some rank should make progress; None where that is unknown.
+        detail: words that describe the phase more exactly; empty if there are none.
+        unanswered: addresses of machines that acknowledge nothing that this rank sends.
     """
 
     step: int | None = None
@@ -127,7 +137,7 @@ class Heartbeat:
 
     @classmethod
     def read(cls, message: Sequence[Any]) -> "Heartbeat":
-        """Read a :meth:`message`."""
+        """Return the heartbeat that :meth:`message` has encoded."""
         step, phase, *rest = message
         return cls(step, Phase.from_key(phase), *rest)
 
@@ -137,13 +147,19 @@ class RankStatus:
     """Rank 0's view of one rank.
 
     Attributes:
-        rank: its number in the group that is left. number: the one in the launch.
-        received_s: time of its last message, in rank 0's waking seconds.
-        wrote: when it wrote anything, as a process does that lives (motley.membership.messages).
-        rescues: it can save the state, for rank 0 cannot.
-        regroups: it can go on without another rank.
-        address: of its machine, in the network that all share.
-        left: its host leaves, and it has nothing left to do.
+        rank: number of the rank in the present group.
+        number: number of the rank in the launch.
+        host: name of the rank's host.
+        received_s: time of its last message, in seconds that rank 0 was awake.
+        wrote: time of the last bytes on its connection, which also its fault handler writes (see
+            motley.membership.messages).
+        heartbeat: its last heartbeat.
+        done: the rank has finished its training.
+        rescues: the rank can save the state, because rank 0 cannot.
+        regroups: the rank can continue without another rank.
+        address: address of its machine, in the network that all ranks share.
+        left: its host leaves, and the rank has no work left.
+        messages: decoder of the bytes on its connection.
     """
 
     rank: int
@@ -161,7 +177,7 @@ class RankStatus:
 
     @property
     def lived(self) -> float:
-        """When it did, as far as is known, in rank 0's waking seconds."""
+        """Time of the rank's last sign of life, in seconds that rank 0 was awake."""
         return max(self.received_s, self.wrote)
 
     def take(self, data: bytes, now: float) -> list[dict[str, Any]]:
@@ -191,7 +207,7 @@ class Watchdog:
         self._unsettled = -SETTLED_S
 
     def receive(self, status: RankStatus, heartbeat: Heartbeat) -> None:
-        """Take a rank's heartbeat."""
+        """Store a rank's heartbeat, and the time if it shows progress."""
         if heartbeat != status.heartbeat:
             self._moved = self._awake.seconds
         status.heartbeat = heartbeat
@@ -199,7 +215,7 @@ class Watchdog:
     def silent(
         self, statuses: Sequence[RankStatus], limit: float = HEARTBEAT_TIMEOUT_S
     ) -> Fault | None:
-        """Return the fault of a rank without a message for ``limit`` seconds, or None.
+        """Return the fault of the ranks without a message for more than ``limit`` seconds, or None.
 
         Args:
             statuses: status of each rank but 0.
@@ -208,7 +224,9 @@ class Watchdog:
         now = self._awake.seconds
         if now - min((status.lived for status in statuses), default=now) <= limit:
             return None
-        statuses = sorted(statuses, key=lambda status: status.rank)  # who is done still says so
+        statuses = sorted(
+            statuses, key=lambda status: status.rank
+        )  # a rank that is done still sends
         # The ranks of one switch fall silent together, but their last heartbeats differ in time.
         since = now - (limit - 4 * HEARTBEAT_INTERVAL_S)
         quiet = [status for status in statuses if status.lived < since]
@@ -225,10 +243,10 @@ class Watchdog:
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
         """Return the fault of two machines that do not reach each other, or None.
 
-        This machine receives from both of them.
+        Rank 0's machine receives from both of them.
 
         Args:
-            ranks: status of each rank, with rank 0.
+            ranks: status of each rank, rank 0 included.
         """
         now = self._awake.seconds
         if self.silent(ranks[1:], SUSPECT_AFTER_S):
@@ -243,10 +261,10 @@ class Watchdog:
         return None
 
     def stuck(self, ranks: Sequence[RankStatus]) -> Fault | None:
-        """Return the fault of the rank that all others wait for, if no rank moves, or None.
+        """Return the fault of the rank that all others wait for, or None if any rank progresses.
 
         Args:
-            ranks: all, with rank 0.
+            ranks: status of each rank, rank 0 included.
         """
         at_work = [status for status in ranks if not status.done]
         still = self._awake.seconds - self._moved
@@ -260,7 +278,7 @@ class Watchdog:
 
 
 def whereabouts(statuses: Sequence[RankStatus]) -> tuple[RankStatus, str]:
-    """Return the rank that all others wait for, or None; and the phases of the ranks, in words."""
+    """Return the rank that all others wait for, and the phases of all ranks in words."""
     doing: dict[tuple[int, str], list[RankStatus]] = {}
     for status in sorted(statuses, key=lambda status: status.rank):
         step = -1 if status.heartbeat.step is None else status.heartbeat.step
@@ -289,17 +307,19 @@ def _hosts(statuses: Sequence[RankStatus]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-DEAD_AFTER_S = 18.0  # without an answer, though there was something to answer
-_LEAST_TRIES = 3  # that were sent again; TCP doubles the time between two
+DEAD_AFTER_S = 18.0  # without an acknowledgement of data that was sent
+_LEAST_TRIES = 3  # retransmissions; TCP doubles the time between two
 # Offsets in struct tcp_info, linux/tcp.h: tcpi_retransmits; tcpi_unacked; tcpi_last_ack_recv, ms.
 _RETRANSMITS, _UNACKED, _LAST_ACK_MS = 2, 24, 56
 _INFO_BYTES = 256
-_getsockopt = ctypes.PyDLL(None).getsockopt  # which never waits, so it keeps Python's lock
+_getsockopt = ctypes.PyDLL(None).getsockopt  # it never waits, so it need not release Python's lock
 _LOCAL = ("127.", "::1", "::ffff:127.")
 
 
 def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list[str]:
-    """Return the addresses of other machines that do not answer, in 2 ms for 1,000 connections.
+    """Return the addresses of other machines that do not answer.
+
+    The call takes 2 ms for 1,000 connections.
 
     Args:
         after_s: seconds without an answer.
@@ -330,11 +350,11 @@ def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
 def _connections() -> Iterator[tuple[int, bytes]]:
     """Yield the descriptor and struct tcp_info of each TCP socket of this process.
 
-    The system is asked about every descriptor, without a socket object for each: a rank of a
-    thousand has as many connections.
+    Each descriptor is passed to getsockopt() without a socket object, since one rank of a thousand
+    has about a thousand connections.
     """
     info, size = ctypes.create_string_buffer(_INFO_BYTES), ctypes.c_uint32()
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  its paths take as long as all else
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Path objects would double the time
         size.value = _INFO_BYTES
         where = ctypes.byref(info), ctypes.byref(size)
         if not _getsockopt(int(name), socket.IPPROTO_TCP, socket.TCP_INFO, *where):
@@ -342,12 +362,12 @@ def _connections() -> Iterator[tuple[int, bytes]]:
 
 
 REPORTED_AFTER_S = 2.5  # without a heartbeat: gaps of 1.5 s are usual on a busy machine
-# Without an answer to data that was sent twice again: a busy machine still acknowledges.
+# Without an answer to data that was sent again twice. A busy machine still acknowledges.
 CUT_OFF_AFTER_S, _TRIES = 1.0, 2
 
 
 def cut_off() -> Collection[str]:
-    """Return the addresses of machines that acknowledge nothing."""
+    """Return the addresses of machines that acknowledge none of the data sent to them."""
     return dead_peers(CUT_OFF_AFTER_S, _TRIES)
 
 
@@ -356,7 +376,7 @@ class SilentRanks:
 
     Args:
         awake: clock of the time that rank 0 was awake.
-        cut_off: see :func:`cut_off`.
+        cut_off: function that returns the addresses of unreachable machines; see :func:`cut_off`.
     """
 
     def __init__(self, awake: AwakeClock, cut_off: Callable[[], Collection[str]] = cut_off) -> None:
@@ -391,16 +411,17 @@ class SilentRanks:
 
 
 _TOLD_AFTER_S, _TOLD_AFTER_STEPS = 1.0, 3.0  # without a step, whichever is longer
-_LOOKS_BACK = 8  # at times when a step had been taken, whose median is usual
+_LOOKS_BACK = 8  # steps whose median duration counts as usual
 _LATELY_S = 1.5  # heartbeats come once a second or more often
-_OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)  # that keep the others waiting
+# Phases in which a rank keeps the others waiting.
+_OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 class StragglerDetector:
-    """The rank that all others wait for, found from the times at which steps ended.
+    """The detector of the rank that all others wait for, from the times at which steps ended.
 
     Args:
-        awake: rank 0's waking time.
+        awake: clock of the time that rank 0 was awake.
     """
 
     def __init__(self, awake: AwakeClock) -> None:
@@ -410,10 +431,12 @@ class StragglerDetector:
         self._took = deque[float](maxlen=_LOOKS_BACK)
 
     def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
-        """Return the event that names the straggler of this step, once, if there is one.
+        """Return the event that names this step's straggler, in a list; empty if there is none.
+
+        Each step's straggler is reported once.
 
         Args:
-            statuses: all ranks.
+            statuses: status of each rank.
         """
         now = self._awake.seconds
         training = [each for each in statuses if each.heartbeat.step is not None and not each.done]
@@ -439,13 +462,13 @@ class StragglerDetector:
         ]  # fmt: skip
 
     def _is_at_work(self, status: RankStatus) -> bool:
-        """Return True if the rank's last heartbeat says so and is recent."""
+        """Return True if the rank's last heartbeat is recent and reports work of its own."""
         heard = status.rank == 0 or self._awake.seconds - status.received_s < _LATELY_S
         return heard and status.heartbeat.phase in _OWN
 
 
 class StopSignals:
-    """The ranks that one came to."""
+    """The ranks that received a stop signal."""
 
     def __init__(self) -> None:
         self._ranks = set[int]()
@@ -461,7 +484,7 @@ class StopSignals:
         step: int | None,
         how_to_continue: str,
     ) -> Fault:
-        """Record a signal that came to a rank, and return its fault, as far as it is known by now.
+        """Record a stop signal of a rank, and return the fault that fits all signals so far.
 
         Args:
             status: status of the rank.
@@ -484,4 +507,4 @@ class StopSignals:
         )  # fmt: skip
 
 
-# Faults after which what the others hold is right, and worth to be saved.
+# Faults after which the state of the other ranks is valid, and worth saving.

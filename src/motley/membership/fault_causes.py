@@ -1,7 +1,7 @@
 """Causes of faults that no rank reports itself. Pure.
 
 A rank died, left or fell silent. The first of several faults is the cause, since one leads to
-others. Its echo may arrive before it.
+others. A consequence may be reported before its cause.
 """
 
 import re
@@ -16,7 +16,7 @@ _STOPPED = (FaultKind.STOPPED, FaultKind.LEFT, FaultKind.PAUSED)
 
 
 def record_fault(folder: RunFolder, fault: Fault) -> None:
-    """Record the first cause of the end, where this process sees the run's records."""
+    """Record the first cause of the job's end, if this process sees the run's records."""
     if not (folder.path / "run.json").exists():
         return
     fields = {
@@ -24,7 +24,7 @@ def record_fault(folder: RunFolder, fault: Fault) -> None:
         "phase": fault.phase, "error": fault.error,
     }  # fmt: skip
     status = "stopped" if fault.kind in _STOPPED else "failed"
-    try:  # first what others go by, whatever else fails
+    try:  # first the status, which other programs read, even if the rest fails
         folder.update_run(status=status, failure=fields, ended=time.time())
     finally:
         folder.event("fault", **fields, details=fault.details)
@@ -38,10 +38,10 @@ _CRASHES = (
 
 
 def make_death_fault(rank: int, host: str, step: int | None, said: str = "") -> Fault:
-    """Return the fault of a rank whose connection broke without a word of Motley's.
+    """Return the fault of a rank whose connection broke without a message about the cause.
 
-    An abort may be an echo: C++ ends a process whose thread meets a connection that another rank's
-    end has broken.
+    An abort may be the consequence of another fault. C++ ends a process if one of its threads uses
+    a connection that another rank's end has broken.
 
     Args:
         rank: number of the rank in the launch.
@@ -71,7 +71,7 @@ def make_stop_fault(step: int | None, number: int, by: str, remedy: str) -> Faul
         step: step of the training; None: before step 1.
         number: number of the signal that came to the ranks.
         by: name of the signal, its possible senders, and the phases of the ranks.
-        remedy: how to go on.
+        remedy: instruction to the user on how to continue.
     """
     return Fault(
         0, "", step, f"stopped by {by}", remedy,
@@ -100,7 +100,7 @@ def make_leave_fault(rank: int, hosts: Sequence[str], step: int | None, who: str
 
 
 def make_pause_fault(step: int | None) -> Fault:
-    """Return the fault of a user who asked for the end at a step boundary by a signal."""
+    """Return the fault of a job that a user's signal ended at a step boundary."""
     return Fault(
         0, "", step, "paused as asked (SIGUSR2)", "continue with --resume auto",
         kind=FaultKind.PAUSED,
@@ -108,9 +108,9 @@ def make_pause_fault(step: int | None) -> Fault:
 
 
 def make_launcher_fault(host: str, launcher: str, step: int | None) -> Fault:
-    """Return the fault of a launcher that ended before the ranks did, which end with it.
+    """Return the fault of a launcher that ended before its ranks, and thereby ended them.
 
-    mpirun also ends so, at once and with status 0, when it loses a host: see :func:`daemon_gone`.
+    An mpirun that loses a host also ends at once, with status 0. See :func:`make_daemon_fault`.
 
     Args:
         host: host of rank 0 and the launcher.
@@ -124,7 +124,13 @@ def make_launcher_fault(host: str, launcher: str, step: int | None) -> Fault:
 
 
 def make_daemon_fault(rank: int, host: str, step: int | None) -> Fault:
-    """Return the fault of a launcher that lost its daemon on ``host``; ``rank`` is lowest there."""
+    """Return the fault of a launcher that lost its daemon on ``host``.
+
+    Args:
+        rank: lowest rank on that host.
+        host: name of the host.
+        step: step of the training; None: before step 1.
+    """
     return Fault(
         rank, host, step, f"the launcher lost {host}: its MPI daemon there was killed, or the ssh "
         "session to it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
@@ -135,14 +141,14 @@ def make_daemon_fault(rank: int, host: str, step: int | None) -> Fault:
 def make_silent_fault(
     rank: int, host: str, step: int | None, seconds: float, like: str = ""
 ) -> Fault:
-    """Return the fault of a rank without messages for a while.
+    """Return the fault of a rank that has sent no message for ``seconds``.
 
     Args:
         rank: number of the rank in the launch.
         host: host of the rank.
         step: last step that the rank reported; None: before step 1.
         seconds: seconds since its last message.
-        like: other silent ranks, as ", and so are ranks 4, 5".
+        like: phrase that names other silent ranks, as in ", and so are ranks 4, 5".
     """
     return Fault(
         rank, host, step,
@@ -154,9 +160,7 @@ def make_silent_fault(
 
 
 def make_alone_fault(rank: int, host: str, step: int | None, seconds: float, others: str) -> Fault:
-    """Return the fault of a host that receives from no other host.
-
-    Such a host may be the cause itself.
+    """Return the fault of a host that receives from no other host, and may be the cause itself.
 
     Args:
         rank: number of the rank in the launch.
@@ -202,7 +206,7 @@ def make_hang_fault(rank: int, host: str, step: int | None, seconds: float, wher
 
 
 class FirstCause:
-    """The best cause so far, until it is time to blame it.
+    """The most probable cause so far, and the time at which to blame it.
 
     Attributes:
         fault: that cause; None: there is no fault.
@@ -213,7 +217,12 @@ class FirstCause:
         self._deadline = 0.0
 
     def suspect(self, fault: Fault, within_s: float) -> Fault:
-        """Blame ``fault`` unless a better cause turns up in time; return the best so far."""
+        """Record ``fault`` as a possible cause, and return the most probable cause so far.
+
+        Args:
+            fault: the possible cause.
+            within_s: seconds in which a better cause may still be reported.
+        """
         deadline = time.monotonic() + within_s
         if self.fault is not None:
             fault = max(self.fault, fault, key=_weight)  # the first of equals
@@ -222,15 +231,15 @@ class FirstCause:
         return fault
 
     def clear(self) -> None:
-        """Drop the cause: it was the echo of another one."""
+        """Drop the cause, because it was the consequence of another fault."""
         self.fault = None
 
     def due(self) -> Fault | None:
-        """Return the cause to blame now, if it is time."""
+        """Return the cause if it is time to blame it, else None."""
         return self.fault if time.monotonic() >= self._deadline else None
 
     def due_in(self, at_most: float) -> float:
-        """Return the seconds until a cause is due, at most ``at_most``."""
+        """Return the seconds until it is time to blame the cause, at most ``at_most``."""
         remaining = at_most if self.fault is None else self._deadline - time.monotonic()
         return min(at_most, max(0.0, remaining))
 

@@ -3,15 +3,15 @@
 setup/leave_cn.sh, join_cn.sh and keep_training.sh run it there by ssh. Each command prints one line
 of JSON.
 
-    python -m motley.membership.host_agent ranks             # this user's ranks here, and away?
-    python -m motley.membership.host_agent ask FOLDER        # is it away; does it see the folder
+    python -m motley.membership.host_agent ranks             # this user's ranks here, and the mark
+    python -m motley.membership.host_agent ask FOLDER        # the mark; is the folder visible here?
     python -m motley.membership.host_agent leave [SECONDS]   # mark it, end its ranks, and wait
     python -m motley.membership.host_agent join              # remove the mark
     python -m motley.membership.host_agent pause LOGS RUN    # save and end at a step boundary
     python -m motley.membership.host_agent polite SECONDS    # leave while another user is here
 
-Only this user, and root, can do it: the mark lies in a folder of this user's, and the kernel takes
-signals to a process from its own user alone.
+Only this user, and root, can run these commands: the mark lies in a folder of this user's, and the
+kernel delivers signals to a process from its own user alone.
 """
 
 import contextlib
@@ -33,25 +33,29 @@ from motley.membership.away import find_other_user, mark_away, read_away, remove
 from motley.membership.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
 from motley.plan.speeds import SpeedTable
 
-WAIT_S = 300.0  # for ranks that were asked: a step of theirs, and what is to be saved
+WAIT_S = 300.0  # for ranks that were asked to leave: they finish a step, and save their state
 _LOOK_S = 0.1
 _MOST_SPEEDS = 10  # that are reported
-_PRESENCE_S = 5.0  # between looks for another user
+_PRESENCE_S = 5.0  # between two checks for another user
 
 
 def own_ranks() -> list[TrainingProcess]:
-    """Find this user's ranks on this machine, of this copy of Motley."""
+    """Return this user's ranks on this machine that run this copy of Motley."""
     return [each for each in survey().processes if each.kind == "rank"]
 
 
 def ask_to_leave(ranks: Sequence[TrainingProcess]) -> None:
-    """Signal to ranks that the mark is there; a rank that still starts reads it by itself."""
+    """Signal to ranks that this machine is marked. A rank that still starts reads it later."""
     for each in ranks:
         send(each.pid, each.ticks, LEAVE_SIGNAL)
 
 
 def leave(seconds: float | None) -> dict[str, Any]:
-    """Mark this machine, and wait until its ranks have ended."""
+    """Mark this machine, wait until its ranks have ended, and return a report for the caller.
+
+    Args:
+        seconds: duration of the mark; None: no end.
+    """
     away, start = mark_away(seconds), time.monotonic()
     ranks = own_ranks()  # later ones see the mark
     ask_to_leave(ranks)
@@ -67,7 +71,15 @@ def leave(seconds: float | None) -> dict[str, Any]:
 
 
 def pause(logs: str, run: str) -> dict[str, Any]:
-    """Ask one of a run's ranks here, which informs the others; return False if there is none."""
+    """Ask one local rank of a run to pause the job; that rank informs the others.
+
+    Args:
+        logs: folder of all runs.
+        run: name of the run.
+
+    Returns:
+        ``{"asked": True}``, or False if the run has no rank here.
+    """
     for each in own_ranks():
         words = f" {each.description.replace('=', ' ')} "
         place = re.search(r" --logs (\S+)", words)
@@ -80,8 +92,8 @@ def pause(logs: str, run: str) -> dict[str, Any]:
 def speeds() -> list[dict[str, Any]]:
     """Return the remembered speeds of this machine's devices, the newest first.
 
-    A speed is in samples a second (of all its ranks, where they share a processor), and has the
-    options of its run.
+    A speed is in samples per second, summed over all ranks that share a processor. The options of
+    the measured run are returned with the speed.
     """
     files = [(path.stat().st_mtime, path) for path in cache_folder().glob(SPEED_FILES)]
     result = []
@@ -95,10 +107,10 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def be_polite(quiet_s: float) -> None:
-    """Mark this machine whenever another user is here, until no other was for ``quiet_s``.
+    """Mark this machine whenever another user is here.
 
-    The mark has an end, so it is gone soon after this process is. A mark of leave_cn.sh that lasts
-    longer stays.
+    The mark ends once no other user was seen for ``quiet_s`` seconds. Every mark has an end, so it
+    also ends soon after this process does. A mark of leave_cn.sh is left as it is.
     """
     while True:
         if seen := find_other_user():
@@ -132,7 +144,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
 
 
 def main(words: Sequence[str]) -> None:
-    """See this file's docstring; what the user can put right is said in the answer."""
+    """Run the command in ``words``, and print the answer or an error for the user as JSON."""
     if words[0] == "polite":
         with contextlib.suppress(KeyboardInterrupt):
             be_polite(float(words[1]))

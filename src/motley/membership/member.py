@@ -1,4 +1,4 @@
-"""The thread of every other rank, a member: sends its heartbeat to rank 0, and watches rank 0."""
+"""The member: the thread of every rank but 0 that sends heartbeats to rank 0 and watches it."""
 
 import contextlib
 import selectors
@@ -26,11 +26,11 @@ from motley.membership.protocol import (
 )
 from motley.membership.survivors import choose_standby
 
-# After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
+# After a signal, the time in which rank 0 finds out which other ranks got one. Then mpirun ends us.
 STOP_S = 0.2
 _STANDBY_FIRST_S = 2.0  # mpirun ends the standby as soon as another rank has left
-_BUSY_MOST_S = 600.0  # that a rank to which rank 0 writes nothing relies on the standby
-_ASKED, _ANSWER_S = 2, 0.7  # other ranks, one after another
+_BUSY_MOST_S = 600.0  # that a rank without messages of rank 0 relies on the standby
+_ASKED, _ANSWER_S = 2, 0.7  # how many other ranks are probed, one after another
 
 
 class Member:
@@ -61,14 +61,16 @@ class Member:
 
     @property
     def lines(self) -> list[socket.socket]:
-        """All connections to others."""
+        """All connections to other ranks."""
         return [self._line]
 
     def run(self) -> Fault | None:
-        """Watch until all ranks are done; ends the process where rank 0 says so, or is gone.
+        """Watch until all ranks are done.
+
+        The process ends if rank 0 orders that, or if rank 0 is lost and the job cannot continue.
 
         Returns:
-            Why it is gone, where all others can go on without it.
+            The fault of rank 0 if the other ranks can continue without it; None once all are done.
         """
         own = self._own
         selector = selectors.DefaultSelector()
@@ -78,7 +80,7 @@ class Member:
             selector.select(STOP_S / 4 if self._leaves else own.heartbeat_in())
             own.awake.look()
             try:
-                self._handle_messages()  # before speaking: rank 0 may have said stop, and left
+                self._handle_messages()  # before sending: rank 0 may have sent Stop, and ended
                 for number in own.outbox.read_signals():
                     self._line.sendall(encode(SignalReceived(number)))
                     self._leaves = self._leaves or (time.monotonic() + STOP_S, 128 + number)
@@ -103,7 +105,7 @@ class Member:
                 continue
             quiet = own.awake.seconds - self._heard_at
             if quiet > HEARTBEAT_TIMEOUT_S and not self._standby_receives(quiet):
-                # Should rank 0 come back, it need not say again what we say now.
+                # Should rank 0 come back, it need not report again what this rank reports now.
                 with contextlib.suppress(OSError):
                     self._line.sendall(encode(Stop(1)))
                 self.end(self._lost(quiet))
@@ -111,10 +113,10 @@ class Member:
         return None
 
     def _standby_receives(self, quiet: float) -> bool:
-        """Return True if the standby lives.
+        """Return True if the standby rank lives.
 
-        If rank 0 were dead, the standby would have ended by now. Rank 0 reports to the standby
-        alone that Python is busy there.
+        If rank 0 were dead, the standby would have ended by now. While Python is busy on rank 0,
+        only the standby receives signs of life from it.
 
         Args:
             quiet: seconds since the last message of rank 0.
@@ -129,17 +131,20 @@ class Member:
                 at = own.place.listening[choose_standby(own.place.machines)]
                 self._to_standby = socket.create_connection((at.address, at.port), _ANSWER_S)
                 self._to_standby.setblocking(False)
-            return bool(self._to_standby.recv(1))  # it says nothing there, until it ends
+            return bool(self._to_standby.recv(1))  # the standby sends nothing here, until it ends
         except BlockingIOError:
             return True
         except OSError:
             return False
 
     def _lost(self, seconds: float) -> Fault:
-        """Return the fault: rank 0's host is silent, or this host is cut off.
+        """Return the fault after the silence of rank 0: its host is lost, or this host is cut off.
 
-        This host is cut off if no other machine answers either. The standby probes the other
+        This host is cut off if no other machine answers either. Only the standby probes the other
         machines, since it alone reports.
+
+        Args:
+            seconds: seconds since the last message of rank 0.
         """
         own = self._own
         known = {self._line.getpeername()[0], self._line.getsockname()[0]}
@@ -150,13 +155,17 @@ class Member:
         return make_alone_fault(own.place.number, own.place.host, own.step, seconds, named)
 
     def _goes_on(self) -> bool:
-        """Return True if this rank can go on without rank 0, by its own knowledge."""
+        """Return True if this rank can continue without rank 0, as far as this rank can judge."""
         own, ends = self._own, self._silent is not None or self._leaves is not None
         can = own.place.survives and own.hooks.without_first and own.hooks.keep is not None
         return can and not (ends or own.held.is_set())
 
     def _handle_messages(self) -> None:
-        """Act on what rank 0 has said; ConnectionError where it is gone."""
+        """Act on the messages that rank 0 has sent.
+
+        Raises:
+            ConnectionError: rank 0 has closed the connection before all ranks were done.
+        """
         own = self._own
         with contextlib.suppress(BlockingIOError):
             data = self._line.recv(65536, socket.MSG_DONTWAIT)
@@ -221,7 +230,7 @@ class Member:
     }
 
     def end(self, fault: Fault) -> NoReturn:
-        """End, now that rank 0 cannot end us; one rank's line is enough."""
+        """End this process, since rank 0 cannot. The standby alone prints and records the fault."""
         if self._own.place.is_standby:
             self._own.print(fault.last_words())
             with contextlib.suppress(Exception):
@@ -232,7 +241,7 @@ class Member:
 
 
 def _answers(other: Listening) -> bool:
-    """Return True if the rank's host answered the probe."""
+    """Return True if the host of the rank answers a connection attempt."""
     try:
         with socket.create_connection((other.address, other.port), timeout=_ANSWER_S):
             return True

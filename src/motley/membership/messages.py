@@ -1,19 +1,21 @@
-"""Messages between ranks, a JSON object a line, and the handshake without which none is read.
+"""Messages between ranks, one JSON object per line, and the handshake of a new connection.
 
-Rank 0's port is open to a whole network while a training runs, so port scanners, browsers and
-other people's programs connect to it too. From a stranger, rank 0 reads no more bytes than the
-greeting of a rank begins with, and parses none of them. Rank 0 sends nothing, waits a few
-seconds, and keeps a few dozen such connections at once: a new one then takes the place of the one
-that has waited longest. Every rank has such a port, and accepts no connection there while it is not
-the first.
+Handshake: rank 0's port is open to a whole network while a training runs. Port scanners, browsers
+and other people's programs connect to it too. A rank therefore sends a greeting that begins with
+the secret token of the job. From a stranger, rank 0 reads no more bytes than the beginning of that
+greeting has, and parses none of them. Rank 0 sends nothing to a stranger.
 
-Python's fault handler writes into a connection too: the traceback of a crash, and a sign that this
-process lives while none of Python's threads runs. One call may keep Python's lock for a long time.
-Reading a large JSON file or a pickle takes a minute on a slow host. Garbage collection of fifty
-million objects and compiled code that does not release the lock do the same. No heartbeat is sent
-meanwhile, as by a process that was stopped or whose host froze. But the fault handler has a thread
-that needs no lock: unless Python's threads move it on in time, it writes all stacks. There is one
-such thread: a script that calls ``faulthandler.dump_traceback_later`` has none of its own.
+Limits: rank 0 waits a few seconds for a greeting, and holds a few dozen connections without a token
+at once. A further one replaces the connection that has waited longest. Every rank has such a port,
+and accepts connections there only once it is the first rank.
+
+Fault handler: Python's fault handler writes the traceback of a crash into the connection. A thread
+of the fault handler also sends a sign of life while none of Python's threads runs. One call may
+hold Python's lock for a long time. Examples are parsing a large JSON file or a pickle (a minute on
+a slow host), collecting fifty million objects, and compiled code that does not release the lock.
+The process then sends no heartbeat, as if it were stopped or its host frozen. The fault handler's
+thread needs no lock, and writes all stacks unless Python's threads postpone that in time. There is
+only one such thread, so a user's script cannot call ``faulthandler.dump_traceback_later`` too.
 """
 
 import contextlib
@@ -30,8 +32,8 @@ from typing import Any
 
 # The limit of one message. The longest are tracebacks, which motley.faults cuts to a tenth of it.
 MOST_BYTES = 1 << 20
-_BEGIN = (b"Fatal Python error", b"Timeout (")  # what the fault handler writes, of a crash or not
-_MOST_WORDS = 16_384  # bytes; Python's fault handler says a tenth of it for each thread
+_BEGIN = (b"Fatal Python error", b"Timeout (")  # of the fault handler: after a crash; while busy
+_MOST_WORDS = 16_384  # bytes; Python's fault handler writes a tenth of it for each thread
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -40,14 +42,14 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class Messages:
-    """The messages of one connection, out of pieces of bytes.
+    """A decoder of one connection's bytes into messages.
 
-    A line that is too long or no JSON object is dropped: it takes no memory, and ends nothing.
+    A line that is too long or no JSON object is dropped. Such a line takes no memory, and ends no
+    connection.
 
     Attributes:
-        last_words: lines that are no JSON object, the first few of those that nothing followed;
-            Python's fault handler writes some into the connection of a rank that crashes, or that
-            is busy (see motley.membership.messages).
+        last_words: the latest lines that are no JSON object, up to a limit. Python's fault handler
+            writes such lines into the connection of a rank that crashes, or that is busy.
     """
 
     def __init__(self) -> None:
@@ -85,7 +87,7 @@ _NO_FILES_S = 0.05  # to wait where this process can open no more
 
 
 def greeting(token: str, rank: int, host: str) -> bytes:
-    """Return the first bytes that a rank sends; they begin with :func:`_opening`.
+    """Return the first bytes that a rank sends; they begin with the token.
 
     Args:
         token: shared token of the job.
@@ -101,10 +103,13 @@ def _opening(token: str) -> bytes:
 
 @dataclass(frozen=True)
 class Listening:
-    """The place where a rank receives connections when it is the first.
+    """The address at which a rank accepts connections once it is the first rank.
 
     Attributes:
-        token: that a rank sends first. host: name of its machine.
+        address: IP address of the rank's machine.
+        port: TCP port of the rank.
+        token: secret that a connecting rank sends first.
+        host: name of the rank's machine.
     """
 
     address: str
@@ -115,11 +120,15 @@ class Listening:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank that has sent the token.
+    """A connection that has sent the token.
 
     Attributes:
-        rank: ~K: what outlives rank K says that its host lives, and waits until the job ends.
-        pending: bytes behind the token. messages: for what it will say.
+        line: the connection.
+        rank: number of the sender. ~K is the reaper of rank K: it reports that its host lives, and
+            waits until the job ends.
+        host: name of the sender's host.
+        pending: messages that came together with the greeting.
+        messages: decoder for all later bytes.
     """
 
     line: socket.socket
@@ -142,10 +151,10 @@ class Handshakes:
     Args:
         listener: the open port.
         host: name of this machine.
-        size: number of ranks; the reaper of any of them may come.
+        size: number of ranks; the reaper of any of them may connect.
 
     Attributes:
-        listening: the address and token for the ranks that are to come.
+        listening: the address and token for the ranks that are going to connect.
     """
 
     def __init__(self, listener: socket.socket, host: str, size: int) -> None:
@@ -155,10 +164,10 @@ class Handshakes:
         self._size, self._awaited = size, set[int]()
         self._listener = listener
         listener.setblocking(False)
-        self._strangers: dict[socket.socket, _Stranger] = {}  # who has waited longest is first
+        self._strangers: dict[socket.socket, _Stranger] = {}  # in order of arrival
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Set the ranks that are to come, each of them once."""
+        """Set the ranks that are going to connect, each of them once."""
         self._awaited = set(ranks)
 
     @property
@@ -175,10 +184,10 @@ class Handshakes:
         """Accept connections, read greetings, and drop every connection that is not a rank's.
 
         Args:
-            ready: sockets that can be read, as the selector says; others are ignored.
+            ready: sockets that can be read, according to the selector; others are ignored.
             now: seconds, by a clock that stands still while this process is frozen.
         """
-        # First who has come before: of too many, the one that has waited longest would go unheard.
+        # Read earlier connections first: of too many, the oldest is closed when a new one arrives.
         for line in [line for line in self._strangers if line in ready]:
             if arrival := self._read_from(line):
                 yield arrival
@@ -191,7 +200,7 @@ class Handshakes:
                 self._hang_up(line)
 
     def _accept(self, now: float) -> Iterator[socket.socket]:
-        for _ in range(MOST_STRANGERS):  # then it is the turn of those who are known
+        for _ in range(MOST_STRANGERS):  # then the known connections are served
             try:
                 line, _ = self._listener.accept()
             except (BlockingIOError, ConnectionError):  # no more; or gone again
@@ -251,19 +260,20 @@ class Handshakes:
             line.close()
 
 
-_BUSY_AFTER_S = 6.0  # without :func:`get_on`; and from one sign to the next
+_BUSY_AFTER_S = 6.0  # without a call of :func:`get_on`; also the interval of the signs of life
 
 
 def write_to(line: socket.socket) -> None:
-    """Have a crash be written into a connection, from now on."""
+    """Have Python's fault handler write into a connection if this process crashes."""
     faulthandler.enable(line.fileno())
 
 
 def get_on(line: socket.socket | None) -> None:
-    """Say that this thread of Python's does: for a while nothing is written but a crash. 0.1 ms.
+    """Postpone the fault handler's sign of life, since this Python thread runs. Takes 0.1 ms.
 
     Args:
-        line: that is written into after that while; None, or closed: none.
+        line: connection for the signs of life, which are written after ``_BUSY_AFTER_S`` without
+            another call. If it is None or closed, none are written.
     """
     end()
     if line is not None and line.fileno() >= 0:
@@ -272,5 +282,5 @@ def get_on(line: socket.socket | None) -> None:
 
 
 def end() -> None:
-    """Write nothing but a crash."""
+    """Stop the signs of life; a crash is still written."""
     faulthandler.cancel_dump_traceback_later()

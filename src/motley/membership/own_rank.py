@@ -28,7 +28,7 @@ from motley.membership.protocol import Hold, Message, Rescue, Rescued, decode, e
 from motley.membership.reaper import LauncherReaper
 from motley.membership.survivors import GroupPlace, Survivors
 
-_LINKS_S = 2.0  # between looks at what this process's connections do
+_LINKS_S = 2.0  # between two checks of this process's connections
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -37,13 +37,14 @@ class TrainingHooks:
     """Functions that the training sets and the watching thread calls.
 
     Attributes:
-        rescue: saves the state of this rank before it ends, and returns what it did; None: it
-            cannot.
-        last_words: writes records of this rank that are not written yet.
-        how_to_continue: returns how a stopped run goes on, for people.
-        keep: copies the state apart from the group, to go on without a lost rank; None: it cannot.
-        free: has the training's thread leave a collective that waits for the lost rank.
-        without_first: the state can also go on without rank 0.
+        rescue: saves the state of this rank before it ends, and returns a note on what it did.
+            None: this rank cannot.
+        last_words: writes the records of this rank that are not written yet.
+        how_to_continue: returns an instruction to the user on how to continue a stopped run.
+        keep: copies the state to memory that needs no process group, to continue without a lost
+            rank. None: this rank cannot.
+        free: makes the training thread leave a collective that waits for the lost rank.
+        without_first: the training can also continue without rank 0.
     """
 
     rescue: Callable[[], str] | None = None
@@ -58,7 +59,7 @@ class Outbox:
     """Messages of this rank to rank 0, and the pipe that wakes the watching thread to send them.
 
     Attributes:
-        messages: not yet sent; the watching thread takes them.
+        messages: messages to send; the watching thread removes them.
         wake_read: end of the pipe that the watching thread waits for.
     """
 
@@ -73,13 +74,13 @@ class Outbox:
         for number in (*_STOPS, *REQUESTS):
             signal.signal(number, _leave_to_watching_thread)
         for number in REQUESTS:
-            signal.siginterrupt(number, False)  # the training goes on
+            signal.siginterrupt(number, False)  # interrupted system calls are repeated
         # The C-level handler writes the signal's number here at once, even while the main
         # thread sits inside a collective and cannot run Python.
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def read_signals(self) -> list[int]:
-        """Return the stop signals that came since the last call; send the other ones' requests."""
+        """Return the stop signals since the last call, and queue the requests of other signals."""
         result = b""
         with contextlib.suppress(BlockingIOError):
             result = os.read(self.wake_read, 4096)
@@ -89,7 +90,7 @@ class Outbox:
         return [number for number in result if number in _STOPS]
 
     def add_request(self, number: int) -> None:
-        """Add the message that a signal asks for, if it asks for one."""
+        """Queue the message that a signal asks for, if it asks for one."""
         if (request := read_request(number)) is not None:
             self.messages.append(request)
 
@@ -107,18 +108,21 @@ class Outbox:
 class GroupChange:
     """The passage of this rank from a group that a lost rank has broken to the next one.
 
-    The watching thread begins the passage, and the training thread completes it.
+    The watching thread starts the passage, and the training thread completes it.
 
     Attributes:
-        group: number of regroups that this rank has begun. Messages of earlier groups are void.
-        trains_in: number of regroups that the training thread has completed. This thread may fail
-            in the broken group while the watching thread goes on.
-        survivors: the ranks with which the training thread has to go on, until it does; None: no
+        group: number of regroups that the watching thread has started. Messages of earlier groups
+            are void.
+        trains_in: number of regroups that the training thread has completed. The training thread
+            may fail in the broken group while the watching thread has already changed to the next
+            one.
+        survivors: the ranks with which the training thread has to continue, until it does; None: no
             rank is lost.
-        begun: set while there are survivors to go on with.
-        gathered: receives the values of :meth:`Supervisor.gather`; None: the group broke meanwhile.
-        freeing: makes the training thread leave a collective. Until this is done, the group must
-            not be left in another way.
+        begun: set while ``survivors`` is not None.
+        gathered: queue of the results of :meth:`Supervisor.gather`; None: the group broke
+            meanwhile.
+        freeing: thread that makes the training thread leave a collective. Until it has ended, the
+            group must not be left in another way.
     """
 
     def __init__(self) -> None:
@@ -130,7 +134,12 @@ class GroupChange:
         self._lock = threading.Lock()
 
     def begin(self, survivors: Survivors, free: Callable[[], None]) -> None:
-        """Have the training's thread leave the broken group, and go on with the survivors."""
+        """Have the training thread leave the broken group, and continue with the survivors.
+
+        Args:
+            survivors: the ranks of the next group.
+            free: see :class:`TrainingHooks`.
+        """
         self.freeing = threading.Thread(target=free, name="free", daemon=True)
         self.freeing.start()  # not from here: it may hang too
         with self._lock:
@@ -140,7 +149,7 @@ class GroupChange:
         self.gathered.put(None)
 
     def take(self) -> Survivors:
-        """Return the survivors to the training's thread, which is in their group from now on."""
+        """Return the survivors to the training thread, which belongs to their group from now on."""
         with self._lock:
             survivors, self.survivors = self.survivors, None
             self.trains_in = self.group
@@ -150,22 +159,25 @@ class GroupChange:
 
 
 class OwnRank:
-    """This rank, as the training's thread and the watching thread share it.
+    """This rank, as the training thread and the watching thread share it.
 
-    The training's thread sets ``step``, ``heartbeat`` and ``hooks``, and adds messages. The
-    watching thread sets everything else.
+    The training thread sets ``step``, ``heartbeat`` and ``hooks``, and adds messages. The watching
+    thread sets everything else.
 
     Attributes:
-        place: in the present group; replaced in one piece.
-        step: that training is at; None before the first.
-        heartbeat: what the next one says, but for the step.
-        awake: this process's waking time.
-        finished: all ranks are done.
-        stopped: some rank was, by a signal.
-        reaper: on the lowest rank of each machine.
-        held: rank 0 waits for a rescue, and ends this rank after it.
+        place: place of this rank in the present group; always replaced as a whole.
+        step: current step of the training; None before the first.
+        heartbeat: content of the next heartbeat, apart from the step.
+        awake: clock of the time that this process was awake.
+        hooks: functions that the training sets.
+        outbox: messages to rank 0.
+        change: the passage to the next group.
+        finished: set once all ranks are done.
+        stopped: True once a signal has stopped some rank.
+        reaper: connection to the reaper; on the lowest rank of each machine, else None.
+        held: set while rank 0 waits for a rescue, after which it ends this rank.
         pause: the step boundary at which this rank stops, if a pause was requested.
-        leaves: it ends now, before the others, once its messages are sent.
+        leaves: set if this rank ends before the others, once its messages are sent.
     """
 
     def __init__(self, place: GroupPlace) -> None:
@@ -189,7 +201,7 @@ class OwnRank:
         self.outbox.add(message)
 
     def send_in_group(self, message: Message) -> None:
-        """Send a message that is void once a rank is lost; from the training's thread."""
+        """Send a message of the training thread that is void once a rank is lost."""
         self.send(replace(message, group=self.change.trains_in))
 
     def heartbeat_now(self) -> Heartbeat:
@@ -200,7 +212,7 @@ class OwnRank:
         return replace(self.heartbeat, step=self.step, unanswered=self._unanswered)
 
     def hasten_heartbeat(self) -> None:
-        """Have the next one be now."""
+        """Make the watching thread send a heartbeat now."""
         self._next_heartbeat = 0.0
         self.outbox.wake()
 
@@ -216,7 +228,7 @@ class OwnRank:
         return due
 
     def print(self, text: str) -> None:
-        """Say last words to the user, also where mpirun passes nothing on any more."""
+        """Print a last line for the user, also if mpirun no longer passes on any output."""
         line = text if self.stopped else ""
         if self.reaper and self.reaper.send(line=line, fault=None, ended=True) and self.stopped:
             return
@@ -234,22 +246,26 @@ class OwnRank:
         with self._rescuing:
             try:
                 return self.hooks.rescue()
-            except Exception as error:  # of a device that is gone, or a full disk
+            except Exception as error:  # a device is gone, or a disk is full
                 return f"the last step could not be saved: {error}"
 
     def keep_state(self) -> str:
-        """Call the hook ``keep`` from the watching thread; return why it cannot, else ""."""
+        """Call the hook ``keep`` from the watching thread.
+
+        Returns:
+            The reason why the state could not be copied; empty if it was.
+        """
         try:
             with self._rescuing:
                 if self.hooks.keep is None:
                     return "it does not train yet"
                 self.hooks.keep()
-        except Exception as error:  # of a device that is gone, or of memory
+        except Exception as error:  # a device is gone, or memory is short
             return str(error)
         return ""
 
     def go_on(self, survivors: Survivors) -> None:
-        """Take the new place, and have the training's thread go on with the survivors."""
+        """Take the new place, and have the training thread continue with the survivors."""
         self.place = self.place.among(survivors.ranks)
         self.inform_reaper()
         self.held.clear()
@@ -273,15 +289,19 @@ class OwnRank:
         )
 
     def write_last_words(self) -> None:
-        """Call the hook ``last_words``; the job must end, whatever the disk does."""
+        """Call the hook ``last_words``, and ignore its errors, since the job must end anyway."""
         with contextlib.suppress(Exception):
             self.hooks.last_words()
 
     def leave(self, code: int) -> NoReturn:
-        """End now: the main thread may be stuck in a collective that never returns."""
+        """End this process now, since the main thread may be stuck in a collective for ever.
+
+        Args:
+            code: exit status.
+        """
         if self.reaper:
             self.reaper.send(ended=True)
-        with self._rescuing:  # not before it has saved what it can
+        with self._rescuing:  # not before a running rescue has saved its state
             try:
                 self.write_last_words()
                 sys.stdout.flush()
@@ -291,16 +311,20 @@ class OwnRank:
 
 
 def format_fault(fault: Fault) -> str:
-    """Return the line that the user reads of a fault."""
+    """Return the line that describes a fault to the user."""
     return f"motley: {fault.line()}"
 
 
 def _leave_to_watching_thread(number: int, frame: object) -> None:
-    """Do nothing: the watching thread acts on the wake-up byte, and this one may be stuck in C."""
+    """Do nothing in the main thread, which may be stuck in C.
+
+    The watching thread acts on the signal, whose number C code writes to its pipe.
+    """
 
 
-HOLD_S = 60.0  # that it may take
-# Open MPI 5 kills the others 0.5 s after a rank is lost, 4.1 after 2 s: too soon for a large model.
+HOLD_S = 60.0  # that a rescue may take
+# Open MPI 5 kills the others 0.5 s after a rank is lost, Open MPI 4.1 after 2 s. A large model
+# takes longer to save.
 _CUT_SHORT = (
     "motley: the last step is not saved: the launcher ended all ranks while one wrote it; --resume "
     "auto goes on from the checkpoint before, and --save-every 1m makes more of them"
@@ -313,11 +337,11 @@ def save_before_end(
     lost: int,
     tell_all: Callable[[Message], None],
 ) -> None:
-    """Make rank 0, or another rank that can, save the state while the others wait.
+    """Have rank 0, or another rank that can, save the state while the others wait.
 
     Args:
         own: state of this rank.
-        others: all ranks but 0.
+        others: status of every rank but 0, by its connection.
         lost: number in the launch of the rank that cannot save.
         tell_all: sends a message to all other ranks.
     """
@@ -325,7 +349,9 @@ def save_before_end(
     if not able and own.hooks.rescue is None:
         return
     tell_all(Hold())
-    reaper = None if own.stopped else own.reaper  # which else has a line to print already
+    reaper = (
+        None if own.stopped else own.reaper
+    )  # a stopped rank's reaper already has a line to print
     if reaper:
         reaper.send(line=_CUT_SHORT)
     text = own.save_what_is_known() if own.hooks.rescue else _ask(able[0], others[able[0]])
@@ -336,7 +362,7 @@ def save_before_end(
 
 
 def _ask(line: socket.socket, status: RankStatus) -> str:
-    """Have a rank save its state, and return its answer."""
+    """Have a rank save its state, and return its note on that; empty if it does not answer."""
     with contextlib.suppress(OSError):
         line.sendall(encode(Rescue()))
         line.settimeout(HOLD_S)

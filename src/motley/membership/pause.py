@@ -1,16 +1,17 @@
 """A pause: the job ends at a step boundary, the same on all ranks, with the whole state saved.
 
-A host leaves, or a missing one is taken back: all ranks live, and each engine can save. No step
-is lost, whatever a rank holds alone. Rank 0 asks all ranks which step they have begun. A rank that
-was asked begins no other step until rank 0 names the last one, which is the last that any rank has
-begun. No rank waits for one that waits, for all take every step before that.
+A pause is requested by a host that leaves, or to add a missing host again. All ranks live, and each
+engine can save, so no step is lost. Rank 0 asks all ranks which step they have started. A rank that
+was asked starts no other step until rank 0 names the step to stop before. This is the step after
+the highest that any rank has started. The ranks therefore do not block each other: all of them
+take every step before it.
 
     member                               coordinator
     HostLeaves("leaves as asked")  -------->  or PauseRequest(), after a signal
                                    <--------  AskStep()
     StepBegun(17)                  -------->
                                    <--------  PauseBefore(18)
-    RankLeft()                     -------->  of a host that leaves, once the others have its part
+    RankLeft()                     -------->  of a host that leaves, once its state is saved
     Paused("saved as of ...")      -------->  the end of the job
 """
 
@@ -33,7 +34,11 @@ REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
 
 
 def read_request(number: int) -> Message | None:
-    """Return what a rank sends to rank 0 after such a signal; None if it asks for nothing."""
+    """Return the message to rank 0 that a signal asks for; None if there is nothing to ask.
+
+    Args:
+        number: number of the signal, one of ``REQUESTS``.
+    """
     if number == PAUSE_SIGNAL:
         return PauseRequest()
     away = read_away()
@@ -53,7 +58,7 @@ class OwnPause:
         self._at: int | None = None
 
     def begin(self, step: int) -> bool:
-        """Return True if the step may begin; wait while that is not decided."""
+        """Return True if this rank may start the step. Wait while rank 0 has not decided."""
         with self._changed:
             self._changed.wait_for(lambda: not self._asked or self._at is not None)
             if self._at is not None and step >= self._at:
@@ -68,13 +73,13 @@ class OwnPause:
             self._changed.notify_all()
 
     def ask_step(self) -> int | None:
-        """Begin no other step from now on; return the last one that was begun."""
+        """Start no other step from now on; return the last step that was started, or None."""
         with self._changed:
             self._asked = True
             return self._begun
 
     def stop_before(self, step: int | None) -> None:
-        """Begin the steps before this one."""
+        """Allow the steps before ``step``, and no later one."""
         with self._changed:
             self._asked, self._at = True, step
             self._changed.notify_all()
@@ -87,20 +92,20 @@ class PauseAgreement:
         size: number of ranks.
 
     Attributes:
-        wanted: a rank has asked for a pause.
-        at: the step that is not begun any more; None while that is not known.
+        wanted: True once a rank has asked for a pause.
+        at: the step before which all ranks stop; None while that is not known.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._leaving: dict[str, tuple[int, str]] = {}  # by host: a rank of it, and its words
+        self._leaving: dict[str, tuple[int, str]] = {}  # by host: one of its ranks, and the reason
         self._asked: set[int] = set()
         self._begun: dict[int, int | None] = {}
         self.wanted = False
         self.at: int | None = None
 
     def clear(self, size: int) -> None:
-        """Ask again, of so many ranks."""
+        """Drop all answers, and ask all ``size`` ranks of a new group again."""
         self._size, self.at = size, None
         self._asked.clear()
         self._begun.clear()
@@ -118,14 +123,14 @@ class PauseAgreement:
             self._leaving.setdefault(host, (rank, leaves))
 
     def ask(self, others: Mapping[socket.socket, RankStatus], own: OwnPause) -> bool:
-        """Ask every rank that has connected and was not asked yet, if a pause is wanted.
+        """Send AskStep to every connected rank that was not asked yet, if a pause is wanted.
 
         Args:
-            others: all ranks but 0.
+            others: status of every rank but 0, by its connection.
             own: pause of rank 0.
 
         Returns:
-            True if all have answered now.
+            True if all ranks have answered by now.
         """
         if not self.wanted:
             return False
@@ -136,13 +141,13 @@ class PauseAgreement:
         return self._is_new(0) and self.answer(0, own.ask_step())
 
     def _is_new(self, rank: int) -> bool:
-        """Return True if a rank was not asked yet, and note that it is now."""
+        """Return True if a rank was not asked yet, and record that it is asked now."""
         new = rank not in self._asked
         self._asked.add(rank)
         return new
 
     def answer(self, rank: int, begun: int | None) -> bool:
-        """Take a rank's answer; return True if all have answered."""
+        """Record the last step that a rank has started; return True if all ranks have answered."""
         self._begun[rank] = begun
         if len(self._begun) < self._size:
             return False
@@ -151,10 +156,10 @@ class PauseAgreement:
         return True
 
     def fault(self, step: int | None) -> Fault:
-        """Return the fault that says why the job ends.
+        """Return the fault that states why the job ends.
 
         Args:
-            step: as of which all is saved; None: nothing was to be.
+            step: last step that is saved; None: there was nothing to save.
         """
         if not self._leaving:
             return make_pause_fault(step)

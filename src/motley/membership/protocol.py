@@ -1,8 +1,8 @@
 """The messages between the coordinator, rank 0, and the members, all other ranks.
 
-Each is a frozen dataclass. On the wire it is a JSON object with the name of its class and its
-fields. A message of an unknown kind is dropped with one line, and so is an unknown field without a
-word: ranks of versions that differ by one understand each other.
+Each message is a frozen dataclass. On the wire it is a JSON object with the name of its class and
+its fields. A message of an unknown kind is dropped, and one line is printed. Unknown fields are
+ignored. Ranks of consecutive versions can therefore work together.
 """
 
 import sys
@@ -22,7 +22,7 @@ class Message:
     """A message from one rank to another.
 
     Attributes:
-        group: how often the sender had gone on without lost ranks. A message of an earlier group is
+        group: number of regroups that the sender had completed. A message of an earlier group is
             void. None: the message holds in any group.
     """
 
@@ -34,32 +34,32 @@ class Message:
 
 @dataclass(frozen=True)
 class MemberHeartbeat(Message):
-    """The sender lives, and this is its state."""
+    """A sign of life of the sender, with its state."""
 
     heartbeat: Heartbeat
 
 
 @dataclass(frozen=True)
 class Done(Message):
-    """The sender has finished its training."""
+    """A report that the sender has finished its training."""
 
 
 @dataclass(frozen=True)
 class CanRescue(Message):
-    """The sender can save the state before the job ends."""
+    """A report that the sender can save the state before the job ends."""
 
 
 @dataclass(frozen=True)
 class CanRegroup(Message):
-    """The sender can go on without a lost rank."""
+    """A report that the sender can continue without a lost rank."""
 
 
 @dataclass(frozen=True)
 class StateKept(Message):
-    """The sender has kept its state apart from the group.
+    """A report that the sender has copied its state to memory that needs no process group.
 
     Attributes:
-        problem: why it could not; empty if it could.
+        problem: the reason why it could not; empty if it could.
     """
 
     problem: str
@@ -67,45 +67,57 @@ class StateKept(Message):
 
 @dataclass(frozen=True)
 class GatherValue(Message):
-    """The sender's value of those that all ranks exchange, as survivors.packed() writes it."""
+    """One rank's value of an all-gather, encoded by survivors.packed()."""
 
     value: str
 
 
 @dataclass(frozen=True)
 class FirstRankLost(Message):
-    """Rank 0 is lost, as the sender saw it."""
+    """A report that the sender has lost rank 0.
+
+    Attributes:
+        fault: the fault of rank 0, as the sender saw it.
+    """
 
     fault: Fault
 
 
 @dataclass(frozen=True)
 class RankLeft(Message):
-    """The sender ends now, since its host leaves."""
+    """A report that the sender ends now, because its host leaves."""
 
 
 @dataclass(frozen=True)
 class HostLeaves(Message):
-    """The sender's host is to leave the job, for a reason in words."""
+    """A report that the sender's host is to leave the job.
+
+    Attributes:
+        reason: the reason, in words for the user.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class PauseRequest(Message):
-    """A user asked the sender to have the job pause."""
+    """A request to pause the job, which a user has sent to the sender."""
 
 
 @dataclass(frozen=True)
 class StepBegun(Message):
-    """The last step that the sender has begun; None before the first."""
+    """The last step that the sender has started; None before the first."""
 
     step: int | None
 
 
 @dataclass(frozen=True)
 class Paused(Message):
-    """The sender has saved the state; in words for people, which may be empty."""
+    """A report that the sender has saved the state for a pause.
+
+    Attributes:
+        saved: note on what was saved, for the user; may be empty.
+    """
 
     saved: str
 
@@ -119,31 +131,43 @@ class RunEvent(Message):
 
 @dataclass(frozen=True)
 class RankFailed(Message):
-    """The sender has failed."""
+    """A report that the sender has failed."""
 
     fault: Fault
 
 
 @dataclass(frozen=True)
 class SignalReceived(Message):
-    """The sender got a signal that stops it."""
+    """A report that the sender got a stop signal.
+
+    Attributes:
+        number: number of the signal.
+    """
 
     number: int
 
 
 @dataclass(frozen=True)
 class Rescued(Message):
-    """The sender has saved the state; in words for people."""
+    """A report that the sender has saved the state, in answer to Rescue.
+
+    Attributes:
+        saved: note on what was saved, for the user.
+    """
 
     saved: str
 
 
-# -- from either
+# -- in both directions
 
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """The receiver ends now, with this exit status."""
+    """An order to end now.
+
+    Attributes:
+        code: exit status of the receiver.
+    """
 
     code: int
 
@@ -153,55 +177,64 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class CoordinatorHeartbeat(Message):
-    """The coordinator lives. The fault is the one to blame if it died now."""
+    """A sign of life of the coordinator.
+
+    Attributes:
+        fault: fault of a rank that is silent now, to be blamed if mpirun ends the coordinator;
+            None: no rank is silent.
+    """
 
     fault: Fault | None
 
 
 @dataclass(frozen=True)
 class Hold(Message):
-    """A rank saves the state: the receiver waits until it gets a stop."""
+    """An order to wait for Stop, while another rank saves the state."""
 
 
 @dataclass(frozen=True)
 class KeepState(Message):
-    """A rank is lost: the receiver keeps its state, and answers StateKept."""
+    """An order to copy the state, because a rank is lost. The receiver answers with StateKept."""
 
 
 @dataclass(frozen=True)
 class GoOn(Message):
-    """The receiver goes on with these ranks."""
+    """An order to continue with the surviving ranks."""
 
     survivors: Survivors
 
 
 @dataclass(frozen=True)
 class Gathered(Message):
-    """Values of some ranks, in their order; several such messages hold all."""
+    """Values of consecutive ranks, by rank. Several of these messages may hold all values."""
 
     values: list[str]
 
 
 @dataclass(frozen=True)
 class Rescue(Message):
-    """The receiver saves the state, and answers Rescued."""
+    """An order to save the state. The receiver answers with Rescued."""
 
 
 @dataclass(frozen=True)
 class AskStep(Message):
-    """The job is to pause: the receiver answers StepBegun, and begins no other step."""
+    """A question before a pause. The receiver answers with StepBegun, and starts no other step."""
 
 
 @dataclass(frozen=True)
 class PauseBefore(Message):
-    """The receiver trains until this step, which it does not begin."""
+    """An order to stop before a step.
+
+    Attributes:
+        step: the first step that the receiver does not start.
+    """
 
     step: int
 
 
 @dataclass(frozen=True)
 class Finish(Message):
-    """All ranks are done."""
+    """A report that all ranks are done."""
 
 
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
@@ -217,7 +250,7 @@ _reported: set[str] = set()
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as a line for the wire."""
+    """Return a message as one line of bytes for the wire."""
     content: dict[str, Any] = {"kind": type(message).__name__}
     for name in _FIELDS[type(message)]:
         value = getattr(message, name)
@@ -227,7 +260,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(content: Mapping[str, Any]) -> Message | None:
-    """Return the message of a line; None, and one line for people, if its kind is unknown."""
+    """Return the message in a decoded line; None if its kind is unknown.
+
+    An unknown kind is reported to the user once.
+    """
     name = str(content.get("kind"))
     try:
         kind = KINDS[name]

@@ -3,10 +3,10 @@
 After its rank has died, the reaper ends an mpirun or daemon that hangs, and removes the files that
 a killed launcher leaves.
 
-mpirun ends when its daemon on every host has ended, and waits without end for one that is frozen or
-cut off; a daemon waits for mpirun in the same way. Once mpirun is to stop, it passes on nothing
-more of its ranks' output and kills them, at once or after a tenth of a second. Where mpirun is
-killed itself, no other process is left to report that, to record it, and to remove its files.
+mpirun ends when its daemon on every host has ended, and waits without end for a daemon that is
+frozen or cut off. A daemon waits for mpirun in the same way. Once mpirun is to stop, it passes on
+no more output of its ranks and kills them, at once or after a tenth of a second. If mpirun itself
+is killed, only the reaper is left to report that, to record it, and to remove the files.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ _SEGMENT = re.compile(r"/dev/shm/((?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILIN
 
 
 def segments_of_this_job() -> str:
-    """Return the prefix of this job's shared memory in /dev/shm; empty if it has none.
+    """Return the prefix of this job's shared memory files in /dev/shm; empty if it has none.
 
-    A rank maps its own, so they are known without a rule for numbers of jobs.
+    The prefix is read from this process's memory map, so no rule for the numbers of jobs is needed.
     """
     with contextlib.suppress(OSError):
         result = _SEGMENT.search(Path("/proc/self/maps").read_text(errors="replace"))
@@ -54,14 +54,24 @@ def segments_of_this_job() -> str:
 
 
 def session_folder(launcher: int, environ: Mapping[str, str]) -> str:
-    """Return the launcher's folder for its jobs, named by its process; empty if unknown."""
+    """Return the folder that the launcher has made for its jobs; empty if it is unknown.
+
+    Args:
+        launcher: process id of the launcher.
+        environ: environment of a rank.
+    """
     folder = environ.get("PMIX_SERVER_TMPDIR", "")
     names = (f"/ompi.{launcher}", f"/pid.{launcher}", f"/prted.{launcher}")
     return folder if folder.endswith(names) else ""
 
 
 def remove(segments: str, session: str) -> None:
-    """Remove what is left of a job that has ended; what is another user's is not touched."""
+    """Remove the files of a job that has ended. Files of other users are left alone.
+
+    Args:
+        segments: see :func:`segments_of_this_job`.
+        session: see :func:`session_folder`.
+    """
     if segments:
         for path in Path("/dev/shm").glob("*"):
             if path.name.startswith(segments):
@@ -79,9 +89,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def find_sessions(launcher: int) -> dict[int, str]:
-    """Return the process of each ssh session, with its host as hosts.txt has it.
+    """Return the hosts of a launcher's ssh sessions, by process id, as hosts.txt names them.
 
-    There are none, unless ``launcher`` is an mpirun that has started some.
+    The result is empty unless ``launcher`` is an mpirun that has started sessions.
     """
     result = {}
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -95,9 +105,10 @@ def find_sessions(launcher: int) -> dict[int, str]:
 
 
 class SshSessions:
-    """Which session of a launcher ends first.
+    """The ssh sessions of a launcher, watched to find out which of them ends first.
 
-    mpirun loses a host with its session, or just before it, and ends the others with itself.
+    mpirun loses a host with its session, or just before it, and ends the other sessions when it
+    ends.
     """
 
     def __init__(self, launcher: int) -> None:
@@ -108,19 +119,19 @@ class SshSessions:
                 self._hosts[os.pidfd_open(pid)] = host
 
     def register(self, poll: select.epoll) -> None:
-        """Have it wait for them too; what it finds is for :meth:`look`."""
+        """Register all open sessions with ``poll``, whose results then go to :meth:`look`."""
         for descriptor in self._hosts:
             poll.register(descriptor, select.EPOLLIN)
 
     def look(self, ready: Sequence[int], poll: select.epoll) -> None:
-        """Take note of those that have ended, in the order in which they did: epoll keeps it."""
+        """Record the sessions that have ended, in the order in which ``poll`` returned them."""
         for descriptor in ready:
             if (host := self._hosts.pop(descriptor, None)) is not None:
                 poll.unregister(descriptor)
                 self._first = self._first or host
 
     def first(self, limit_s: float) -> str:
-        """Return the host of the session that has ended first; empty where none does.
+        """Return the host of the session that ended first; empty if none ends in time.
 
         Args:
             limit_s: seconds to wait for it.
@@ -132,13 +143,19 @@ class SshSessions:
         return self._first
 
 
-_RECORD_AFTER_S = 0.5  # for a rank of another host, which records what it knows
+_RECORD_AFTER_S = 0.5  # in which a rank of another host records its own fault
 _GAVE_UP_S = 1.0  # from mpirun's end to that of the session to the host that it gave up
-_TIMEOUT_S = 8.0  # that they may take; it is about one where all hosts answer
+_TIMEOUT_S = 8.0  # that the launcher may take to end; about 1 s if all hosts answer
 
 
 class LauncherReaper:
-    """A rank's end of it; does nothing under another launcher than mpirun."""
+    """A rank's connection to its reaper; does nothing under a launcher other than mpirun.
+
+    Args:
+        rank: number of this rank in the group.
+        number: number of this rank in the launch.
+        host: host of this rank.
+    """
 
     def __init__(self, rank: int, number: int, host: str) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -150,7 +167,7 @@ class LauncherReaper:
         errors: int | TextIO = subprocess.DEVNULL
         with contextlib.ExitStack() as stack:
             if launcher.name() in MPIRUN:
-                with contextlib.suppress(OSError):  # a pipe of another user's, under sudo say
+                with contextlib.suppress(OSError):  # another user's pipe, for instance under sudo
                     errors = stack.enter_context(Path(f"/proc/{launcher.pid}/fd/2").open("a"))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "motley.membership.reaper", str(launcher.pid)],
@@ -167,12 +184,13 @@ class LauncherReaper:
         )  # fmt: skip
 
     def send(self, **news: Any) -> bool:
-        """Send the reaper facts for the time when this rank and mpirun are gone.
+        """Send facts to the reaper, for use after this rank or mpirun has ended.
 
-        See :class:`_ReaperFacts`.
+        Args:
+            **news: fields of :class:`_ReaperFacts`.
 
         Returns:
-            True if there is such a process.
+            True if there is a reaper.
         """
         if self._process is None or self._process.stdin is None:
             return False
@@ -185,10 +203,10 @@ class LauncherReaper:
         return True
 
     def lost_session(self, names: Collection[str], limit_s: float) -> bool:
-        """Return True if mpirun's ssh session to a host has ended, or ends in time.
+        """Return True if mpirun's ssh session to a host has ended, or ends within ``limit_s``.
 
         Args:
-            names: names of that host, one of which may be that in hosts.txt.
+            names: all names of the host, since hosts.txt may use any of them.
             limit_s: seconds to wait.
         """
         return any(
@@ -197,7 +215,7 @@ class LauncherReaper:
         )
 
     def dismiss(self) -> None:
-        """Let the launcher take its time: all is well."""
+        """Kill the reaper, because the job ends as it should."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -208,16 +226,21 @@ class _ReaperFacts:
     """The facts that a rank has sent to its reaper.
 
     Attributes:
-        rank: its number in the group that is left. number: the one in the launch.
-        line: to print, where mpirun's own errors go; empty means nothing.
-        fault: the reason why the job ends, as far as is known, until it is printed.
-        step: that training is at.
-        ended: the rank leaves by itself. folder: of the run; on rank 0.
-        hosts: the lowest rank of each, as of the launch, by name and by address; on rank 0.
-        segments, session: see motley.membership.reaper.
+        rank: number of the rank in the present group.
+        number: number of the rank in the launch.
+        host: host of the rank.
+        launcher: name and process of the launcher.
+        line: text to print where mpirun prints its errors; empty: none.
+        fault: the reason why the job ends, as far as it is known and not printed yet.
+        step: current step of the training.
+        ended: True if the rank ends by its own decision.
+        folder: folder of the run; on rank 0.
+        hosts: lowest rank of each host in the launch, by the host's name and address; on rank 0.
+        segments: see :func:`segments_of_this_job`.
+        session: see :func:`session_folder`.
         supervisor: address, port and token of the rank to inform that this host outlives its rank;
-            None where the others could not go on without it.
-        timeout_s: that the launcher may take to end.
+            None if the other ranks could not continue without the rank.
+        timeout_s: seconds that the launcher may take to end.
     """
 
     rank: int = 0
@@ -237,7 +260,11 @@ class _ReaperFacts:
 
 
 def reap_after_this_process(pid: int) -> None:
-    """End a launcher, should it hang, once this process has ended."""
+    """Start a reaper that ends the launcher, should it hang, once this process has ended.
+
+    Args:
+        pid: process id of the launcher.
+    """
     launcher = psutil.Process(pid)
     if _is_for_one_job(launcher):
         subprocess.Popen(
@@ -248,16 +275,16 @@ def reap_after_this_process(pid: int) -> None:
 
 
 def outlived_by_launcher() -> bool:
-    """Return True if a rank of this launcher may end, with status 0, before all others do.
+    """Return True if the launcher lets a rank end, with status 0, before all others do.
 
-    Open MPI 5 goes on then; 4.1 ends the job.
+    Open MPI 5 then lets the others continue; Open MPI 4.1 ends the job.
     """
     launcher = psutil.Process().parent()
     return launcher is not None and launcher.name() in ("prted", "prterun")
 
 
 def _is_for_one_job(launcher: psutil.Process) -> bool:
-    if launcher.name() == "prted":  # may also be of a prte that serves many jobs
+    if launcher.name() == "prted":  # it may also belong to a prte that serves many jobs
         return any("prterun-" in word for word in launcher.cmdline())
     return launcher.name() in MPIRUN | {"orted"}
 
@@ -276,10 +303,10 @@ def _end_unless_gone(launcher: psutil.Process, timeout_s: float) -> None:
 
 
 def _ends_within(process: psutil.Process, limit_s: float) -> bool:
-    """Return True if a process ends in time.
+    """Return True if a process ends within ``limit_s`` seconds.
 
-    A zombie has ended: its parent may first read all of its output, of which this process holds one
-    end.
+    A zombie counts as ended. Its parent may first read all of its output, and this process holds an
+    open end of that pipe.
     """
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(psutil.NoSuchProcess):  # it ended between two questions
@@ -299,7 +326,7 @@ def _main() -> None:
             received.fault = asdict(_why_gone(received, sessions))
         if received.supervisor and not (launcher_first or received.ended):
             _report_host_alive(received.rank, received.host, *received.supervisor)
-        if received.line:  # before mpirun ends, and a shell says that it waits for the next command
+        if received.line:  # before mpirun ends, and the shell prints its prompt
             _print_line(received.line, terminal)
         with contextlib.suppress(psutil.NoSuchProcess):
             _end_unless_gone(launcher, received.timeout_s)
@@ -315,7 +342,7 @@ def _main() -> None:
 
 
 def _print_line(line: str, terminal: str | None) -> None:
-    """Print a line where mpirun prints, or on its terminal: Ctrl-C has ended a ``tee`` between."""
+    """Print a line where mpirun prints. Use its terminal instead if Ctrl-C has ended a ``tee``."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -335,11 +362,14 @@ def _report_host_alive(rank: int, host: str, address: str, port: int, token: str
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        line.recv(1)  # it says nothing; its end closes the connection
+        line.recv(1)  # rank 0 sends nothing; the job's end closes the connection
 
 
 def _why_gone(told: _ReaperFacts, sessions: SshSessions) -> Fault:
-    """Return why the launcher ended before its ranks; from rank 0's host."""
+    """Return the fault that explains why the launcher ended before its ranks.
+
+    This function runs on rank 0's host alone.
+    """
     text = Fault.read(told.fault) if told.fault else None
     if text and text.kind is not FaultKind.KILLED:
         return text
@@ -351,9 +381,10 @@ def _why_gone(told: _ReaperFacts, sessions: SshSessions) -> Fault:
 
 
 def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
-    """Return all that the rank sends until it has ended, and True if its launcher ended before it.
+    """Return the facts that the rank sends until it ends, and True if its launcher ended before it.
 
-    A rank that dies of its launcher does so within milliseconds, so both may be seen at once.
+    A rank that dies because of its launcher does so within milliseconds, so both ends may be seen
+    in one poll.
     """
     received, rest, first = _ReaperFacts(), b"", False
     poll, ended = select.epoll(), -1
@@ -379,13 +410,18 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
 def _record(folder: RunFolder, fault: Fault, first: int) -> None:
     """Record the fault unless a better one is recorded.
 
-    A rank on another host that lost the first rank has fewer facts than this process. A fault that
-    it has recorded is replaced.
+    A rank on another host that lost rank 0 may have recorded a fault. The reaper has more facts, so
+    its own fault replaces the recorded one.
+
+    Args:
+        folder: folder of the run.
+        fault: the fault to record.
+        first: number of rank 0 in the launch.
     """
     time.sleep(_RECORD_AFTER_S)
     try:
         run = folder.read_run()
-    except MotleyError:  # it is damaged: the next start says so
+    except MotleyError:  # the record is damaged: the next start reports that
         return
     failure = run.get("failure") or {}
     knows_less = (

@@ -1,6 +1,6 @@
 """The coordinator's part in a regroup without a lost rank.
 
-The coordinator makes all ranks keep their state. Then it makes the survivors go on.
+The coordinator makes all ranks copy their state. Then it makes the survivors continue.
 """
 
 import time
@@ -41,27 +41,33 @@ class Regroup:
 
     @property
     def is_running(self) -> bool:
-        """True while a rank is lost and the others do not know yet how to go on."""
+        """True while a rank is lost and the others have not received the list of survivors yet."""
         return self._regrouping.first is not None
 
     @property
     def waits(self) -> bool:
-        """The others have not all gone on yet."""
+        """True while a rank is lost, or some rank has not yet left the broken group."""
         return self._regrouping.waits
 
     @property
     def recent_loss(self) -> Fault | None:
-        """The loss for which the launcher may now end the other ranks; None if there is none."""
+        """Loss for which the launcher may now end the other ranks; None if there is none."""
         if self._last is None or time.monotonic() > self._last[1] + _LAUNCHER_S:
             return None
         return self._last[0]
 
     def note_host_alive(self, rank: int) -> None:
-        """See RegroupState."""
+        """Record that the host of a lost rank lives; see RegroupState."""
         self._regrouping.note_host_alive(rank)
 
     def lose(self, rank: int, fault: Fault, left: Collection[RankStatus]) -> bool:
-        """Have the others keep their state after a loss; return False if the job must end."""
+        """Have the other ranks copy their state after a loss; return False if the job must end.
+
+        Args:
+            rank: number of the lost rank in the present group.
+            fault: fault of the lost rank.
+            left: status of each other rank.
+        """
         running = self.is_running
         if not self._regrouping.lose(rank, fault, left):
             return False
@@ -71,9 +77,14 @@ class Regroup:
         return True
 
     def note_kept(self, status: RankStatus, problem: str) -> Fault | None:
-        """Record that a rank has kept its state.
+        """Record a rank's answer to KeepState.
 
-        Return the fault that ends the job if the rank could not.
+        Args:
+            status: status of the rank.
+            problem: the reason why it could not copy its state; empty if it could.
+
+        Returns:
+            The fault that ends the job if the rank could not, else None.
         """
         if problem:
             return self._regrouping.first
@@ -81,18 +92,22 @@ class Regroup:
         return None
 
     def gather(self, status: RankStatus, value: str) -> None:
-        """Take a rank's value, and send all of them once all have come."""
+        """Store a rank's value, and send the values of all ranks once all have arrived."""
         if (values := self._regrouping.gather(status.rank, value)) is not None:
             for part in parts(values):
                 self._broadcast(Gathered(part))
             self._own.change.gathered.put(values)
 
     def overdue(self, left: Collection[RankStatus]) -> Fault | None:
-        """Return the fault that ends the job if a rank kept the others waiting for too long."""
+        """Return the fault that ends the job if a rank delayed the others for too long, or None."""
         return self._regrouping.overdue(left)
 
     def go_on(self, left: Collection[RankStatus]) -> Survivors | None:
-        """Have those who are left form a group of their own, if all can; they have new numbers."""
+        """Have the remaining ranks form a new group with new numbers, once all are ready.
+
+        Returns:
+            The survivors; None if not all are ready yet.
+        """
         survivors = self._regrouping.survivors(left)
         if survivors is None:
             return None

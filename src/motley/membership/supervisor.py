@@ -1,33 +1,34 @@
 """The supervisor: every rank keeps one TCP connection to rank 0 for as long as it lives.
 
-MPI and the process group cannot say which rank failed first: a rank that is killed makes all
-others fail too, and NCCL waits for minutes. Each rank therefore reports to rank 0 twice a second
-(one of a thousand: once) its phase, its own failure in its own words, and that it is done. Rank 0
-sees a connection that breaks without a word, a rank that falls silent and a job that stands still;
-it names the first cause in one line and ends the job. A rank that receives nothing of rank 0 ends
-itself.
+MPI and the process group cannot report which rank failed first: a rank that is killed makes all
+others fail too, and NCCL waits for minutes. Each rank therefore sends to rank 0 its phase, its own
+failure with its message, and a note when it is done. Heartbeats are sent twice a second, or once a
+second in a job of a thousand ranks. Rank 0 detects a connection that breaks without a message, a
+rank that falls silent, and a job that makes no progress. Rank 0 prints the first cause in one line
+and ends the job. A rank that receives nothing from rank 0 ends itself.
 
     rank k (member.py)                    rank 0 (coordinator.py)
+
     {"heartbeat": [17, ...]}  ----------> remembered; none for 15 s: see detector.py
                             <------------ {"heartbeat": null}, or which ranks may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
     Fatal Python error: ... ------------> the same, with a crash's traceback
     Timeout (0:00:06)! ...  ------------> one call keeps Python's lock, and no thread runs: it
-                                          lives (messages.py); rank 0 tells the standby so
+                                          lives (messages.py); rank 0 informs the standby
     {"event": {...}}        ------------> recorded, by a thread of its own
     {"done": true}          ------------> all done? {"finish": true} to all
                             <------------ {"stop": code}
 
-Where all can go on without a lost rank (survivors.py), the job does not end:
+If all ranks can continue without a lost rank (survivors.py), the job does not end:
 
-                            <------------ {"keep": true}: the state, apart from the group
+                            <------------ {"keep": true}: copy the state out of the group
     {"kept": ""}            ------------> from all? then {"regroup": {...}}: with which ranks
     {"gather": value}       ------------> from all? then {"gathered": [values]} of some, to all
 
-When rank 0 itself is lost, the next one takes its part: all others connect to that one's port, and
-it has all of them keep the state and go on in the same way. How all stop together at a step that
-they agree on is in pause.py.
+When rank 0 itself is lost, rank 1 takes its part. All others connect to the port of rank 1, which
+then has all of them copy their state and continue in the same way. How all ranks stop together at
+an agreed step is described in pause.py.
 """
 
 import atexit
@@ -76,7 +77,7 @@ _CONNECT_S = 30.0  # that rank 0 may take to answer, while all start
 
 
 class Watching:
-    """The watching thread of one rank: :meth:`listen`, then :meth:`start`.
+    """The watching thread of one rank. Call :meth:`listen`, then :meth:`start`.
 
     Args:
         own: state of this rank.
@@ -95,13 +96,13 @@ class Watching:
         self._watch: Coordinator | Member | None = None  # once it has started
 
     def listen(self, address: str) -> Listening:
-        """See Supervisor."""
+        """Open the port of this rank; see :meth:`Supervisor.listen`."""
         listener = socket.create_server((address, 0), backlog=1024)
         self._handshakes = Handshakes(listener, self._own.place.host, self._own.place.size)
         return self._handshakes.listening
 
     def start(self) -> None:
-        """Connect, and watch from now on."""
+        """Connect to rank 0, and start the watching thread."""
         self._watch = self._connected(0, _CONNECT_S) if self._own.place.rank else self._as_first()
         threading.Thread(target=self._guard, name="supervisor", daemon=True).start()
 
@@ -112,14 +113,14 @@ class Watching:
 
     @property
     def lines(self) -> list[socket.socket]:
-        """Its connections."""
+        """All connections of the watching thread to other ranks."""
         return self._watch.lines if self._watch else []
 
     def flush(self) -> None:
-        """Wait until all events are recorded; on the first rank.
+        """Wait until all events are recorded. Only the first rank has events to record.
 
         Raises:
-            Exception: the error that kept them from being recorded.
+            Exception: the error that kept an event from being recorded.
         """
         if self._writer is not None:
             self._writer.flush()
@@ -127,10 +128,10 @@ class Watching:
                 raise self._writer.error
 
     def _as_first(self, lost: Fault | None = None) -> Coordinator:
-        """Start the coordinator.
+        """Start the coordinator on this rank.
 
         Args:
-            lost: why rank 0, which has been so far, cannot.
+            lost: fault of the former rank 0; None at the start of the job.
         """
         own, self._writer = self._own, BackgroundWriter()
         place = own.place
@@ -142,7 +143,12 @@ class Watching:
         )  # fmt: skip
 
     def _connected(self, first: int, limit_s: float) -> Member:
-        """Connect to the coordinator as a member."""
+        """Connect to the coordinator as a member.
+
+        Args:
+            first: number of the coordinator in the group.
+            limit_s: seconds to wait for the connection.
+        """
         own, to = self._own, self._own.place.listening[first]
         line = socket.create_connection((to.address, to.port), timeout=limit_s)
         line.sendall(greeting(to.token, own.place.rank, own.place.host))
@@ -151,14 +157,19 @@ class Watching:
         return Member(own, line, to.host, self._on_fault)
 
     def _without_first(self, watch: Member, lost: Fault) -> Coordinator | Member:
-        """Return the thread that watches once the next rank has taken rank 0's place."""
+        """Return the coordinator or member that watches once rank 1 has replaced rank 0.
+
+        Args:
+            watch: the member that watched so far.
+            lost: fault of rank 0.
+        """
         own = self._own
         if own.place.rank == 1:
             own.reaper = own.reaper or _make_reaper(own.place)
             return self._as_first(lost)
         try:
             connected = self._connected(1, ARRIVE_S)
-        except OSError:  # it is lost too
+        except OSError:  # rank 1 is lost too
             watch.end(lost)
         if own.hooks.rescue is not None:
             own.send(CanRescue())
@@ -186,12 +197,12 @@ class Watching:
             messages.end()
 
 
-_LOOK_S = 0.2  # between looks whether a rank is lost, while this one waits for the others' end
+_LOOK_S = 0.2  # between checks for a lost rank, while this one waits for the others to finish
 _SAVE_S = 600.0  # that the launcher of a host which has left may wait for the others
 
 
 class Supervisor:
-    """One rank's end of the supervision. All call :meth:`listen`, then :meth:`join`.
+    """One rank's end of the supervision. All ranks call :meth:`listen`, then :meth:`join`.
 
     Attributes:
         on_fault: called once, from another thread, with the first cause: on rank 0, or on
@@ -207,7 +218,7 @@ class Supervisor:
 
     @property
     def step(self) -> int | None:
-        """Step of the training, as the loop sets it; sent to rank 0 with every heartbeat."""
+        """Current step of the training, set by its loop; sent to rank 0 with every heartbeat."""
         return self._own.step
 
     @step.setter
@@ -217,11 +228,11 @@ class Supervisor:
             self._own.hasten_heartbeat()
 
     def begin_step(self, step: int) -> bool:
-        """Return True if this step may begin, False if all ranks are to :meth:`pause` before it."""
+        """Return True if this rank may start the step, else False: it has to :meth:`pause`."""
         return self._own.pause.begin(step)
 
     def pause(self, said: str, first: bool) -> NoReturn:
-        """End with the job, after all state is saved; all ranks that train call this method.
+        """Wait for the job's end after all state is saved. All ranks that train call this.
 
         Args:
             said: description of the saved state, for the user.
@@ -251,8 +262,8 @@ class Supervisor:
         """Connect this rank and start watching; all ranks call it after ``listen``.
 
         Args:
-            listening: what each rank has said of its port.
-            survives: mpirun lets ranks outlive one of them.
+            listening: result of :meth:`listen` on each rank, by rank.
+            survives: True if mpirun lets ranks outlive one of them.
         """
         own = self._own
         own.place = replace(own.place, listening=tuple(listening), survives=survives)
@@ -260,7 +271,7 @@ class Supervisor:
         own.reaper = _make_reaper(own.place) if is_lowest_here else None
         own.inform_reaper()
         own.outbox.catch_signals()
-        own.outbox.add_request(LEAVE_SIGNAL)  # it may have come before
+        own.outbox.add_request(LEAVE_SIGNAL)  # the signal may have come before
         self._watching.start()
 
     def _record_fault(self, fault: Fault) -> None:
@@ -278,7 +289,7 @@ class Supervisor:
         if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.send(folder=str(folder.absolute()))
 
-    # -- what a rank says
+    # -- reports of a rank
 
     def set_status(self, phase: Phase, timeout_s: float | None, detail: str = "") -> None:
         """Set the phase of this rank, or report progress within it.
@@ -290,14 +301,14 @@ class Supervisor:
             detail: words in place of the phase's own, as in "rank 3 is measuring links".
 
         Raises:
-            RankLostError: what this rank is at is void.
+            RankLostError: the group of this rank is broken, so its present work is void.
         """
         own = self._own
         self.check_group()
         own.heartbeat = Heartbeat(own.step, phase, own.heartbeat.moves + 1, timeout_s, detail)
 
     def finish(self) -> None:
-        """Report that this rank is done, and wait until all are and their events are recorded.
+        """Report that this rank is done; wait until all ranks are, and all events are recorded.
 
         Raises:
             Exception: the error that kept events from being recorded, on rank 0.
@@ -319,53 +330,57 @@ class Supervisor:
 
         Args:
             last_words: writes the last records.
-            how_to_continue: returns for the user how the run goes on.
+            how_to_continue: returns an instruction to the user on how to continue the run.
         """
         self._own.hooks.last_words, self._own.hooks.how_to_continue = last_words, how_to_continue
 
     def can_rescue(self, save: Callable[[], str], first: bool) -> None:
-        """Have the state be saved before the job ends by another rank's fault.
+        """Offer to save the state before another rank's fault ends the job.
 
         Args:
-            save: does it, from another thread, while this rank's own may be stuck in a collective;
-                says what was done.
-            first: this is the rank that saves. Any other, the standby, does so where rank 0, and
-                with it the first, is gone.
+            save: saves the state and returns a note on it. Called from another thread, while the
+                training thread may be stuck in a collective.
+            first: True on the rank that saves. If rank 0 is lost, and the saving rank with it, the
+                standby saves instead.
         """
         self._own.hooks.rescue = save if first or self._own.place.is_standby else None
         if first and self._own.place.rank:
             self._own.send(CanRescue())
 
-    # -- going on without a lost rank
+    # -- continuing without a lost rank
 
     def can_regroup(
         self, keep: Callable[[], None], free: Callable[[], None], without_first: bool
     ) -> None:
-        """Have this rank go on when another one is lost, once all can; see :meth:`get_survivors`.
+        """Offer to continue when another rank is lost, once all can; see :meth:`get_survivors`.
 
         Args:
-            without_first: also when it is rank 0; the same on all ranks.
-            keep: keeps the state apart from the group, from another thread, while this rank's own
-                may be stuck in a collective.
-            free: has that thread leave the collective, with whatever error; from the other one.
+            keep: copies the state to memory that needs no process group. Called from another
+                thread, while the training thread may be stuck in a collective.
+            free: makes the training thread leave the collective, with any error. Called from
+                another thread.
+            without_first: True if this also holds when rank 0 is lost; the same on all ranks.
         """
         hooks = self._own.hooks
         hooks.keep, hooks.free, hooks.without_first = keep, free, without_first
         self._own.send_in_group(CanRegroup())
 
     def connections(self) -> list[socket.socket]:
-        """Return the connections that outlive the group, for they are of this supervisor."""
+        """Return the supervisor's connections, which must outlive the process group."""
         return self._watching.lines
 
     def check_group(self) -> None:
-        """Raise RankLostError if this rank is to go on without a lost one."""
+        """Raise RankLostError if a rank of the group is lost, so that this rank has to regroup."""
         if self._own.change.survivors is not None:
             raise RankLostError(self._own.change.survivors.lost.line())
 
     def get_survivors(self, error: BaseException) -> Survivors:
-        """Return the survivors to go on with after an error that a lost rank has led to.
+        """Return the survivors to continue with after an error that a lost rank has caused.
 
-        End with the job where a lost rank is not the cause, or no rank can go on.
+        End this process with the job if no rank is lost, or the survivors cannot continue.
+
+        Args:
+            error: the error that the training thread caught.
         """
         own = self._own
         if own.change.survivors is None and (own.hooks.keep is None or own.finished.is_set()):
@@ -381,17 +396,17 @@ class Supervisor:
         return own.change.take()
 
     def end_without_lost(self) -> None:
-        """Have this process end without MPI if a rank is lost, for which MPI would wait."""
+        """Have this process end without MPI_Finalize if a rank is lost: MPI would wait for it."""
         if self._own.change.group:
             atexit.register(self._own.leave, 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank, through rank 0; for ranks that go on."""
+        """Return every rank's value, by rank, through rank 0. Survivors exchange values so."""
         own = self._own
         self.check_group()
         own.send_in_group(GatherValue(packed(value)))
         while (result := own.change.gathered.get()) is None:
-            self.check_group()  # else it is of a loss before
+            self.check_group()  # if that passes, the None is from an earlier loss
         return [unpacked(text) for text in result]
 
     def record_event(self, event: dict[str, Any]) -> None:
@@ -399,7 +414,7 @@ class Supervisor:
         self._own.send(RunEvent(event))
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Say why this rank failed, and end with the job."""
+        """Report why this rank failed, and end with the job."""
         own = self._own
         if not self._watching.started:
             raise error  # mpi4py's runner ends all ranks

@@ -1,9 +1,9 @@
-"""The survivors of a lost rank: which ranks go on, and how they exchange values.
+"""The survivors of a lost rank: which ranks continue, and how they exchange values.
 
-MPI may wait for the lost rank for ever, so survivors talk through the supervisor's connections,
-which all of them have to rank 0. Rank 0 first has all of them keep their state, and only then has
-them go on: a rank that leaves a broken collective may break that of others, which must not be
-reading theirs still.
+MPI may wait for the lost rank for ever, so survivors communicate through the connections that the
+supervisor of each rank has to rank 0. Rank 0 first has all of them copy their state, and only then
+has them continue. A rank that leaves a broken collective may break the collective of other ranks,
+which must not be reading their state at that time.
 """
 
 import base64
@@ -26,9 +26,9 @@ _LOST = {
 }  # fmt: skip
 
 
-SURVIVES = "MOTLEY_SURVIVES"  # in rank 0's environment: the launcher has what follows
-# Each launcher ignores the variables of the others. They go before any configuration file, and an
-# option on the command line goes before them.
+SURVIVES = "MOTLEY_SURVIVES"  # in rank 0's environment if the launcher has these variables
+# Each launcher ignores the variables of the others. They override any configuration file, and an
+# option on the command line overrides them.
 SURVIVE = {
     "PRTE_MCA_state_base_recoverable": "1",  # Open MPI 5
     "PRTE_MCA_state_base_error_non_zero_exit": "0",
@@ -36,24 +36,24 @@ SURVIVE = {
     "SLURM_KILL_BAD_EXIT": "0",  # srun
     SURVIVES: "1",
 }
-_PART_BYTES = MOST_BYTES // 16  # of what is sent in one go, where there is more
+_PART_BYTES = MOST_BYTES // 16  # of values in one message
 _WITNESS_S = 1.0  # in which the host of a lost rank reports; mpirun ends the job without it
-_KEEP_S = 20.0  # in which all have kept their state
-_MEET_S = 60.0  # in which all have left the broken group; one may compute meanwhile
+_KEEP_S = 20.0  # in which all ranks have to copy their state
+_MEET_S = 60.0  # in which all ranks have to leave the broken group; one may still compute
 
 
 class RankLostError(Exception):
-    """The group that this rank computes in is broken; see :meth:`Supervisor.get_survivors`."""
+    """The process group of this rank is broken; see :meth:`Supervisor.get_survivors`."""
 
 
 @dataclass(frozen=True)
 class Survivors:
-    """The ranks that go on.
+    """The ranks that continue after a loss.
 
     Attributes:
-        ranks: their numbers so far, ascending; the place of each is its new number.
+        ranks: old numbers of the ranks, ascending. The index of a rank is its new number.
         lost: the fault of the first lost rank.
-        standby: the rank that reports when rank 0 cannot, by its new number.
+        standby: new number of the rank that reports when rank 0 cannot.
     """
 
     ranks: tuple[int, ...]
@@ -66,23 +66,24 @@ class Survivors:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Survivors":
-        """Read a :meth:`message`."""
+        """Return the survivors that :meth:`message` has encoded."""
         lost = Fault.read(message["lost"])
         return cls(tuple(message["ranks"]), lost, message["standby"])
 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """The place of this rank in its group. A lost rank makes another group, and another place.
+    """The place of this rank in its group. After a loss the rank gets a new group and a new place.
 
     Attributes:
         rank: number of this rank in the group.
-        host: its name.
-        numbers: the number in the launch of each rank of the group. Faults and events name ranks by
-            it, since it never changes.
-        machines: of each rank, the lowest rank on the same machine; empty before all have joined.
-        listening: where each rank receives connections when it is the first; empty before that.
-        survives: mpirun lets ranks outlive one of them.
+        host: name of this rank's host.
+        numbers: number in the launch of each rank of the group. Faults and events name ranks by
+            this number, since it never changes.
+        machines: for each rank, the lowest rank on the same machine; empty before all have joined.
+        listening: where each rank accepts connections when it is the first; empty before all have
+            joined.
+        survives: True if mpirun lets ranks outlive one of them.
     """
 
     rank: int
@@ -108,7 +109,7 @@ class GroupPlace:
         return bool(self.machines) and self.rank == choose_standby(self.machines)
 
     def among(self, ranks: Sequence[int]) -> "GroupPlace":
-        """Return the place in the group of these ranks, which are numbered anew."""
+        """Return the place of this rank in the group of ``ranks``, with new numbers."""
         return replace(
             self, rank=ranks.index(self.rank), numbers=tuple(self.numbers[rank] for rank in ranks),
             machines=tuple(renumber_machines(self.machines, ranks)),
@@ -117,7 +118,7 @@ class GroupPlace:
 
 
 class SupervisedRanks:
-    """Implements motley.launch.ranks.Launched for those who are left of a launch.
+    """An implementation of motley.launch.ranks.Launched for the survivors of a launch.
 
     Args:
         rank: number of this rank among the survivors.
@@ -132,16 +133,20 @@ class SupervisedRanks:
         self.rank, self.size, self._here, self._gather = rank, size, list(here), gather
 
     def allgather(self, value: T) -> list[T]:
-        """See Launched."""
+        """Return the value of every rank, by rank; see Launched."""
         return self._gather(value)
 
     def on_this_machine(self) -> list[int]:
-        """See Launched."""
+        """Return the ranks of this machine; see Launched."""
         return self._here
 
 
 def packed(value: Any) -> str:
-    """Encode a value of any type for a message."""
+    """Return a value of any type as text for a message.
+
+    Raises:
+        MotleyError: the text is longer than half the limit of a message.
+    """
     text = base64.b64encode(pickle.dumps(value)).decode()
     if len(text) > MOST_BYTES // 2:
         raise MotleyError(f"a value of {len(text)} bytes is too long to be exchanged by ranks")
@@ -149,14 +154,14 @@ def packed(value: Any) -> str:
 
 
 def unpacked(text: str) -> Any:
-    """Return a value that was :func:`packed` by a rank, which has sent the token."""
+    """Return the value that :func:`packed` has encoded on a rank that has sent the token."""
     return pickle.loads(base64.b64decode(text))
 
 
 def parts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield all texts, in order, in as few messages as can be.
+    """Yield lists of consecutive texts, each small enough for one message.
 
-    A thousand ranks are each sent a thousand of them.
+    A thousand ranks are each sent a thousand values, so few messages are used.
     """
     part, size = list[str](), 0
     for text in texts:
@@ -176,10 +181,10 @@ class Status(Protocol):
 
 
 class RegroupState:
-    """The first rank's memory of who is lost, who has kept its state, and what was gathered.
+    """The lost ranks, the ranks that have copied their state, and the gathered values; on rank 0.
 
     Args:
-        machines: machine of each rank, by number.
+        machines: for each rank, the lowest rank on the same machine.
         survives: True if ranks may outlive one of them.
     """
 
@@ -190,16 +195,18 @@ class RegroupState:
         self._witnessed: set[int] = set()  # lost ranks whose host is known to live
         self._gathered: dict[int, str] = {}
         self._since = 0.0
-        self._meeting: Fault | None = None  # after which not all have left the broken group yet
+        self._meeting: Fault | None = (
+            None  # the loss after which not all ranks have left the broken group yet
+        )
 
     @property
     def first(self) -> Fault | None:
-        """The first loss, of which all others may be echoes; None: no rank is lost."""
+        """First loss, of which all other faults may be consequences; None: no rank is lost."""
         return next(iter(self._lost.values()), None)
 
     @property
     def waits(self) -> bool:
-        """A rank is lost, or not all have left the group that it has broken."""
+        """True if a rank is lost, or some rank has not yet left the group that it has broken."""
         return bool(self._lost) or self._meeting is not None
 
     @property
@@ -208,11 +215,11 @@ class RegroupState:
         return list(self._lost.values())
 
     def lose(self, rank: int, fault: Fault, left: Collection[Status]) -> bool:
-        """Record that a rank is lost; return True if the others can go on, as far as is known.
+        """Record that a rank is lost; return True if the others can continue, as far as is known.
 
         Args:
-            rank: number of the rank in the group that is left.
-            fault: fault of the rank.
+            rank: number of the lost rank in the present group.
+            fault: fault of the lost rank.
             left: status of all other ranks, this one among them.
         """
         ready = all(status.regroups for status in left)
@@ -230,12 +237,12 @@ class RegroupState:
         self._witnessed.add(rank)
 
     def all_hosts_live(self, left: Collection[Status]) -> bool:
-        """Return True if mpirun is going to go on too."""
+        """Return True if the host of every lost rank lives, so that mpirun continues too."""
         alive = {self._machines[status.rank] for status in left}
         return all(self._machines[rank] in alive or rank in self._witnessed for rank in self._lost)
 
     def overdue(self, left: Collection[Status]) -> Fault | None:
-        """Return the loss after which the others cannot go on after all; None: there is time."""
+        """Return the loss for which the job must end because time ran out; None: there is time."""
         limit = _MEET_S
         if self.first is not None:
             limit = _KEEP_S if self.all_hosts_live(left) else _WITNESS_S
@@ -243,7 +250,7 @@ class RegroupState:
         return (self.first or self._meeting) if late else None
 
     def note_kept(self, rank: int) -> None:
-        """Note that a rank holds its state apart from the group."""
+        """Record that a rank has copied its state."""
         self._keeping.discard(rank)
 
     def survivors(self, left: Collection[Status]) -> Survivors | None:
@@ -256,7 +263,7 @@ class RegroupState:
         )
 
     def begin_anew(self, survivors: Survivors) -> None:
-        """Begin with the survivors, numbered anew."""
+        """Start over with the survivors and their new numbers."""
         self._meeting, self._since = survivors.lost, time.monotonic()
         self._machines = renumber_machines(self._machines, survivors.ranks)
         self._lost.clear()
@@ -264,7 +271,7 @@ class RegroupState:
         self._gathered.clear()
 
     def gather(self, rank: int, text: str) -> list[str] | None:
-        """Take a rank's value; return those of all, by rank, once all are here."""
+        """Store a rank's value; return all values, by rank, once all are there, else None."""
         self._gathered[rank] = text
         if len(self._gathered) < len(self._machines):
             return None
@@ -286,6 +293,14 @@ def choose_standby(machines: Sequence[int]) -> int:
 
 
 def renumber_machines(machines: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Return the machine of each of ``ranks``, by its lowest rank, all numbered anew."""
+    """Return the machine of each of ``ranks``, which are renumbered from 0.
+
+    Args:
+        machines: for each rank, the lowest rank on the same machine.
+        ranks: old numbers of the ranks in the new group.
+
+    Returns:
+        For each new rank, the lowest new rank on the same machine.
+    """
     saved = [machines[rank] for rank in ranks]
     return [saved.index(machine) for machine in saved]

@@ -1,1 +1,1 @@
-"""Pictures and pages of what runs record, and the view of runs that go on."""
+"""Pictures and pages of runs' records, and the live view of runs."""

@@ -1,4 +1,4 @@
-"""The parts that all plot scripts share: command line, one line per failure, the PNGs' place."""
+"""The parts that all plot scripts share: command line, warnings, and the place of the PNGs."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from motley.errors import MotleyError
 from motley.text import escape_unprintable, typed_command
 
-if TYPE_CHECKING:  # of what draws; watch.py begins sooner without it
+if TYPE_CHECKING:  # watch.py starts sooner without matplotlib
     from matplotlib.figure import Figure
 
 TRAIN = "train first, for example: mpirun -np 2 ./entry_cn.sh"
@@ -22,7 +22,7 @@ def run_script(
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
     draws: bool = True,
 ) -> int:
-    """Read the command line, draw, return the exit code.
+    """Read the command line, draw, and return the exit code.
 
     Args:
         doc: the script's docstring, shown by ``-h``.
@@ -73,13 +73,13 @@ def draw_all(
     """Write the picture of each folder and print its path; one bad folder hides no other.
 
     Args:
-        folders: of records; a picture goes there if ``out`` is None.
+        folders: folders of records; a picture is written there if ``out`` is None.
         picture: draws a folder's records.
-        name: for example ``gpu.png``; in ``out``, the folder's own name comes before it.
+        name: file name, for example ``gpu.png``; in ``out``, the folder's own name precedes it.
         out: the folder of ``--out``.
 
     Returns:
-        The exit code: 0, or 2 if nothing could be drawn.
+        The exit code: 0, or 2 if no picture could be drawn.
     """
     base = os.path.commonpath([folder.resolve().parent for folder in folders])
     code = 2
@@ -98,7 +98,7 @@ def draw_all(
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a PNG; raise MotleyError if that is not possible."""
+    """Write a figure as PNG; raise MotleyError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -109,16 +109,16 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def warn(message: object) -> None:
-    """Say on stderr what could not be drawn."""
+    """Print a warning on stderr."""
     print(f"motley: {message}", file=sys.stderr)
 
 
 def show_progress(message: str) -> None:
-    """Say what takes a while, to who looks on: on a terminal alone."""
+    """Print a message on stderr if it is a terminal, to explain a delay."""
     if sys.stderr.isatty():
         print(f"motley: {message}", file=sys.stderr)
 
 
 def nothing(what: str, paths: list[Path]) -> MotleyError:
-    """Return the error for records that are not there."""
+    """Return the error that there are no such records under the paths."""
     return MotleyError(f"no {what} under {', '.join(map(str, paths))}: {TRAIN}")

@@ -1,4 +1,4 @@
-"""Draw what baseline_measure.py found: speed against the limit, scaling, loss against time.
+"""Draw the results of baseline_measure.py: speed against the limit, scaling, loss against time.
 
     python plots/plot_baselines.py baselines/strategies              # beside its results.csv
     python plots/plot_baselines.py baselines/ --out pictures
@@ -37,8 +37,9 @@ class OldRun:
     """One run of the old format.
 
     Attributes:
-        gpus: as its folder says. configuration: the folder's own name, as ``p1_b16_e10``.
-        epoch_s: an epoch, the median over them.
+        gpus: number of GPUs, from the name of a folder above it.
+        configuration: name of its folder, as ``p1_b16_e10``.
+        epoch_s: median seconds of an epoch.
     """
 
     gpus: int
@@ -47,9 +48,9 @@ class OldRun:
 
 
 def old_runs(paths: list[Path]) -> list[OldRun]:
-    """Read every ``metrics.csv`` below a folder named like ``5_GPUs``.
+    """Return the runs with a ``metrics.csv`` below a folder named like ``5_GPUs``.
 
-    A file that cannot be read, or has no whole epoch, is named and left out.
+    A file that cannot be read, or has no whole epoch, is reported and left out.
     """
     result = []
     for log in sorted(file for path in paths for file in path.rglob("metrics.csv")):
@@ -69,7 +70,7 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
 
 
 def epoch_seconds(samples: list[GpuSample]) -> float | None:
-    """Return the median time of an epoch; the old logs write a row at each epoch's end."""
+    """Return the median time of an epoch, or None; the old logs have a row at each epoch's end."""
     ends: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.epoch is not None:
@@ -88,7 +89,7 @@ LOST = {
 
 
 def lost(row: Row) -> dict[str, float]:
-    """Return the samples/s missing to the limit, by cause; they sum to the whole difference."""
+    """Return the samples/s missing to the limit, by cause; they add up to the whole difference."""
     limit = row.limit
     if not row.samples_per_s or limit is None or limit <= row.samples_per_s:
         return {}
@@ -103,7 +104,7 @@ def lost(row: Row) -> dict[str, float]:
 
 
 def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
-    """Draw a bar a cell up to its median, its losses on top, marks at the mean and the limit."""
+    """Draw one bar per cell up to its median, with its losses, and marks at mean and limit."""
     shown: dict[str, str] = {}
     ends = [row.weight * (row.limit or row.samples_per_s or 0.0) for row in rows]
     most = max(ends, default=0.0) or 1.0
@@ -172,9 +173,9 @@ def make_title(row: Row) -> str:
 
 
 def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return rows that differ in the number of hosts alone, two or more, by their common settings.
+    """Return rows that differ only in the number of hosts, by their common settings.
 
-    In weak scaling the batch grows with the hosts.
+    A series has two or more rows. In weak scaling the batch grows with the hosts.
     """
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
@@ -190,7 +191,7 @@ def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
-    """Draw images/s against hosts, and the most that unequal hosts can do: no multiple of one."""
+    """Draw samples/s against hosts, and the limit, which is no multiple of one host's rate."""
     limits = {
         name: {row.machines: row.limit for row in rows if row.limit is not None}
         for name, rows in series.items()
@@ -225,7 +226,7 @@ def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
 
 
 def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
-    """Return the losses of the first finished run of each cell, where its records have any."""
+    """Return the losses of the first finished run of each cell that recorded any, by cell."""
     result = {}
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
@@ -258,7 +259,7 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
 
 
 def story(name: str, rows: Sequence[Row]) -> str:
-    """Return the result of a matrix in one line: its fastest way to train."""
+    """Return a title with the result of a matrix: its fastest way to train."""
     ways = f"{len(rows)} way{'s' * (len(rows) != 1)} to train"
     done = [row for row in rows if row.samples_per_s and row.outcome == DONE]
     best = max(done, key=lambda row: row.samples_per_s or 0.0, default=None)
@@ -269,7 +270,7 @@ def story(name: str, rows: Sequence[Row]) -> str:
 
 
 def draw_old(runs: Sequence[OldRun]) -> "Figure":
-    """Draw strong scaling of the lab's old logs: an epoch's time by the number of GPUs."""
+    """Draw strong scaling from the lab's old logs: an epoch's time by the number of GPUs."""
     figure = style.new_figure(8, 4.4)
     ax = figure.subplots()
     groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -295,7 +296,7 @@ def draw_old(runs: Sequence[OldRun]) -> "Figure":
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
-    """Draw every matrix and all old logs together; return the exit code."""
+    """Draw every matrix, and one picture of all old logs; return the exit code."""
     folders = {file.parent: BaselineFolder(file.parent)
                for path in paths for file in sorted(path.rglob("matrix.json"))}  # fmt: skip
     old = old_runs(paths)

@@ -35,11 +35,15 @@ MANY = 150  # samples; noisy values are smoothed past that
 
 @dataclass(frozen=True)
 class Series:
-    """One GPU, or the CPU of a host without one: its samples in order of time.
+    """The samples of one GPU, or of a host without one, in order of time.
 
     Attributes:
-        seconds: since the first sample of all, without the pauses.
-        paused: such seconds at which all logs paused, as those of a resumed run do.
+        host: name of the host.
+        gpu: number of the GPU; empty for a host without one.
+        look: colour and line style.
+        seconds: time of each sample since the first sample of all series, without the pauses.
+        samples: the samples.
+        paused: times, on the same scale, at which all logs paused, as those of a resumed run do.
     """
 
     host: str
@@ -51,14 +55,14 @@ class Series:
 
     @property
     def label(self) -> str:
-        """For example ``ecetesla0: GPU 0 (Tesla P4)``."""
+        """Label such as ``ecetesla0: GPU 0 (Tesla P4)``."""
         name = next((device_name(sample.name) for sample in self.samples if sample.name), "")
         device = f"GPU {self.gpu}" if self.gpu else "CPU"
         return f"{self.host}: {device}" + (f" ({name})" if name else "")
 
     @property
     def window(self) -> int:
-        """Samples over which noisy values are smoothed; 1 for a short log."""
+        """Number of samples over which noisy values are smoothed; 1 for a short log."""
         return len(self.samples) // 60 | 1 if len(self.samples) > MANY else 1
 
     def values(self, field: str, factor: float = 1.0) -> style.Array:
@@ -68,7 +72,7 @@ class Series:
 
 
 def read_folder(logs: list[Path]) -> list[GpuSample]:
-    """Return the samples of all logs of a folder, by time; a bad log is named and left out."""
+    """Return the samples of all logs of a folder, by time; a bad log is reported and left out."""
     samples = []
     for log in logs:
         try:
@@ -84,10 +88,10 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
 
 
 def to_series(samples: list[GpuSample], colours: dict[str, str]) -> list[Series]:
-    """Return one series a GPU, or a host without one, on one clock.
+    """Return one series per GPU, or per host without one, on a common clock.
 
-    The clock starts with the first sample and stands still while no machine wrote a sample: a
-    resumed run has paused then.
+    The clock starts with the first sample and stands still while no machine wrote a sample, because
+    the run paused then.
     """
     groups: dict[tuple[str, str], list[GpuSample]] = defaultdict(list)
     for sample in samples:
@@ -129,13 +133,17 @@ def find_pauses(samples: Sequence[GpuSample], usual: float) -> list[tuple[float,
 
 
 def usual_interval(samples: Sequence[GpuSample]) -> float:
-    """Return the median of the seconds between two samples of a device; 0 of a single one."""
+    """Return the median seconds between two samples of a device; 0 if there is only one."""
     steps = [after.time - before.time for before, after in pairwise(samples)]
     return float(np.median(steps)) if steps else 0.0
 
 
 def least_pause(usual: float) -> float:
-    """Return the seconds without a sample that are a pause, where ``usual`` seconds are usual."""
+    """Return the least seconds without a sample that count as a pause.
+
+    Args:
+        usual: usual seconds between two samples.
+    """
     return max(10 * usual, 30.0)
 
 
@@ -149,14 +157,23 @@ def epoch_starts(series: list[Series]) -> list[float]:
     return sorted(starts.values())
 
 
-FEW = 40  # samples: so few are shown as dots; epochs: more lines are a grey wall
+FEW = 40  # most samples that are shown as dots, and most epochs that are shown as lines
 GREY, EPOCH = "0.55", "0.8"
 PAUSE: dict[str, Any] = {"color": "#D55E00", "linestyle": ":", "linewidth": 1.4}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity, of ``kinds`` (CPU, GPU); ``zero``: its axis starts at 0."""
+    """A panel that shows one quantity of all machines.
+
+    Attributes:
+        label: label of the axis, with the unit.
+        field: field of the samples.
+        factor: factor from the field to the unit.
+        kinds: devices with this quantity: CPU, GPU.
+        zero: True if the axis starts at 0.
+        noisy: True if the values are smoothed.
+    """
 
     label: str
     field: str
@@ -182,10 +199,10 @@ PANELS = (
 
 
 def draw_series(ax: "Axes", panel: Panel, one: Series, unit: float) -> None:
-    """Draw one line, with gaps where the device's log pauses."""
+    """Draw the line of one device, with gaps where its log pauses."""
     steps = np.diff([sample.time for sample in one.samples])
     pause = least_pause(usual_interval(one.samples))
-    # A window wide, so that no mean reaches across.
+    # A gap is as wide as a window, so that no mean includes values of both sides.
     pauses = np.repeat(np.flatnonzero(steps > pause) + 1, one.window)
 
     def gapped(values: style.Array) -> style.Array:
@@ -205,7 +222,7 @@ def draw_series(ax: "Axes", panel: Panel, one: Series, unit: float) -> None:
 
 
 def make_handles(series: list[Series], epochs: bool) -> "list[Line2D | Patch]":
-    """Return what a legend of all panels explains."""
+    """Return the entries of a legend that explains all panels."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -258,7 +275,11 @@ def draw_panel(ax: "Axes", panel: Panel, series: list[Series], starts: list[floa
 
 
 def make_panels(name: str, series: list[Series]) -> list[Panel]:
-    """Return the panels of some logs; a quantity without any value has none."""
+    """Return the panels that have any value.
+
+    Raises:
+        MotleyError: the logs have no value at all.
+    """
     panels = [panel for panel in PANELS if any(panel.shows(one) for one in series)]
     if not panels:
         raise MotleyError(f"the GPU logs of {name} hold no value; left out")
@@ -266,7 +287,7 @@ def make_panels(name: str, series: list[Series]) -> list[Panel]:
 
 
 def few_starts(series: list[Series]) -> list[float]:
-    """Return when epochs start, where they are few enough to be shown."""
+    """Return the times at which epochs start; empty if there are too many to show."""
     starts = epoch_starts(series)
     return starts if len(starts) <= FEW else []
 
@@ -286,7 +307,7 @@ def draw_folder(name: str, series: list[Series]) -> "Figure":
 
 
 def machine_panels(name: str, series: list[Series]) -> "Iterator[tuple[str, Figure]]":
-    """Yield the same panel by panel, each with what it shows in words."""
+    """Yield a figure for each panel, with a description."""
     starts = few_starts(series)
     handles = make_handles(series, bool(starts))
     for panel in make_panels(name, series):

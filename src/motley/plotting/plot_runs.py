@@ -1,6 +1,6 @@
 """Draw several runs together: loss and held-out metric against samples and against time.
 
-    python plots/plot_runs.py logs/                       # logs/runs.png; of each task a row
+    python plots/plot_runs.py logs/                       # logs/runs.png; a row for each task
     python plots/plot_runs.py logs/a logs/b --out pictures
 
 Exit code: 0, or 2 if there is nothing to draw.
@@ -26,12 +26,19 @@ if TYPE_CHECKING:
 
 _LOSS = "loss"
 _DASHES = ("-", "--", ":", "-.")
-_FEW = 40  # evaluations, of which each is marked
+_FEW = 40  # most evaluations that are marked one by one
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values against samples and seconds of training. label: of their axis."""
+    """Values against samples and seconds of training.
+
+    Attributes:
+        label: label of the values' axis.
+        samples: number of samples before each value.
+        seconds: seconds of training before each value.
+        values: the values.
+    """
 
     label: str
     samples: style.Array
@@ -40,18 +47,18 @@ class Curve:
 
     @property
     def is_marked(self) -> bool:
-        """Return True if each point is drawn: an evaluation, or the only step."""
+        """True if each point is marked: few evaluations, or a single step."""
         return len(self.values) == 1 or (self.label != _LOSS and len(self.values) <= _FEW)
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Curves of one run.
+    """The curves of one run.
 
     Attributes:
-        task: runs of another one are drawn elsewhere.
-        loss: of each step whose record has one.
-        held_out: the measure that evaluations are judged by; None without.
+        task: title of the task. Runs of different tasks are drawn in different axes.
+        loss: loss of each step whose record has one.
+        held_out: the metric by which evaluations are judged; None without evaluations.
     """
 
     task: str
@@ -60,7 +67,7 @@ class Losses:
 
 
 def losses(training: Training) -> Losses:
-    """Return the curves of a run; the time is that in which it ran."""
+    """Return the curves of a run. Pauses do not count in their time."""
     loss = training.values("loss")
     known = np.isfinite(loss)
     samples, seconds = np.cumsum(training.values("n_global")), training.running_s()
@@ -87,17 +94,17 @@ def _held_out(training: Training, samples: style.Array, seconds: style.Array) ->
 
 
 def looks(count: int) -> Iterator[dict[str, Any]]:
-    """Return the colour and line of each of some runs."""
+    """Yield the colour and line style of each of ``count`` runs."""
     for number in range(count):
         again, colour = divmod(number, len(style.HOST_COLOURS))
         yield {
             "color": style.HOST_COLOURS[colour],
-            "linestyle": _DASHES[(colour + again) % len(_DASHES)],  # for who sees no colours
+            "linestyle": _DASHES[(colour + again) % len(_DASHES)],  # for readers who see no colours
         }
 
 
 def draw_curves(ax: "Axes", curves: Mapping[str, Curve | None], over_time: bool) -> None:
-    """Draw a curve of each run, by name; one without a curve keeps its colour."""
+    """Draw one curve per run, by name; a run without a curve still uses up a colour."""
     known = [curve for curve in curves.values() if curve is not None]
     longest = max((curve.seconds[-1] for curve in known), default=0.0)
     unit, per_unit = style.time_unit(longest)
@@ -120,14 +127,14 @@ def by_task(runs: Mapping[str, Losses]) -> dict[str, dict[str, Losses]]:
 
 
 def list_curves(runs: Mapping[str, Losses]) -> list[dict[str, Curve | None]]:
-    """Return the curves to draw, kind by kind: losses, then held-out values where a run has any."""
+    """Return the curves to draw, kind by kind: losses, then held-out values if a run has any."""
     held_out = {name: run.held_out for name, run in runs.items()}
     kinds: list[dict[str, Curve | None]] = [{name: run.loss for name, run in runs.items()}]
     return [*kinds, held_out] if any(held_out.values()) else kinds
 
 
 def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
-    """Return the picture of several runs, by name; of each task a block."""
+    """Return the picture of several runs, by name, with one block per task."""
     tasks = by_task(runs)
     kinds = {task: list_curves(each) for task, each in tasks.items()}
     heights = [max(3.2 * len(kinds[task]), 0.8 + 0.17 * len(each)) for task, each in tasks.items()]
@@ -146,7 +153,7 @@ def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
 
 
 def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
-    """Yield the same panel by panel, each with what it shows in words."""
+    """Yield a figure for each panel, with a description."""
     for task, each in by_task(runs).items():
         for curves in list_curves(each):
             label = next(curve.label for curve in curves.values() if curve is not None)
@@ -160,7 +167,7 @@ def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
 
 
 def read_losses(trainings: Iterable[Training]) -> dict[str, Losses]:
-    """Return the losses of each run by its folder's name; warn of a run without and skip it."""
+    """Return the losses of each run by its folder's name; warn of runs without losses."""
     result: dict[str, Losses] = {}
     for training in trainings:
         path, received = training.path.resolve(), losses(training)

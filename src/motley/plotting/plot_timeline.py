@@ -1,9 +1,9 @@
-"""Draw what every rank did in some steps, on one clock: who computes, who waits, and for what.
+"""Draw the parts of some steps on every rank, on one clock: computing, waiting, communicating.
 
     python plots/plot_timeline.py logs/RUN                    # around the step that took longest
     python plots/plot_timeline.py logs/ --steps 100:104       # logs/<run>/timeline.png, every run
 
-Reads the steps that every run records; what a step's operators did is in --profile's traces.
+Reads the steps that every run records. The operators of a step are in the traces of --profile.
 Exit code: 0, or 2 if there is nothing to draw.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AROUND = 2  # steps before the longest, and after it
-_WARM = 3  # steps, at most half of them, of which the longest says nothing
+_WARM = 3  # first steps, at most half of all, that are not searched for the longest step
 _WIDE = 11.0  # inches
 _FEW_RANKS = 64
 
@@ -37,7 +37,15 @@ Pauses = Sequence[tuple[float, float]]  # see motley.records.training.pauses
 
 @dataclass(frozen=True)
 class Span:
-    """One part of one rank's step: its first and last second since the first of all began."""
+    """One part of one rank's step.
+
+    Attributes:
+        rank: number of the rank.
+        step: number of the step.
+        part: name of the part, as in style.PARTS.
+        start: seconds from the start of the first span to the start of this one.
+        end: seconds from the start of the first span to the end of this one.
+    """
 
     rank: int
     step: int
@@ -49,10 +57,11 @@ class Span:
 def spans(
     steps: dict[int, list[JsonDict]], first: int, end: int, paused: Pauses = ()
 ) -> list[Span]:
-    """Return the spans of each rank from step ``first`` on, before ``end``, without ``paused``.
+    """Return the spans of each rank from step ``first`` to the one before ``end``.
 
-    Clocks of hosts differ; but all ranks end their part of an all-reduce together, and there their
-    clocks are aligned. Steps without a record of one leave clocks as they are.
+    Clocks of hosts differ. All ranks end their part of an all-reduce together, so the clocks are
+    aligned at this point. If no all-reduce is recorded, clocks are not aligned. The time of pauses
+    is left out.
     """
     chosen = {
         rank: {line["step"]: line for line in lines if first <= line["step"] < end}
@@ -85,19 +94,19 @@ def spans(
 
 
 def _sum_time(line: JsonDict) -> float:
-    """Return the time when all ranks had the sum, by this one's clock."""
+    """Return the time when all ranks had the sum, by this rank's clock."""
     return float(line["time"] - line["t_opt"])
 
 
 def longest(lines: Sequence[JsonDict]) -> int:
-    """Return the longest step after the first ones."""
+    """Return the number of the longest step after the first ones."""
     later = lines[min(_WARM, len(lines) // 2) :]
     whole = [sum(line.get(part) or 0.0 for part in style.PARTS) for line in later]
     return int(later[int(np.argmax(whole))]["step"])
 
 
 def draw_spans(ax: "Axes", found: Sequence[Span], ranks: Sequence[int]) -> None:
-    """Draw a row a rank, in the order of ``ranks``; a line where the first begins a step."""
+    """Draw one row per rank, in the order of ``ranks``, and a line at the start of each step."""
     seconds = max(span.end for span in found)
     unit, factor = ("ms", 1000.0) if seconds < 2 else ("s", 1.0)
     rows = {rank: row for row, rank in enumerate(ranks)}
@@ -126,13 +135,16 @@ def draw_spans(ax: "Axes", found: Sequence[Span], ranks: Sequence[int]) -> None:
 def draw_timeline(
     training: Training, asked: tuple[int, int] | None = None, width: float = _WIDE
 ) -> "Figure":
-    """Draw some steps of a run.
+    """Return a picture of some steps of a run.
 
     Args:
         training: records of the run.
         asked: the first step, and the one before which the picture ends; None: the steps around the
             longest.
         width: width in inches. A narrow picture has no title.
+
+    Raises:
+        MotleyError: the run has no such step.
     """
     if asked is None:
         middle = longest(training.lead)
@@ -160,7 +172,7 @@ def draw_timeline(
 
 
 def read_steps(text: str) -> tuple[int, int]:
-    """Parse ``FROM:TO``: the steps after the first FROM, up to TO."""
+    """Return the steps of ``FROM:TO``: those after the first FROM, up to TO."""
     result = re.fullmatch(r"(\d+):(\d+)", text)
     if not result:
         raise argparse.ArgumentTypeError(f"{text}: write FROM:TO; 100:104 draws steps 101 to 104")

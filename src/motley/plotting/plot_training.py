@@ -1,4 +1,4 @@
-"""Draw training: where the time of a step went, loss, accuracy, rate and loss scale.
+"""Draw a training: the parts of a step's time, loss, accuracy, rate and loss scale.
 
     python plots/plot_training.py logs/                   # logs/<run>/training.png, every run
     python plots/plot_training.py logs/ --out pictures    # all PNGs in one folder
@@ -30,9 +30,9 @@ LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 def draw_curve(
     ax: "Axes", x: style.Array, y: style.Array, label: str, weights: style.Array | None = None
 ) -> None:
-    """Draw raw values faint and their weighted mean strong.
+    """Draw raw values in a pale colour and their weighted mean in a strong one.
 
-    Few values are drawn as they are, unknown ones not at all.
+    Few values are drawn without a mean. Unknown values are not drawn.
     """
     known = np.isfinite(y)
     x, y, weights = x[known], y[known], np.ones(known.sum()) if weights is None else weights[known]
@@ -54,7 +54,7 @@ def mark_overflows(ax: "Axes", training: Training, y: style.Array) -> None:
 
 
 def draw_loss(ax: "Axes", training: Training) -> None:
-    """Draw loss against step, and the measure of evaluations on an axis of its own."""
+    """Draw loss against steps, and the metric of evaluations on an axis of its own."""
     step, loss = training.taken(), training.values("loss")
     draw_curve(ax, step, loss, "loss")
     known = np.isfinite(loss)
@@ -89,8 +89,8 @@ def draw_time(ax: "Axes", training: Training) -> None:
 def draw_rate(ax: "Axes", training: Training) -> None:
     """Draw samples, or their tokens, per second of all ranks together.
 
-    Evaluations, checkpoints, stalls and an epoch's smaller last batch are in the mean, which is by
-    the clock.
+    The time of evaluations, checkpoints, stalls and an epoch's smaller last batch is included in
+    the drawn mean.
     """
     rate, unit = training.rates(), f"{training.unit}/s"
     label = f"{unit}, without an epoch's smaller last batch" if np.isnan(rate).any() else unit
@@ -120,7 +120,7 @@ def draw_scale(ax: "Axes", training: Training) -> None:
 
 
 def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None:
-    """Draw each rank's peak memory, in its host's colour; name a growth that lasts to the end."""
+    """Draw each rank's peak memory, in its host's colour; report a growth that lasts to the end."""
     for rank, records in training.steps.items():
         color = colours.get(training.worker(rank).get("host", ""), LINE)
         gib = column(records, "mem_peak_mib") / 1024
@@ -132,7 +132,7 @@ def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None
 
 
 def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]) -> None:
-    """Draw a bar per rank: the parts of a usual step, in ms.
+    """Draw one bar per rank: the parts of a usual step, in ms.
 
     In a run with many ranks, these are the first rank and three of the others.
 
@@ -175,12 +175,12 @@ def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]
 
 
 def is_scaled(training: Training) -> bool:
-    """Return True if the loss scale is not 1 throughout."""
+    """Return True if the loss scale differs from 1 in any step."""
     return bool((np.nan_to_num(training.values("loss_scale"), nan=1.0) != 1).any())
 
 
 def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
-    """Draw the picture of one run; a loss scale that is 1 throughout has no panel."""
+    """Return the picture of one run. If the loss scale is always 1, it has no panel."""
     scaled = is_scaled(training)
     rows = [["loss", "time"], ["rate", "memory"], *([["scale", "scale"]] if scaled else [])]
     usual, chosen = usual_steps(training)
@@ -200,7 +200,7 @@ def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
 
 
 def story(training: Training) -> str:
-    """Return the result of a run in one line: its rate, and the part of the limit."""
+    """Return a title with the result of a run: its rate, and the part of the limit."""
     rate, unit = median(training.rates()), training.unit
     words = f"{format_rate(rate)} {unit}/s" if np.isfinite(rate) else "no rate is recorded"
     samples = median(training.values("samples_per_s"))
@@ -211,7 +211,7 @@ def story(training: Training) -> str:
 def run_panels(
     training: Training, colours: dict[str, str]
 ) -> "Iterator[tuple[str, Callable[[], Figure]]]":
-    """Yield the same panel by panel: what it shows in words, and what draws it."""
+    """Yield a description of each panel, with a function that draws it."""
     usual, chosen = usual_steps(training)
     bars = 1.4 + 0.42 * (len(usual.steps) + len(list_others(usual)))
     panels: dict[str, tuple[float, Callable[[Axes], object]]] = {

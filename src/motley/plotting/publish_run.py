@@ -1,13 +1,13 @@
-"""Publish what a run records, of all hosts, to the tracker that you look at.
+"""Publish the records of a run, of all hosts, to a tracker.
 
     python plots/publish.py logs/RUN --to tensorboard
     python plots/publish.py logs/RUN --to wandb --follow     # until the run ends
     python plots/publish.py logs/RUN --to mlflow --project lab
 
-The training knows nothing of it: this reads the records alone, of a run that goes on too. Type the
-same line again, and it publishes what is new since; a run that is resumed goes on in the same
-tracker run; to publish all of it anew, remove logs/RUN/published.*.json. No network is used unless
-the tracker's own variables say so. Exit code: 0, or 2 if it cannot be published.
+The training is not affected: only its records are read, also while it runs. If you repeat the line,
+it publishes the records that are new since. A resumed run continues in the same tracker run. To
+publish all records again, remove logs/RUN/published.*.json. No network is used unless the
+tracker's own variables allow it. Exit code: 0, or 2 if the run cannot be published.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROJECT = "motley"
 
 
 def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
-    """Parse the command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         description=typed_command(str(__doc__)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,7 +48,7 @@ def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Publish; return the exit code."""
+    """Publish the run, and return the exit code."""
     escape_unprintable()
     kinds = trackers()
     args = parse(kinds)
@@ -75,12 +75,12 @@ def main() -> int:
 
 
 class Session:
-    """The messages printed while a run is published.
+    """The publication of a run, with the messages that are printed meanwhile.
 
     Args:
         args: the command line.
-        publisher: of the run.
-        collector: of the records on other hosts.
+        publisher: publisher of the run.
+        collector: collector of the records on other hosts.
     """
 
     def __init__(
@@ -90,15 +90,20 @@ class Session:
         self._said: set[str] = set()
 
     def publish(self) -> PublishedCounts:
-        """See :meth:`Publisher.publish`."""
+        """Publish until there are no new records, or until the run ends with ``--follow``.
+
+        Returns:
+            The counts of published records.
+        """
         if self._args.follow:
             print(f"{self._args.run} to {self._args.to} until it ends; Ctrl-C ends this alone")
         return self._publisher.publish(self._args.follow, self._look)
 
     def _look(self) -> bool:
-        """Print the destination, fetch missing records, and name those that stay missing.
+        """Print the destination, fetch missing records, and name hosts whose records stay missing.
 
-        Return True to look again.
+        Returns:
+            True to look again.
         """
         follower, where = self._publisher.follower, self._publisher.look
         if where and not self._said:
@@ -113,7 +118,7 @@ class Session:
 
     def _warn_host(self, host: str, trouble: str | None) -> None:
         if host in self._said or (self._collector.asked and trouble is None):
-            return  # they may be on their way
+            return  # the records may still arrive
         self._said.add(host)
         usual = (
             f"--collect reads them by ssh; or bring them into {self._args.run} and type it again"
@@ -122,7 +127,7 @@ class Session:
 
 
 def end_on_signals(publisher: Publisher) -> None:
-    """End publishing after the current look on the first signal, at once on a second one."""
+    """End publishing after the current round on the first signal, at once on a second one."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.default_int_handler)

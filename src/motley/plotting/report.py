@@ -1,4 +1,4 @@
-"""One page of all that was run: what, on what, what won and why, with the pictures inside.
+"""Write one page on all runs: settings, machines, the fastest way and why, with pictures.
 
     python plots/report.py logs/                       # logs/report.html
     python plots/report.py baselines/strategies logs/ --out report
@@ -46,12 +46,12 @@ from motley.text import format_rate, format_step
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WRONG = 0.01  # of the loss: what 30 steps in 16 bits differ by is a tenth of it
-_TIE = 0.02  # of the rate
+_WRONG = 0.01  # relative difference of a wrong loss; 30 steps in 16 bits differ by a tenth of that
+_TIE = 0.02  # relative difference of equal rates
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """Return sentences, the most important first; the fp32 references take no part."""
+    """Return sentences, the most important first; the fp32 references are not judged."""
     measured = [row for row in rows if row.samples_per_s and not row.name.startswith(REFERENCE)]
     sane = [row for row in measured if not is_wrong(row)]
     text = []
@@ -82,7 +82,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def is_wrong(row: Row) -> bool:
-    """Return True if its loss is not that of the same samples in fp32."""
+    """Return True if the cell's loss differs from that of the same samples in fp32."""
     return row.loss_difference is not None and abs(row.loss_difference) > _WRONG
 
 
@@ -103,7 +103,7 @@ def _winner(ranked: Sequence[Row]) -> str:
 
 
 def _where_it_went(row: Row) -> str:
-    """Return the losses of the fastest against its limit, if any exceeds 1 %."""
+    """Return a sentence on the losses of the fastest against its limit, if any exceeds 1 %."""
     parts = {
         name: part for name, part in lost(row).items() if part > 0.01 * (row.samples_per_s or 0)
     }
@@ -116,7 +116,7 @@ def _where_it_went(row: Row) -> str:
 
 
 def _frugal(ranked: Sequence[Row]) -> list[str]:
-    """Name the rows with the least memory and the least energy, where these are not the fastest."""
+    """Return sentences on the rows with least memory and energy, if they are not the fastest."""
     text = []
     by_memory = [(memory, row) for row in ranked if (memory := most_memory(row)) is not None]
     if len(by_memory) > 1:
@@ -136,7 +136,7 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
 
 
 def most_memory(row: Row) -> float | None:
-    """Return the MiB of the host that holds most."""
+    """Return the MiB of the host with the most memory in use; None if unknown."""
     values = [float(part.rsplit(" ", 1)[1]) for part in row.memory_mib.split(", ") if part]
     return max(values, default=None)
 
@@ -147,10 +147,12 @@ _TROUBLES = (MotleyError, OSError, ValueError, KeyError, TypeError)
 
 @dataclass(frozen=True)
 class Picture:
-    """An embedded PNG.
+    """A PNG that is embedded in the page.
 
     Attributes:
-        alt: what it shows, in words. is_wide: it has a line of the page for itself.
+        data: the PNG in base64.
+        alt: description of the picture.
+        is_wide: True if it needs the whole width of the page.
     """
 
     data: str
@@ -160,11 +162,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Details:
-    """One run, folded away.
+    """One run, in a section that can be unfolded.
 
     Attributes:
-        name: by which the table leads here. title: its summary line. verdict: sentences.
-        profiled: what its traces say, in lines.
+        name: name of the run, to which the table links.
+        title: summary line.
+        verdict: sentences on the run.
+        pictures: pictures of the run.
+        profiled: lines on its traces.
     """
 
     name: str
@@ -176,14 +181,18 @@ class Details:
 
 @dataclass(frozen=True)
 class Section:
-    """One matrix, or all runs that belong to none.
+    """One matrix, or all runs outside of a matrix.
 
     Attributes:
-        verdict: sentences.
+        name: heading of the section.
+        verdict: sentences on the results.
         facts: the workload and the machines.
-        head, rows: of the table.
-        status: the column that holds how a run ended.
-        failed: name, how and where, error.
+        head: head of the table.
+        rows: rows of the table.
+        status: index of the column that states how a run ended.
+        failed: name, place and error of each failed run.
+        pictures: pictures of all runs together.
+        runs: details of each run.
     """
 
     name: str
@@ -198,7 +207,7 @@ class Section:
 
 
 def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> list[Picture]:
-    """Return the picture, or none with a warning if it cannot be drawn."""
+    """Return the picture in a list; warn and return an empty list if it cannot be drawn."""
     try:
         return [_embedded(alt, draw(), is_wide)]
     except _TROUBLES as error:
@@ -299,7 +308,7 @@ def _rate(rows: list[Row], name: str) -> str:
 
 
 def rates(training: Training) -> tuple[str, str, str]:
-    """Return the median rate of its steps, the mean rate by the clock, and its headline metric."""
+    """Return the median rate of the steps, the mean rate by the clock, and the headline metric."""
     middle, mean = (
         "" if np.isnan(rate) else f"{format_rate(rate)} {training.unit}/s"
         for rate in (median(training.rates()), training.mean_rate())
@@ -308,7 +317,10 @@ def rates(training: Training) -> tuple[str, str, str]:
 
 
 def started(run: RunFolder) -> float:
-    """Return when a run was started, seconds since 1970; of a damaged one, when it last changed."""
+    """Return when a run was started, in seconds since 1970.
+
+    For a damaged run, return the time when its run.json last changed.
+    """
     with contextlib.suppress(MotleyError):
         at = run.read_run().get("started")
         if isinstance(at, int | float):
@@ -317,7 +329,7 @@ def started(run: RunFolder) -> float:
 
 
 def distinct_names(runs: Sequence[RunFolder]) -> list[str]:
-    """Return the name of each run's folder; with the folder above where two have the same."""
+    """Return the name of each run's folder; with the folder above if two have the same name."""
     paths = [run.path.resolve() for run in runs]
     count = Counter(path.name for path in paths)
     return [path.name if count[path.name] == 1 else "/".join(path.parts[-2:]) for path in paths]
@@ -332,7 +344,7 @@ def describe_ranks(run: RunFolder, about: JsonDict) -> str:
 
 
 def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Section:
-    """Return the section of runs that belong to no matrix, the newest first."""
+    """Return the section of the runs outside of a matrix, the newest first."""
     head = ["run", "status", "started", "result", "median rate", "mean rate", "ranks", "batch",
             "wire", "task"]  # fmt: skip
     rows, failed = [], []
@@ -369,7 +381,7 @@ def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float
     text = [f"{finished} of {len(rows)} runs finished."]
     heading = "runs"
     pictures: list[Picture] = []
-    if len(each) == 1:  # then the page is about it
+    if len(each) == 1:  # the page is about this run
         heading, text = runs[0].path.resolve().name, each[0].verdict or text
         each = [replace(each[0], verdict=[])]
     else:

@@ -17,7 +17,7 @@ UNFINISHED = ("failed", "running", "stopped")
 
 
 def read_or_say(folder: RunFolder) -> Training | None:
-    """Read a run's records; warn and return None where there is nothing to draw."""
+    """Return a run's records; warn and return None if there are none to draw."""
     try:
         return read_training(folder)
     except MotleyError as error:
@@ -26,7 +26,7 @@ def read_or_say(folder: RunFolder) -> Training | None:
 
 
 def title(training: Training) -> str:
-    """Return run, model, ranks and result; ``failed``, ``running`` or ``stopped`` if so."""
+    """Return a title with run, model, ranks, result, and the status unless it is finished."""
     run = training.run
     result, status = run.get("result") or {}, run.get("status")
     name = training.path.resolve().name + (f" ({status})" if status in UNFINISHED else "")
@@ -39,11 +39,11 @@ def title(training: Training) -> str:
 
 
 def usual_steps(training: Training) -> tuple[Training, str]:
-    """Return the same steps of all ranks that train now, and a phrase that names them.
+    """Return the records of typical steps of all ranks that train now, and a phrase on them.
 
-    Over common steps, the means of the parts add up to one time: two bars end together. Medians
-    of the parts would not. Half of the steps, those of a usual length, stand for all. Local steps,
-    of which only some meet, are all used.
+    All ranks contribute equal sets of steps. The means of the parts then add up to the same time,
+    so two bars have the same length. Medians would not. The middle half of the steps, by length, is
+    used. Local steps are all used, because only some of them end with an all-reduce.
     """
     now = training.last_launch() or training
     received = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
@@ -69,7 +69,7 @@ def _seconds(line: JsonDict) -> float:
 
 
 def seat_label(training: Training, rank: int) -> str:
-    """Return ``rank 0 - a``, and below it device, precision and samples a step."""
+    """Return ``rank 0 - a``, and below it device, precision and samples per step."""
     worker, samples = training.worker(rank), median(column(training.steps[rank], "n_local"))
     first = f"rank {rank} - {worker['host']}" if worker.get("host") else f"rank {rank}"
     facts = [
@@ -87,8 +87,9 @@ class Other:
     See :func:`motley.records.training.others_ready`.
 
     Attributes:
-        label: which of how many, and below it the rank that it most often was.
-        ready_s, wait_s: means over steps, seconds.
+        label: its place among the others, and below it the rank that most often had it.
+        ready_s: mean seconds until its gradient was ready.
+        wait_s: mean seconds of its waiting.
     """
 
     label: str
@@ -97,7 +98,7 @@ class Other:
 
 
 def list_others(training: Training) -> list[Other]:
-    """Return the first, middle and last rank to be ready; empty if each writes its own steps."""
+    """Return the first, middle and last rank to be ready; empty if each rank has records."""
     received = [line for line in training.lead if line.get("others_ready")]
     ranks = len(training.run.get("ranks") or ()) - 1
     result = []

@@ -1,8 +1,8 @@
-"""Print how much of the limit a run reached, where the rest went, and what would be faster.
+"""Print how much of the limit a run reached, the causes of the rest, and faster settings.
 
     python plots/verdict.py logs/                    # every run
-    python plots/verdict.py logs/RUN --json          # for a program: one line a run
-    python plots/verdict.py logs/RUN --co2 56        # grams a kWh where it ran, here: in France
+    python plots/verdict.py logs/RUN --json          # for a program: one line per run
+    python plots/verdict.py logs/RUN --co2 56        # grams per kWh where it ran, here: in France
 
 Exit code: 0, or 2 if there is nothing to judge.
 """
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_co2(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the CO2 of a kWh."""
+    """Add the option for the CO2 per kWh."""
     parser.add_argument(
         "--co2", type=float, default=CO2_PER_KWH, metavar="G",
         help=f"grams of CO2 a kWh, default: {CO2_PER_KWH:g}, the world's mean of 2023 (Ember)",

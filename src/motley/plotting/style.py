@@ -1,7 +1,7 @@
 """The look of all pictures.
 
 Pictures share one colour per host, the parts of a step, axes with units, smooth curves, and
-legends. Where two colours differ, a pattern or a line differs too, for prints in grey.
+legends. If two colours differ, a pattern or a line differs too, for prints in grey.
 
 Matplotlib is imported when the first picture is made, so that ``-h`` need not wait for it.
 """
@@ -45,12 +45,12 @@ _LOOK: dict[Any, Any] = {
     "text.parse_math": False,  # a "$" in the name of a run or a host is no formula
 }
 
-_CHARACTER, _HANDLE = 0.062, 0.5  # inches that a label's letter takes in a legend, and its sample
+_CHARACTER, _HANDLE = 0.062, 0.5  # inches of a letter and of a line sample in a legend
 
 PANEL_WIDTH = 4.8  # inches; 343 CSS pixels of a phone then show letters of 9 points as 9 pixels
 
-# Okabe and Ito's colours for every kind of colour vision, less their yellow (too pale for
-# a line on white), plus Tol's wine.
+# Okabe and Ito's colours for every kind of colour vision, without their yellow (too pale for
+# a line on white), with Tol's wine.
 HOST_COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00"),
     *("#CC79A7", "#56B4E9", "#333333", "#882255"),
@@ -67,7 +67,7 @@ class Part:
 
     @property
     def fill(self) -> dict[str, Any]:
-        """For a bar."""
+        """Properties of a bar's fill."""
         return {"color": self.colour, "hatch": self.pattern}
 
 
@@ -109,12 +109,14 @@ def host_colours(hosts: Iterable[str]) -> dict[str, str]:
 def colours_under(paths: list[Path]) -> dict[str, str]:
     """Return the colours of all hosts with records under ``paths``, the same in every picture.
 
-    A host that was left out of training has only a GPU log, one without a shared disk only a
-    line in run.json: both count.
+    A host that was left out of training has only a GPU log. A host without a shared disk has only a
+    line in run.json. Both count.
     """
     hosts: set[str] = set()
     for log in find_gpu_logs(paths):
-        with contextlib.suppress(MotleyError, OSError, ValueError):  # who draws it says so
+        with contextlib.suppress(
+            MotleyError, OSError, ValueError
+        ):  # the code that draws it reports the error
             hosts |= read_hosts(log)
     for run in find_runs(paths):
         with contextlib.suppress(MotleyError, OSError, ValueError):
@@ -125,15 +127,22 @@ def colours_under(paths: list[Path]) -> dict[str, str]:
 
 
 def time_unit(span_s: float) -> tuple[str, float]:
-    """Return the unit for a time axis of ``span_s`` seconds, and the seconds it has."""
+    """Return the unit for a time axis of ``span_s`` seconds, and the seconds in a unit."""
     return ("s", 1.0) if span_s < 180 else ("min", 60.0)
 
 
 def label_axes(ax: "Axes", x: str, y: str, *, zero: bool = False) -> None:
-    """Label both axes, units included; ``zero``: y starts at 0. Ticks of steps are whole."""
+    """Set the labels of both axes, with units. Ticks of an axis of steps are whole numbers.
+
+    Args:
+        ax: the axes.
+        x: label of the x axis.
+        y: label of the y axis.
+        zero: True if the y axis starts at 0.
+    """
     ax.set_xlabel(x)
     ax.set_ylabel(y)
-    if zero:  # and ends above all data, however flat
+    if zero:  # the axis also ends above all data, however flat
         ax.set_ylim(0, max(ax.get_ylim()[1], 1.04 * ax.dataLim.ymax))
     if x == "step":
         from matplotlib.ticker import MaxNLocator
@@ -142,7 +151,7 @@ def label_axes(ax: "Axes", x: str, y: str, *, zero: bool = False) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty picture, which needs no screen.
+    """Return an empty figure, which needs no screen.
 
     Args:
         width: width in inches.
@@ -157,22 +166,22 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def panel(height: float = 3.2) -> "tuple[Figure, Axes]":
-    """Return a picture of one panel, which a page shows beside others, or alone on a phone."""
+    """Return a figure of one panel, which a page shows beside others, or alone on a phone."""
     figure = new_figure(PANEL_WIDTH, height)
     return figure, figure.subplots()
 
 
 def legend_above(ax: "Axes") -> None:
-    """Draw a legend that hides no data, in as few rows as its axes are wide enough for.
+    """Draw a legend above the axes, in as few rows as fit their width.
 
-    Above a single panel, the legend is as wide as the panel.
+    The legend of a single panel is as wide as the figure.
     """
     handles, labels = ax.get_legend_handles_labels()
     figure = ax.figure
     alone = ax.figure.bbox.width / ax.figure.dpi <= PANEL_WIDTH
     inches = figure.bbox.width / figure.dpi
     if not alone:
-        inches *= ax.get_position().width / 0.775 - 0.05  # which part, before all is laid out
+        inches *= ax.get_position().width / 0.775 - 0.05  # the axes' part, before the layout
     lengths = [len(label) for label in labels]
 
     def fits(columns: int) -> bool:
@@ -190,7 +199,9 @@ def legend_above(ax: "Axes") -> None:
 def smooth(values: Array, window: int) -> Array:
     """Return centred means over ``window`` (odd) values; unknown (NaN) values do not count."""
     known = np.isfinite(values)
-    level = values[known].mean() if known.any() else 0.0  # so that sums stay small, and exact
+    level = (
+        values[known].mean() if known.any() else 0.0
+    )  # subtracted so that sums stay small and exact
     sums = _moving_sum(np.where(known, values - level, 0.0), window)
     counts = _moving_sum(known * 1.0, window)
     return np.where(counts > 0.5, level + sums / np.maximum(counts, 1), np.nan)
@@ -199,7 +210,7 @@ def smooth(values: Array, window: int) -> Array:
 def _moving_sum(values: Array, window: int) -> Array:
     """Return centred sums over ``window`` values.
 
-    Unlike a convolution, half a million values take milliseconds, however wide the window is.
+    Unlike a convolution, this takes milliseconds for half a million values and any width.
     """
     before: Array = np.concatenate([[0.0], np.cumsum(np.pad(values, window // 2))])
     return before[window:] - before[:-window]
@@ -213,7 +224,7 @@ def metric_label(name: str) -> tuple[str, float]:
 
 
 def metric(name: str, value: float) -> str:
-    """Return, for example, ``top-1 97.2 %``."""
+    """Return a metric with its name and unit, for example ``top-1 97.2 %``."""
     label, factor = metric_label(name)
     text = f"{factor * value:.1f} %" if factor == 100 else f"{value:.4g}"
     return f"{label.removesuffix(' (%)')} {text}"

@@ -1,9 +1,9 @@
-"""Where the time of profiled steps went, and all ranks of them in one picture.
+"""Show where the time of profiled steps went, and merge the traces of all ranks.
 
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh --profile 20:40 --profile-ranks all
     python plots/traces.py logs/                    # logs/<run>/trace.json.gz, every profiled run
 
-Open the file at ui.perfetto.dev; clocks of ranks are put right in it.
+Open the file at ui.perfetto.dev. The clocks of the ranks are aligned in it.
 Exit code: 0, or 2 if there is no trace.
 """
 
@@ -16,7 +16,7 @@ from motley.records.trace import TraceSummary, merge_traces, read_trace, summari
 
 
 def describe_trace(found: TraceSummary) -> list[str]:
-    """Return a rank's summary, some lines."""
+    """Return the lines of a rank's summary."""
     busy = "the GPU had nothing to do" if found.on_gpu else "no operator ran"
     lines = [
         f"rank {found.rank} on {found.host}: {found.steps} steps in {found.seconds:.3f} s; for "
@@ -30,7 +30,7 @@ def describe_trace(found: TraceSummary) -> list[str]:
 
 
 def merge_run(run: RunFolder, out: Path | None) -> None:
-    """Print what the traces of a run say, and put them together."""
+    """Print a summary of each trace of a run, and merge the traces into one file."""
     traces = [read_trace(path) for path in run.traces()]
     for trace in traces:
         print("\n".join(describe_trace(summarise(trace))))

@@ -1,14 +1,14 @@
 """Show the state of every rank of a run, live: in a terminal, also over ssh, or in a browser.
 
-    python plots/watch.py                             # all runs under logs/; the one that runs
+    python plots/watch.py                             # runs under logs/; opens a single running one
     python plots/watch.py logs/RUN
-    python plots/watch.py logs/RUN --once             # as text, and the end
-    python plots/watch.py --serve 127.0.0.1:8080      # a page of the same
+    python plots/watch.py logs/RUN --once             # print the state as text, and end
+    python plots/watch.py --serve 127.0.0.1:8080      # serve the state as a page
 
-Reads the records alone, and of them what is new, once a second: the run does not notice. Where
-output is no terminal it is as with --once. To see the page from elsewhere, forward the port:
-ssh -L 8080:127.0.0.1:8080 HEAD. Bound to another address, the page wants the token that is in the
-address which is printed. Exit code: 0, or 2 if there is nothing to watch.
+Only new records are read, once per second, and the run is not affected. If the output is no
+terminal, --once is implied. To see the page from another machine, forward the port:
+ssh -L 8080:127.0.0.1:8080 HEAD. If bound to another address, the page needs a token, which is part
+of the printed address. Exit code: 0, or 2 if there is nothing to watch.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from motley.text import escape_unprintable, typed_command
 
 
 class Key(Enum):
-    """An action that the user asks for with a key."""
+    """An action that the user requests with a key."""
 
     QUIT = "quit"
     SORT = "sort"
@@ -56,11 +56,11 @@ _KEYS = {
     b"j": Key.DOWN, b"\r": Key.OPEN, b"\n": Key.OPEN, b" ": Key.OPEN, b"\x1b": Key.BACK,
     b"\x7f": Key.BACK,
 }  # fmt: skip
-_ESCAPE_S = 0.05  # in which the rest of a key comes that begins with an escape
+_ESCAPE_S = 0.05  # in which the rest of a key code follows an escape
 
 
 class Keys:
-    """The keyboard, a context manager; without one nothing is ever pressed."""
+    """The keyboard, a context manager. Without a keyboard no key is ever pressed."""
 
     def __enter__(self) -> "Keys":
         self._file = sys.stdin.fileno() if sys.stdin.isatty() else None
@@ -80,7 +80,7 @@ class Keys:
         return self._file is not None
 
     def wait(self, seconds: float) -> Key | None:
-        """Return the next known key within some seconds, else None."""
+        """Return the next known key within ``seconds``, else None."""
         if self._file is None:
             time.sleep(max(0.0, seconds))
             return None
@@ -91,7 +91,7 @@ class Keys:
             follows = self._next()
             if follows in (b"[", b"O"):
                 pressed += follows + self._next()
-            else:  # of a key of its own
+            else:  # the code of another key
                 self._typed = follows + self._typed
         if not pressed:  # the terminal is gone
             return Key.QUIT
@@ -123,7 +123,7 @@ def choose_signs(console: Console) -> Signs:
 
 
 def print_once(runs: Runs) -> None:
-    """Print all that is known now; of several runs, the running ones in full."""
+    """Print the present state; of several runs, the running ones in full."""
     width = shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns
     width = width if sys.stdout.isatty() else max(width, _TEXT_WIDTH)
     console = Console(width=width, highlight=False)
@@ -141,7 +141,7 @@ def print_once(runs: Runs) -> None:
 
 
 def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
-    """Replace the letters that an ASCII terminal lacks."""
+    """Return the lines, with the letters replaced that an ASCII terminal lacks."""
     if signs is ASCII:
         for line in lines:
             text = line.plain.translate(_LIKE)
@@ -150,8 +150,8 @@ def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
 
 
 def watch(runs: Runs, collector: Collector) -> int:
-    """Draw after each look, and when a key is pressed or the terminal changes its size."""
-    for name in ("COLUMNS", "LINES"):  # a shell's, which know of no window that changes
+    """Draw after each reading of the records, after a key, and after a change of size."""
+    for name in ("COLUMNS", "LINES"):  # a shell's variables do not follow the window's size
         os.environ.pop(name, None)
     console = Console(highlight=False)
     signs, view = choose_signs(console), View()
@@ -176,7 +176,7 @@ def watch(runs: Runs, collector: Collector) -> int:
 def _draw(
     runs: Runs, view: View, width: int, height: int, signs: Signs
 ) -> tuple[list[Text], Snapshot | None]:
-    """Return the lines of the screen, and the run on it if it is a single one."""
+    """Return the lines of the screen, and the snapshot of the run that it shows, or None."""
     wall, names = time.time(), runs.names
     name = opened(view, runs)
     if name:
@@ -190,7 +190,10 @@ def _draw(
 
 
 def opened(view: View, runs: Runs) -> str:
-    """Return the run that is shown: the chosen one, the only one, or the only one that runs."""
+    """Return the name of the shown run: the chosen one, the only one, or the only running one.
+
+    The result is empty if all runs are shown.
+    """
     if view.opened:
         return view.run
     names, running = runs.names, runs.running()
@@ -200,7 +203,7 @@ def opened(view: View, runs: Runs) -> str:
 
 
 def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
-    """Return the view that a key leads to."""
+    """Return the view after a key."""
     step = {Key.UP: -1, Key.DOWN: 1}.get(key, 0)
     if now is None:
         names = runs.names
@@ -222,7 +225,7 @@ def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         description=typed_command(str(__doc__)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -238,7 +241,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Watch; return the exit code."""
+    """Watch the runs, and return the exit code."""
     escape_unprintable()
     args = parse()
     os.nice(19)  # a run on this machine comes first
@@ -263,12 +266,12 @@ def main() -> int:
 
 
 def end(number: int, frame: object) -> None:
-    """End on a signal, and leave a terminal and a disk as they were."""
+    """Raise SystemExit on a signal, so that the terminal is restored and files are removed."""
     raise SystemExit(128 + number)
 
 
 def once(runs: Runs, path: Path, collector: Collector) -> int:
-    """Print what is known now."""
+    """Print the present state, and return the exit code."""
     runs.look(time.monotonic(), time.time())
     if collector.start(runs.running_followers()):
         collector.wait()

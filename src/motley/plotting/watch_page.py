@@ -1,6 +1,6 @@
-"""The live view as a page: server-sent events, and nothing that writes.
+"""The live view as a page: server-sent events, read-only.
 
-``/`` is the page, ``/live?run=NAME&rank=K`` what it shows, once a second, as JSON. There is no
+``/`` is the page, and ``/live?run=NAME&rank=K`` its content as JSON, once per second. There is no
 other address.
 """
 
@@ -28,7 +28,7 @@ from motley.text import typed_command
 
 _PAGE = Path(__file__).with_name("watch.html")
 _MOST_VIEWERS, _REQUEST_S = 32, 30.0
-_NAMES = ("localhost", "127.0.0.1", "::1")  # by which a browser asks for a loopback address
+_NAMES = ("localhost", "127.0.0.1", "::1")  # host names of a browser's requests to loopback
 
 
 def serve(runs: Runs, where: str, collector: Collector) -> int:
@@ -51,7 +51,11 @@ def serve(runs: Runs, where: str, collector: Collector) -> int:
 
 
 def parse_address(where: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``, ``[::1]:PORT`` or ``PORT``."""
+    """Return host and port of ``HOST:PORT``, ``[::1]:PORT`` or ``PORT``.
+
+    Raises:
+        MotleyError: the text is none of these.
+    """
     result = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+)):)?([0-9]{1,5})", where.strip())
     if result is None or int(result[3]) > 65535:
         raise MotleyError(
@@ -71,7 +75,7 @@ def is_loopback(host: str) -> bool:
 
 
 def open_server(host: str, port: int) -> "Server":
-    """Return a listening server; MotleyError where that is not possible."""
+    """Return a listening server; raise MotleyError if it cannot listen."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         Server.address_family = family
@@ -90,7 +94,11 @@ class Live:
         self._lock = threading.Lock()
 
     def await_look(self, seen: int) -> int:
-        """Wait until there have been more looks than these; return how many there were."""
+        """Wait for a new reading of the records; return the number of readings so far.
+
+        Args:
+            seen: number of readings that the caller has seen.
+        """
         while True:
             with self._lock:
                 if self._runs.look_if_due(time.monotonic(), time.time()):
@@ -127,7 +135,7 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         live: the source of the content.
-        token: required in each request; empty: none.
+        token: text that each request needs; empty: none.
     """
 
     daemon_threads = True
@@ -146,13 +154,13 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore an OSError: a browser that has left is no error."""
+        """Ignore an OSError, since it only means that a browser has left."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 def _policy(page: str) -> str:
-    """Return the page's Content-Security-Policy: its own script and style by hash, nothing else."""
+    """Return the page's Content-Security-Policy, which allows its own script and style alone."""
     hashes = {}
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -191,11 +199,11 @@ class Handler(BaseHTTPRequestHandler):
     def _refusal(self) -> str:
         """Return the reason to refuse the request; empty if it is allowed."""
         token = self.server.token
-        if token:  # then any host name will do: the token proves that the address is known
+        if token:  # any host name is allowed, because the token proves the request
             given = self._asked("token").encode()
             right = hmac.compare_digest(given, token.encode())
             return "" if right else "wrong token: watch.py has printed the whole address\n"
-        # A page from elsewhere whose name was made to lead here gives itself away by that name.
+        # A foreign page whose name resolves to this address is recognised by that name.
         host = (self.headers.get("Host") or "").strip()
         named = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         own = str(self.server.server_address[0])
@@ -213,7 +221,7 @@ class Handler(BaseHTTPRequestHandler):
                 looks = self.server.live.await_look(looks)
                 received = self.server.live.render(run, number)
                 self.wfile.write(f"data: {received}\n\n".encode())
-        except OSError:  # it has left
+        except OSError:  # the browser has left
             pass
         finally:
             self.server.viewers.release()
@@ -233,4 +241,4 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Suppress the log."""

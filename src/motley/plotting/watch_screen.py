@@ -25,12 +25,13 @@ MOODS = {
 
 @dataclass(frozen=True)
 class Signs:
-    """The characters that bars and curves are drawn with.
+    """The characters with which bars and curves are drawn.
 
     Attributes:
-        parts: of a step, as PARTS.
-        heights: of a curve, ascending.
-        full, empty: of progress.
+        parts: one for each part of a step, as PARTS.
+        heights: for the values of a curve, ascending.
+        full: for the finished part of a progress bar.
+        empty: for the rest of a progress bar.
         cut: marks the end of a text that does not fit.
     """
 
@@ -46,9 +47,9 @@ ASCII = Signs("i#.~oh", "_.-=+*%@", "#", ".", "~")
 
 
 class Sort(Enum):
-    """The order of the rows."""
+    """An order of the rows."""
 
-    FIT = "rank, or waited for"  # where not all fit
+    FIT = "rank, or waited for"  # by waiting if not all ranks fit
     RANK = "rank"
     WAITED = "waited for"
     HOST = "host"
@@ -76,7 +77,7 @@ def waited(row: Row) -> tuple[float, ...]:
 
 
 def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool = False) -> str:
-    """Draw a curve of one line, by means where there are more values than columns.
+    """Draw a curve of one line; several values per column are averaged.
 
     Args:
         values: values of the curve; None: unknown.
@@ -110,7 +111,7 @@ def bar(parts: Sequence[float | None], longest: float, width: int, signs: Signs)
 
 
 def wrapped(said: str, width: int, most: int, look: str = "") -> list[Text]:
-    """Wrap a sentence to some lines; text that does not fit is cut."""
+    """Return a sentence wrapped to at most ``most`` lines; text that does not fit is cut."""
     lines, line = list[str](), ""
     for word in said.split():
         while cell_len(word) > width:
@@ -128,7 +129,7 @@ def wrapped(said: str, width: int, most: int, look: str = "") -> list[Text]:
 
 
 def fit(said: str, width: int, cut: str) -> str:
-    """Pad or cut a text to exactly so many columns."""
+    """Return a text padded or cut to exactly ``width`` columns."""
     if cell_len(said) <= width:
         return set_cell_size(said, width)
     return set_cell_size(said, max(0, width - 1)) + cut if width > 0 else ""
@@ -146,7 +147,7 @@ def facts(now: Snapshot) -> list[str]:
 
 
 def progress(now: Snapshot, width: int, signs: Signs) -> str:
-    """Return the progress and the time left or taken."""
+    """Return a progress bar with the time left, or the time taken."""
     done = min(1.0, now.step / now.last_step) if now.last_step else None
     remaining = "" if now.left_s is None else f"{clock(now.left_s)} left"
     took = "" if now.elapsed_s is None or now.status == "running" else f"in {clock(now.elapsed_s)}"
@@ -162,7 +163,7 @@ def progress(now: Snapshot, width: int, signs: Signs) -> str:
 
 
 def when(seconds: float | None) -> str:
-    """Return the local time of an event; empty where no clock has it."""
+    """Return the local time of an event as text; empty if it is unknown."""
     try:
         return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%H:%M:%S} "
     except (OverflowError, ValueError, OSError):
@@ -171,12 +172,14 @@ def when(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """A column of the table.
 
     Attributes:
-        title: its first letters fit into ``width``, columns of the terminal.
-        most: what it may grow to. rank: which goes first where there is no room: the highest.
-        right: its cells end at the right.
+        title: title, whose first letters fit into ``width``.
+        width: least width in columns of the terminal.
+        rank: order of removal if there is too little room: the highest goes first.
+        most: largest width.
+        right: True if its cells are aligned to the right.
     """
 
     title: str
@@ -218,7 +221,7 @@ def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
                _DEVICE: max((len(row.device) for row in rows), default=0),
                _OTHERS: max((len(row.others) for row in rows), default=0)}  # fmt: skip
     room = width - sum(each + 1 for each in widths.values()) + 1
-    for column in (_HOST, _OTHERS, _DEVICE, _BAR):  # names first, then longer bars
+    for column in (_HOST, _OTHERS, _DEVICE, _BAR):  # first names get more room, then bars
         if column in widths:
             most = min(column.most, longest.get(column, column.most))
             more = max(0, min(room, most - column.width))
@@ -231,13 +234,21 @@ def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
 
 
 def head(widths: dict[Column, int], signs: Signs) -> Text:
-    """Return the columns' titles."""
+    """Return the line of the columns' titles."""
     cells = [_cell(column.title, column, width, signs) for column, width in widths.items()]
     return Text(" ".join(cells), "bold")
 
 
 def line(row: Row, widths: dict[Column, int], longest: float, signs: Signs, chosen: bool) -> Text:
-    """Return the line of one rank; ``longest``: step of all rows, seconds."""
+    """Return the line of one rank.
+
+    Args:
+        row: the rank.
+        widths: the columns with their widths.
+        longest: longest step of all rows, seconds.
+        signs: characters of the terminal.
+        chosen: True if the user has chosen this rank.
+    """
     text = Text()
     for column, width in widths.items():
         if len(text):
@@ -309,11 +320,11 @@ class View:
     Attributes:
         sort: order of the rows.
         rank: the chosen rank.
-        history: the chosen rank's history is open.
-        run: the name of the chosen one of several runs.
-        opened: the chosen run alone is shown.
-        listed: all runs are shown, though only one is running.
-        keys: there is a keyboard, and the last line lists its keys.
+        history: True if the chosen rank's history is shown.
+        run: name of the chosen run, if there are several.
+        opened: True if the chosen run alone is shown.
+        listed: True if all runs are shown, though only one is running.
+        keys: True if there is a keyboard, so that the last line lists its keys.
     """
 
     sort: Sort = Sort.FIT
@@ -325,7 +336,12 @@ class View:
     keys: bool = True
 
     def move(self, rows: Sequence[Row], by: int) -> "View":
-        """Return the view with the rank before or after the chosen one."""
+        """Return the view with another chosen rank.
+
+        Args:
+            rows: the ranks.
+            by: number of rows to move; negative: up.
+        """
         order = [row.rank for row in self.sort.apply(rows)]
         if not order:
             return self
@@ -363,7 +379,7 @@ def _foot(view: View, said: str) -> list[Text]:
 
 
 def _cut(lines: list[Text], foot: list[Text], width: int, height: int | None) -> list[Text]:
-    """Crop the lines to the screen; the foot is the last line."""
+    """Return the lines cut to the screen; the foot is the last line."""
     if height is not None:
         room = max(1, height - len(foot))
         lines = [*lines[:room], *(Text() for _ in range(room - len(lines)))]
@@ -395,7 +411,7 @@ def _top(now: Snapshot, width: int, signs: Signs) -> list[Text]:
 
 
 def _table(now: Snapshot, view: View, width: int, room: int | None, signs: Signs) -> list[Text]:
-    """Return the ranks' lines; where not all fit, those around the chosen one."""
+    """Return the ranks' lines. If not all fit, these are the lines around the chosen rank."""
     if not now.rows:
         return []
     most = len(now.rows) if room is None else max(1, room - 2)
@@ -450,7 +466,7 @@ def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> l
 def runs_screen(
     runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
 ) -> list[Text]:
-    """Return all runs, two lines each, the newest first."""
+    """Return the lines of all runs, two per run, the newest first."""
     text = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
     lines = [Text(text, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")

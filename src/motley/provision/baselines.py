@@ -1,16 +1,17 @@
-r"""Measure many ways to train, one after the other, and say which is best here.
+r"""Measure many ways to train, one after the other, and show which is best here.
 
     python torch_dist/baseline_measure.py --matrix precision --steps 10 --repeats 1
     python torch_dist/baseline_measure.py --matrix strategies -- --model vit_base_patch16_224 \
         --dataset synthetic
     python torch_dist/baseline_measure.py --matrix my.toml --dry-run
 
-Each cell is an mpirun of its own, on the first so many hosts of hosts.txt, and ends by itself, by
-its failure or by its time limit: none can hurt the next. Repeats are interleaved (A B C, C B A).
-An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
-wrong one shows. Runs that have ended stay, and the same command goes on after a break. Words after
-``--`` are given to every run. motley/sweep/matrix.py shows the form of a matrix file, and presets/
-beside it has the presets. On a cluster, setup/slurm_job.sh --array gives each cell a job.
+Each cell is an mpirun of its own, on as many of the first hosts of hosts.txt as the cell needs. A
+cell that fails is ended, at the latest by its time limit, so that it cannot affect the next one.
+Repeats are interleaved (A B C, C B A). An fp32 run of the same samples comes first. Each cell's
+loss is compared with that run, so that a fast but wrong cell is noticed. Results of finished runs
+stay, and the same command continues after a break. Words after ``--`` are given to every run.
+motley/sweep/matrix.py shows the form of a matrix file, and presets/ beside it has the presets. On a
+cluster, setup/slurm_job.sh --array gives each cell a job.
 """
 
 import argparse
@@ -44,9 +45,9 @@ from motley.sweep.table import HEAD, Row, read_rows, shown, write_rows
 from motley.text import RUN, clock, did_you_mean, escape_unprintable, typed_command
 from motley.train.command_line import read_config, training_parser
 
-_START_S = 15.0  # that a run takes at least before its first step, for an estimate
-_TASK_S = 60.0  # of a task besides its runs
-_EVAL_IMAGES = 512  # of a run: what counts is its training, and a limit is for that
+_START_S = 15.0  # least time before a run's first step, for an estimate
+_TASK_S = 60.0  # time of a task besides its runs
+_EVAL_IMAGES = 512  # of a run: only its training counts, and the time limit is for that
 _GRACE_S = 10.0  # for a job to stop after its signal
 
 
@@ -64,7 +65,7 @@ class CellLauncher:
 
     @classmethod
     def from_command(cls, command: str | None, slurm: bool) -> "CellLauncher":
-        """Return the launcher that the user wrote. For None, return the usual one."""
+        """Return the launcher that the user wrote; for None, mpirun or srun."""
         usual = srun_words() if slurm else ["mpirun"]
         words = usual if command is None else shlex.split(command)
         return cls(tuple(words) or ("",), slurm)
@@ -84,7 +85,7 @@ class CellLauncher:
             )
 
     def line(self, hosts: Sequence[Host], hostfile: Path) -> list[str]:
-        """Return the words before those of the ranks.
+        """Return the words that come before the command of a rank.
 
         Args:
             hosts: hosts of the ranks.
@@ -100,7 +101,7 @@ class CellLauncher:
 
 
 def main() -> int:
-    """Measure as the command line asks; 2 for an error that the user can put right."""
+    """Measure as the command line asks, and return the exit code; 2 for an error of the user."""
     escape_unprintable()
     try:
         return measure(arguments())
@@ -113,7 +114,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the unfinished cells, show the table; 0 if every cell is done, 1 if some failed."""
+    """Run the unfinished cells and show the table. Return 0 if every cell is done, else 1."""
     matrix = read_matrix(
         matrix_file(options.matrix), options.nodes or read_hosts(options.hostfile),
         KnownNames(known_cells(), known_options()),
@@ -148,7 +149,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def write_table(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
-    """Write the table of all that has ended, and show it."""
+    """Write and print the table of all finished runs; return its rows."""
     with folder.writing_table():
         rows = read_rows(folder)
         paths = write_rows(folder, rows)
@@ -169,7 +170,7 @@ def plan_tasks(
 ) -> dict[str, Any]:
     """Return the parts of the request that setup/slurm_job.sh makes to Slurm.
 
-    These are the number of each cell that is left, one task each, and the longest time of a task
+    These are the number of each unfinished cell, one task each, and the longest time of a task
     in seconds: ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
     """
     remaining = Counter(cell for cell, _ in todo)
@@ -187,7 +188,7 @@ def run_task(
     number: int,
     todo: Sequence[tuple[Cell, int]],
 ) -> int:
-    """Measure one cell, and write the table of finished runs; 0 if the cell is done."""
+    """Measure one cell, and write the table of finished runs. Return 0 if it is done, else 1."""
     folder.join(matrix)
     if number >= len(matrix.all_cells):
         raise MotleyError(f"--task {number}: the matrix has {len(matrix.all_cells)} cells")
@@ -198,12 +199,14 @@ def run_task(
 
 
 def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cell, int]]:
-    """Return the runs that are left: cells and numbers of repeats, every other round backwards.
+    """Return the runs that are left, as cells and numbers of repeats.
+
+    The cells of every other repeat are in reverse order.
 
     Args:
         matrix: the matrix.
         folder: folder of the results.
-        retry: run failed cells again.
+        retry: True: run failed cells again.
     """
     turns = [(cell, 0) for cell in matrix.references]
     for repeat in range(matrix.repeats):
@@ -214,7 +217,7 @@ def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cel
 
 
 def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]) -> None:
-    """Print the cells, and how long they should take."""
+    """Print the cells, and the expected time of all runs."""
     remaining = {cell: sum(turn[0] == cell for turn in todo) for cell in matrix.all_cells}
     print(table(
         ("cell", "hosts", "batch", "runs left", "what runs"),
@@ -234,7 +237,7 @@ def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell,
 def run_all(
     matrix: Matrix, folder: BaselineFolder, launcher: CellLauncher, todo: Sequence[tuple[Cell, int]]
 ) -> None:
-    """Run the cells that are left, with a line for each."""
+    """Run the cells that are left, and print a line for each."""
     started = time.monotonic()
     for number, (cell, repeat) in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
@@ -251,14 +254,14 @@ def run_all(
 def run_one(
     matrix: Matrix, cell: Cell, repeat: int, folder: BaselineFolder, launcher: CellLauncher
 ) -> tuple[int | None, float]:
-    """Run one cell once, and end it with all its processes if it takes too long.
+    """Run one cell once, and end all its processes if it takes too long.
 
     Returns:
-        Its exit status, None if it was ended; and its seconds.
+        Its exit status, None if it was ended; and the seconds that it took.
     """
     hosts, _ = first_hosts(cell, matrix.hosts)
     attempt = folder.attempt(cell, repeat)
-    if attempt.path.exists():  # of a break in the middle of it
+    if attempt.path.exists():  # left by an interrupted attempt
         shutil.rmtree(attempt.path)
     script, *words = cell.words
     command = [
@@ -292,7 +295,7 @@ def rank_words(script: str) -> list[str]:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """Stop a job, with all that is left of it on this host; its ranks elsewhere end with it."""
+    """Stop a job and all its processes on this host; its ranks on other hosts end with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, number)
@@ -338,7 +341,7 @@ def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def known_options() -> dict[str, str]:
-    """Return training scripts' options that only a cell sets, and a matrix's words for them."""
+    """Return the options that only a cell may set, and the words for them in a matrix file."""
     own = {group for strategy in known_strategies().values() for group in strategy.options}
     return {
         flag: declared.cell
@@ -349,7 +352,11 @@ def known_options() -> dict[str, str]:
 
 
 def matrix_file(name: str) -> Path:
-    """Return the path of a preset, or of the user's own matrix file."""
+    """Return the path of a preset, or of the user's own matrix file.
+
+    Raises:
+        MotleyError: there is neither a preset nor a file of this name.
+    """
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -362,7 +369,10 @@ def matrix_file(name: str) -> Path:
 
 
 def read_nodes(text: str) -> tuple[Host, ...]:
-    """Return two nodes of four ranks for ``2x4``. The nodes' real names differ from job to job."""
+    """Return hosts for ``NODESxRANKS``: two nodes of four ranks for ``2x4``.
+
+    The hosts have made-up names, since the nodes' real names differ from job to job.
+    """
     nodes, _, ranks = text.partition("x")
     if not all(word.isdecimal() and 0 < int(word[:5]) == int(word) for word in (nodes, ranks)):
         raise argparse.ArgumentTypeError(f"{text!r}: give nodes and ranks of each, as in 2x4")
@@ -370,7 +380,7 @@ def read_nodes(text: str) -> tuple[Host, ...]:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the parsed command line; ``rest``: the words after ``--``."""
+    """Return the parsed command line; its ``rest`` has the words after ``--``."""
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(

@@ -1,15 +1,15 @@
-"""Changes your login shell on every host of hosts.txt, where the host lets you.
+"""Change your login shell on every host of hosts.txt that allows it.
 
   bash setup/change_cn_shell.sh                    # to /bin/bash
   bash setup/change_cn_shell.sh --shell /bin/tcsh  # or to another one, or back
-  bash setup/change_cn_shell.sh --dry-run          # says what it would do
+  bash setup/change_cn_shell.sh --dry-run          # prints what it would do
 
-You need not: Motley and mpirun work under tcsh too. The script shows what each
-host has, asks, asks for your password once (chsh wants it), then logs in to
-each host again, and changes the shell back where that fails. Where a directory
-(LDAP, NIS) keeps your account, nothing is changed. Needs ssh without a
-password (bash setup/passwordless_ssh.sh). Nothing but the account's login shell
-is changed, through the host's own chsh.
+This is optional: Motley and mpirun work under tcsh too. The script shows the
+shell on each host and asks for a yes, and once for your password, which chsh
+needs. Then it logs in to each host again, and changes the shell back if that
+fails. If a directory (LDAP, NIS) keeps your account, nothing is changed. Needs
+ssh without a password (bash setup/passwordless_ssh.sh). Only the account's
+login shell is changed, through the host's own chsh.
 
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
@@ -44,7 +44,7 @@ LIMIT_S = 30.0  # for all hosts together
 DONE, CHANGE, DIRECTORY = "already done", "change", "kept by a directory"
 UNNEEDED = "launching works under any shell, tcsh too"
 
-# Words: the shell that is wanted. One line: account, its shell, and what there is of both.
+# Argument: the wanted shell. Prints one line: user, present shell, and the facts that hold.
 _PROBE = """
 user=$(id -un)
 shell=$(getent passwd "$user" | cut -d : -f 7)
@@ -70,10 +70,11 @@ class Account:
     """The user's account on one host.
 
     Attributes:
-        shell: its login shell now.
-        facts: of ``local`` (in /etc/passwd), ``root``, ``same`` (the shell is the wanted one,
-            by whatever path), ``exists`` and ``listed`` (the wanted shell, in /etc/shells),
-            ``listed_now`` (the shell now), ``chsh``: those that hold.
+        user: name of the account.
+        shell: its present login shell.
+        facts: names of the facts that hold: ``local`` (in /etc/passwd), ``root``, ``same`` (the
+            shell is the wanted one, by any path), ``exists`` (the wanted shell exists), ``listed``
+            (it is in /etc/shells), ``listed_now`` (the present shell is there), ``chsh``.
     """
 
     user: str
@@ -82,7 +83,11 @@ class Account:
 
 
 def decide(account: Account, wanted: str, host: str) -> str:
-    """Return DONE, CHANGE or DIRECTORY. Raise HostTrouble where it cannot be that shell."""
+    """Return DONE, CHANGE or DIRECTORY for an account.
+
+    Raises:
+        HostTrouble: the host does not allow the wanted shell.
+    """
     if "same" in account.facts:
         return DONE
     if "local" not in account.facts:
@@ -108,10 +113,14 @@ def decide(account: Account, wanted: str, host: str) -> str:
 
 
 class Visit:
-    """One host, and the connection to it that stays open until all is well.
+    """One host, and the connection to it that stays open until the change has worked.
+
+    Args:
+        host: name of the host.
+        wanted: the wanted shell.
 
     Raises:
-        HostTrouble: it cannot be asked, or not be changed to ``wanted``.
+        HostTrouble: the host does not answer, or does not allow the wanted shell.
     """
 
     def __init__(self, host: str, wanted: str) -> None:
@@ -135,7 +144,7 @@ class Visit:
         """Change the shell, log in again, and change it back if that fails.
 
         Raises:
-            HostTrouble: of kind ``password refused``, or of another kind.
+            HostTrouble: of kind ``password refused`` for a wrong password, else of another kind.
         """
         self._chsh(self.wanted, password)
         try:
@@ -153,7 +162,7 @@ class Visit:
         return "changed"
 
     def _chsh(self, shell: str, password: str) -> None:
-        # PAM reads it from stdin where that is no terminal.
+        # PAM reads the password from stdin if stdin is no terminal.
         typed = f"{password}\n".encode()
         done = self.remote.run('chsh -s "$1"', shell, payload=typed, limit=15)
         if done.code == 0:
@@ -181,7 +190,7 @@ class Visit:
 
 
 def change_all(visits: Sequence[Visit]) -> dict[str, str | HostTrouble]:
-    """Ask for the password, where one is needed, and change all at once."""
+    """Ask for the password if one is needed, and change the shell on all hosts at once."""
     by_host = {visit.host: visit for visit in visits}
 
     def change(password: str, host: str) -> str:
@@ -193,7 +202,7 @@ def change_all(visits: Sequence[Visit]) -> dict[str, str | HostTrouble]:
 
 
 def parse(words: Sequence[str]) -> Namespace:
-    """Return the options, checked before anything begins."""
+    """Return the options, checked before any host is visited."""
     parser = Parser("change_cn_shell", __doc__)
     parser.add_argument("--shell", default="/bin/bash")
     options = parser.parse_args(words)
@@ -222,7 +231,7 @@ def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Show the shell of each host, ask, and change it."""
+    """Show the shell of each host, ask for a yes, change it, and return the exit code."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     visits = ask_all(hosts, lambda host: Visit(host, options.shell), LIMIT_S)

@@ -6,7 +6,7 @@ shown too, with their users.
   bash setup/clean_cn.sh
   bash setup/clean_cn.sh --dry-run      # only look
   bash setup/clean_cn.sh --yes          # end leftovers without asking
-  bash setup/clean_cn.sh --running      # and what still runs, or may
+  bash setup/clean_cn.sh --running      # also end processes that (may) still run
 
 A process is ours if it is yours and runs a script of this repository as
 entry_cn.sh does (or is that one's data worker, MPI daemon or mpirun). Its state:
@@ -21,7 +21,7 @@ touched.
 
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
-  --running         end what runs, or may, too
+  --running         also end running and unknown processes
   --yes             ask nothing
   --dry-run         print every change, do none
 
@@ -41,7 +41,7 @@ from motley.errors import HostTrouble
 from motley.provision import setup_command
 from motley.provision.setup_command import printable, run_module
 
-LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
+LIMIT_S = 12.0  # to connect, list processes, and wait twice for those that do not end
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,16 @@ class Row:
 
 
 def ask(host: str, *words: object) -> str:
-    """Return the output of ``python -m motley.cluster.orphans`` on a host; raises HostTrouble."""
+    """Return the output of ``python -m motley.cluster.orphans`` on a host.
+
+    Raises:
+        HostTrouble: the host does not answer.
+    """
     return run_module(host, "motley.cluster.orphans", *words, limit=LIMIT_S - 1)
 
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
-    """Look at all hosts at once."""
+    """Return the survey of each host, or its trouble; all hosts are asked at once."""
     return setup_command.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
 
 
@@ -75,7 +79,7 @@ def list_rows(surveys: Mapping[str, Survey]) -> list[Row]:
 
 
 def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
-    """Print the tables."""
+    """Print a table of training processes, and a table of other processes on GPUs."""
     if rows:
         cells = [
             (
@@ -149,7 +153,7 @@ def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Look, show, ask, end."""
+    """List the processes, ask for a yes, end them, and return the exit code."""
     parser = setup_command.Parser("clean_cn", __doc__)
     parser.add_argument("--running", action="store_true")
     parser.add_argument("--yes", action="store_true")

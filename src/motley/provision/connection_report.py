@@ -1,4 +1,4 @@
-"""Faults of hosts, found by pure functions of their reports, and the connection test's table.
+"""Faults of hosts, derived from their reports by pure functions, and the connection test's table.
 
 Properties are the rows of the table, and hosts are its columns.
 """
@@ -25,7 +25,7 @@ DISK_MIB = 1024  # a checkpoint of ViT-B/16 with its optimizer takes 1 GB
 INODES = 1000
 SHM_MIB = 64  # NCCL and data workers pass batches through it; Docker's default
 
-# Where a login shell's text comes from, and how a file says that it is for people alone.
+# Files in which a login shell may print text, and a guard that prints it on terminals alone.
 _GREETERS = {
     "tcsh": ("~/.tcshrc or ~/.cshrc", "if ($?prompt) echo hello"),
     "csh": ("~/.cshrc", "if ($?prompt) echo hello"),
@@ -37,11 +37,13 @@ _GREETERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not well, or worth a note.
+    """A fault of a host, or a note on it.
 
     Attributes:
-        kind: in one to three words.
-        wrong: training is at risk; else it is a note.
+        kind: name of the fault, one to three words.
+        found: description of the fault.
+        fix: what the user can do.
+        wrong: True: training is at risk. False: a note.
     """
 
     kind: str
@@ -60,9 +62,10 @@ class Here:
     Attributes:
         machine: its architecture.
         python: version of its environment's Python.
-        packages: name to version of the packages in its environment.
-        needed: normal names of those that training needs.
-        venv, root: paths of environment and repository.
+        packages: versions of the packages in its environment, by name.
+        needed: normal names of the packages that training needs.
+        venv: path of the environment.
+        root: path of the repository.
     """
 
     machine: str
@@ -74,7 +77,7 @@ class Here:
 
 
 def normal(name: str) -> str:
-    """Return a package's name as pip compares it."""
+    """Return a package's name in the normal form in which pip compares names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -163,7 +166,7 @@ def judge_clock(report: HostReport) -> Iterator[Finding]:
 
 
 def judge_room(report: HostReport) -> Iterator[Finding]:
-    """Yield findings on the room on disk, at home and in /dev/shm."""
+    """Yield findings on the free space of the repository's disk, the home and /dev/shm."""
     place, free = report.place, report.disk_free_mib
     if _full(report.place_write) or (free is not None and free < DISK_MIB):
         remaining = "" if free is None else f", {free:,.0f} MiB are free"
@@ -249,7 +252,7 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
             "the ranks beyond are left out",
             wrong=False,
         )
-    # CUDA 13 has no code for what is older than Turing, and nor have builds of torch for it.
+    # CUDA 13, and builds of torch for it, have no code for GPUs older than Turing.
     if any(normal(name).endswith("-cu13") for name in report.packages):
         old = [each for each in report.devices if each.capability and each.capability < (7, 5)]
         for each in old:
@@ -266,7 +269,7 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
 def judge_networks(
     reports: Iterable[HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None]:
-    """Return the place of each of several hosts on their shared subnet, or a finding."""
+    """Return each host's place on the shared subnet, and a finding if there is no shared subnet."""
     result = list(reports)
     names = {number: report.host for number, report in enumerate(result)}
     machines = {number: report.interfaces for number, report in enumerate(result)}
@@ -289,7 +292,7 @@ def grouped(findings: Mapping[str, Iterable[Finding]]) -> dict[Finding, list[str
     return groups
 
 
-_CELL = 24  # characters; what is longer goes on in the next line
+_CELL = 24  # characters; longer text is wrapped
 _GAP = 2
 
 
@@ -300,7 +303,7 @@ def show(
     here: Here,
     width: int,
 ) -> str:
-    """Return tables below each other, each of as many hosts as ``width`` characters hold."""
+    """Return tables, one below the other, each as wide as ``width`` characters at most."""
     columns: dict[str, dict[str, list[str]]] = {}
     for host, result in results.items():
         if isinstance(result, HostTrouble):
@@ -344,7 +347,7 @@ def _block(
 
 
 def describe(report: HostReport, network: Network | None, here: Here) -> dict[str, str]:
-    """Return one host's cells, by label; an empty one is unknown."""
+    """Return one host's cells, by label; an empty cell is unknown."""
     first, newest = next(iter(report.pythons), None), report.newest_python
     python = first or newest
     unfit = "" if first else " (too old)" if newest and newest.version < (3, 11) else " (no venv)"

@@ -1,11 +1,11 @@
-"""See that MPI starts ranks and that they reach each other, as hello_mpi.c does in C.
+"""Check that MPI starts ranks and that they reach each other, as hello_mpi.c does in C.
 
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh setup/hello_mpi.py
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh setup/hello_mpi.py --lose-one
 
-Each rank prints its place and receives a number from all others. Then the machines measure what
-the links between them carry. With --lose-one the last rank kills itself in place of that, and each
-other rank prints a line if the launcher lets it live on: the trial of keep_training.sh.
+Each rank prints its number and receives a number from all others. Then the machines measure the
+bandwidth of the links between them. With --lose-one the last rank kills itself instead, and each
+other rank prints a line if the launcher lets it live on. keep_training.sh uses that trial.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from motley.launch.world import World, ranks_of_launch, run
 
 # Open MPI 4.1 sends SIGCONT at once and SIGTERM after 1 s. Slurm's PMIx plugin kills after 1 s.
 _WAIT_S = 2.0
-# For the other ranks to finish an exchange, or a line: the launcher may end the job with the first.
+# In which the other ranks finish an exchange, or a line. The launcher may end all ranks with one.
 _LEAVE_S = 0.3
 
 
 def main() -> None:
-    """Say hello, or lose a rank."""
+    """Print a greeting from all ranks, or lose a rank with ``--lose-one``."""
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lose-one", action="store_true", help="see which ranks outlive another")
     if parser.parse_args().lose_one:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def greet(world: World) -> None:
-    """Print one line, whole. Then rank 0 prints the links' bandwidth."""
+    """Print one complete line per rank. Then rank 0 prints the links' bandwidth."""
     total = sum(world.allgather(world.rank + 1))
     if total != world.size * (world.size + 1) // 2:
         raise MotleyError(f"{world}: the sum of ranks is {total}")

@@ -1,6 +1,6 @@
-"""The report of a host on itself.
+"""The report of a host on its own state.
 
-One sh script makes the report, and therefore no Python is needed there.
+An sh script makes the report, so no Python is needed on the host.
 
     with token_file() as token:
         reports = probe_all(["ecetesla0", "ecetesla1"], token=token)
@@ -34,8 +34,9 @@ class Python:
     """A Python on a host's PATH.
 
     Attributes:
+        path: path of the program.
         version: for example (3, 11, 2).
-        able: it can make environments: has venv and ensurepip.
+        able: True if it can make environments, because it has venv and ensurepip.
     """
 
     path: str
@@ -48,31 +49,48 @@ class HostReport:
     """The state of a host. A value that the host did not report is None or empty.
 
     Attributes:
-        host: its name in hosts.txt. node: its own name for itself.
+        host: its name in hosts.txt.
         here: True if it is this machine.
-        shell: path of the user's login shell. chatter: text that the shell prints at login.
+        node: host name that the machine reports.
+        user: name of the user there.
+        shell: path of the user's login shell.
+        chatter: text that the shell prints at login.
         local_account: True if the user is in its /etc/passwd, not in a directory (LDAP, NIS).
-        clock_offset_s: how far its clock is ahead of this machine's, seconds, and
-            clock_doubt_s: the error of that, at most: half the time of the question.
-        machine: its architecture, for example "x86_64". libc: for example "glibc 2.36".
-        cores: the cores that its processes may use.
-        memory_*_mib, shm_*_mib, disk_*_mib: MiB; shm is /dev/shm, disk is where the
-            repository is or would be. disk_free_inodes: files that can still be made there.
-        place: the examined folder: the repository, or its nearest parent.
-        place_write, home_write, temporary_write: "yes", or why no file can be written there, in
-            the system's words: "No space left on device", "Permission denied", "Read-only file
-            system".
+        clock_offset_s: how far its clock is ahead of this machine's, seconds.
+        clock_doubt_s: largest error of the offset, seconds: half the time of the question.
+        machine: its architecture, for example "x86_64".
+        libc: its C library, for example "glibc 2.36".
+        cpu: model name of the CPU.
+        cores: number of cores that its processes may use.
+        memory_total_mib: memory, MiB.
+        memory_free_mib: free memory, MiB.
+        shm_total_mib: size of /dev/shm, MiB.
+        shm_free_mib: free part of /dev/shm, MiB.
+        disk_total_mib: size of the disk at ``place``, MiB.
+        disk_free_mib: free part of that disk, MiB.
+        disk_free_inodes: number of files that can still be made on that disk.
+        place: the examined folder: the repository, or its nearest existing parent.
+        place_write: "yes", or the system's error when a file was written there, such as "No space
+            left on device", "Permission denied", "Read-only file system".
+        home: path of the user's home.
+        home_write: the same for the home.
+        temporary: path of the temporary folder.
+        temporary_write: the same for the temporary folder.
         repository: True if a repository is at the path that it has here, or at this folder's path
             if there is none here.
-        same_folder: True if that is the very folder that this machine has. None if unknown.
-        pythons: those >= 3.11, best first. newest_python: of any version.
-        environment: Python version of the environment, which is at the same path as here. None
-            without one. broken: why the environment there cannot be used.
-        packages: name to version of all packages installed in it.
-        driver, devices: of NVIDIA. gpu_error: the complaint of nvidia-smi.
-        interfaces: IPv4 addresses. speeds: Mbit/s by interface, where known.
-        infiniband: True if there is an adapter.
-        next_ssh: True if it logs in to the host named in the question without a password.
+        same_folder: True if that folder is the very one of this machine. None if unknown.
+        pythons: its Pythons >= 3.11 that can make environments, best first.
+        newest_python: its newest Python of any version.
+        environment: Python version of its environment, at the same path as here; None without one.
+        broken: the reason why that environment cannot be used; None: it can, or there is none.
+        packages: versions of the packages in that environment, by name.
+        driver: version of the NVIDIA driver.
+        devices: its GPUs.
+        gpu_error: error message of nvidia-smi.
+        interfaces: its IPv4 addresses.
+        speeds: Mbit/s by interface, where known.
+        infiniband: True if there is an InfiniBand adapter.
+        next_ssh: True if it can log in to the next host without a password.
     """
 
     host: str
@@ -119,12 +137,14 @@ class HostReport:
 
 @dataclass(frozen=True)
 class HostQuery:
-    """How a host was asked.
+    """The question to a host, with the facts that are needed to interpret the answer.
 
     Attributes:
-        host, here: as in :class:`HostReport`.
-        sent, answered: when the question left and its first line came, by this machine's clock.
-        token: name of the file that only this folder has; "" if it could not be made.
+        host: as in :class:`HostReport`.
+        here: as in :class:`HostReport`.
+        sent: time at which the question was sent, by this machine's clock.
+        answered: time at which the first line of the answer came, by this machine's clock.
+        token: name of a file that only this folder has; empty if it could not be made.
         tree: this machine's answer to ``tree``, for when there is no token.
     """
 
@@ -137,9 +157,15 @@ class HostQuery:
 
 
 def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
-    """Make a report from the output of cn_probe.sh.
+    """Return the report in the output of cn_probe.sh.
 
-    Raises ValueError, KeyError or TypeError for text that cn_probe.sh cannot have printed.
+    Args:
+        text: output of cn_probe.sh.
+        chatter: output of the login shell before it.
+        asked: the question.
+
+    Raises:
+        ValueError, KeyError or TypeError: cn_probe.sh cannot have printed the text.
     """
     result: dict[str, list[str]] = {}
     for line in text.split("\n"):
@@ -196,7 +222,7 @@ def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
 
 
 def _number(text: str | None) -> float | None:
-    """Return a number, or None for text that is none, as "[N/A]"."""
+    """Return a number; None if the text is no number, as "[N/A]"."""
     try:
         return float(text or "")
     except ValueError:
@@ -229,20 +255,20 @@ def _interfaces(found: Mapping[str, list[str]]) -> tuple[Interface, ...]:
 
 
 def _has_own_tree(only: Mapping[str, str], asked: HostQuery) -> bool | None:
-    """Return True if a host's repository is this machine's folder, and None if unknown."""
+    """Return True if a host's repository is this machine's folder, None if unknown."""
     if "tree" not in only or asked.token:
         return "token" in only
     theirs, ours = only["tree"].split(), asked.tree.split()
     if theirs == ours:
         return True
-    # A network disk has a device number of its own on every machine.
+    # A network disk has a different device number on every machine.
     return None if theirs[1:] == ours[1:] else False
 
 
 def _smi(
     found: Mapping[str, list[str]], uid: str | None
 ) -> tuple[str | None, tuple[DeviceFacts, ...]]:
-    """Return the driver and the GPUs from nvidia-smi's table."""
+    """Return the driver's version and the GPUs from nvidia-smi's table."""
     driver, devices = None, []
     held = [line.split(" ", 3) for line in found.get("held", [])]
     for match in map(_SMI.fullmatch, found.get("gpu", [])):
@@ -271,9 +297,10 @@ _SCRIPT = Path(__file__).with_name("cn_probe.sh")
 
 @contextlib.contextmanager
 def token_file() -> Iterator[str]:
-    """Make an empty file in the folder of the runs: a host that sees it has the same folder.
+    """Create an empty file in the folder of the runs while the context is open, and yield its name.
 
-    Yields its name; "" where this user may not write.
+    A host that sees the file has the same folder. The name is empty if this user may not write
+    there.
     """
     path = PLACE / f".motley-token-{secrets.token_hex(8)}"
     try:
@@ -297,7 +324,7 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
         limit: largest duration, in seconds.
 
     Raises:
-        HostTrouble: it took longer, hung up, or runs no script.
+        HostTrouble: the host took longer, closed the connection, or runs no script.
     """
     first: list[float] = []
 
@@ -337,7 +364,7 @@ def _last(done: Finished) -> str:
 
 @functools.cache
 def _own_tree() -> str:
-    """Return the tree line of cn_probe.sh: device, inode, hash of the scripts in setup/, if any."""
+    """Return this machine's ``tree`` line of cn_probe.sh: device, inode, hash of setup/."""
     setup, status = PLACE / "setup", PLACE.stat()
     content = hashlib.sha256()
     for path in [*sorted(setup.glob("*.sh")), *sorted(setup.glob("*.py"))]:
@@ -352,7 +379,7 @@ def probe_all(
     ring: bool = False,
     limit: float = 9.5,
 ) -> dict[str, HostReport | HostTrouble]:
-    """Connect to all hosts at once and probe them.
+    """Ask all hosts at once for their reports; return the report or trouble of each.
 
     Args:
         hosts: names of the hosts.

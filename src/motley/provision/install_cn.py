@@ -3,7 +3,7 @@
 The environment is at the same path on all hosts.
 
   bash setup/install_cn.sh
-  bash setup/install_cn.sh --dry-run            # what each host lacks
+  bash setup/install_cn.sh --dry-run            # the missing parts of each host
   bash setup/install_cn.sh --python-archive cpython-3.12-install_only.tar.gz
   .venv/bin/pip download uv -r .venv/requirements.lock -d wheels  # with a network
   bash setup/install_cn.sh --offline wheels     # hosts without one
@@ -15,8 +15,8 @@ that share this folder need nothing more. The others get the files that git
 tracks, and a standalone Python where theirs is not the same 3.X (from the
 network, or the archive given). They also get the versions of
 .venv/requirements.lock: 6 GB and some minutes, all at once. At the end each
-host imports the packages and runs a kernel. Cut short, the same command goes on
-where it was. Changed are the repository's folder, the environment and pip's cache, nothing else.
+host imports the packages and runs a kernel. After an interruption, the same command
+continues. Only the repository's folder, the environment and pip's cache are changed.
 
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
@@ -67,9 +67,10 @@ class Build:
 
     Attributes:
         name: folder of https://download.pytorch.org/whl/; PYPI for the one on PyPI.
-        oldest, newest: CUDA compute capabilities that it has kernels for.
+        oldest: lowest CUDA compute capability that it has kernels for.
+        newest: highest CUDA compute capability that it has kernels for.
         driver: lowest major version of the NVIDIA driver that it works with.
-        last: release of torch that it ends with; empty: it goes on.
+        last: last release of torch with this build; empty if there is no last one yet.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Build:
     last: str = ""
 
 
-# The first that fits is taken: the one with the newest torch. Sources, read on 2026-11-25:
+# The first build that fits is used: the one with the newest torch. Sources, read on 2026-11-25:
 # - capabilities: "PyTorch CUDA Support Matrix" in pytorch's RELEASE.md, releases 2.11 to 2.14
 #   (pytorch#164471, #175253, #182849, #197555), and torch.cuda.get_arch_list(). Kernels of one
 #   major version run on all later minor ones: sm_60's on 6.1, sm_86's on 8.9, sm_120's on 12.1.
@@ -94,7 +95,7 @@ BUILDS = (
     Build("cu118", (5, 0), (9, 0), 450, last="2.7"),
 )
 
-# nvidia-smi of drivers before 510 does not know compute capabilities, but all names.
+# nvidia-smi of drivers before 510 reports no compute capabilities, but names.
 _FAMILIES = {
     "GTX 9": (5, 2), "GTX 10": (6, 1), "Tesla P4": (6, 1), "P100": (6, 0), "TITAN X": (6, 1),
     "V100": (7, 0), "TITAN V": (7, 0), "GTX 16": (7, 5), "RTX 20": (7, 5), "T4": (7, 5),
@@ -104,7 +105,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class HostGpu:
-    """A GPU as far as it matters here; ``driver`` is the whole version, "535.183.01"."""
+    """A GPU with the facts for the choice of a build; ``driver`` is a version like "535.183.01"."""
 
     host: str
     name: str
@@ -113,20 +114,20 @@ class HostGpu:
 
 
 def fits(build: Build, gpu: HostGpu) -> bool:
-    """Return True if a build runs on a GPU. A GPU of unknown capability is taken to be newer."""
+    """Return True if a build runs on a GPU. A GPU of unknown capability counts as newer."""
     capability = gpu.capability or get_capability(gpu.name)
     known = capability is None or build.oldest <= capability <= build.newest
     return known and int(gpu.driver.partition(".")[0]) >= build.driver
 
 
 def get_capability(name: str) -> tuple[int, int] | None:
-    """Compute capability of a GPU by its name; None if it is not in the list."""
+    """Return the compute capability of a GPU by its name; None if it is not in the list."""
     result = [capability for part, capability in _FAMILIES.items() if part in name]
     return result[0] if result else None
 
 
 def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
-    """Return the build for a lab, and the reason.
+    """Return the name of the build for a lab, and the reason.
 
     Args:
         gpus: GPUs of all hosts.
@@ -173,7 +174,7 @@ _printing = threading.Lock()
 
 
 def main(words: Sequence[str]) -> int:
-    """Install the missing parts on all hosts, and check that they work."""
+    """Install the missing parts on all hosts, check that they work, and return the exit code."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     with token_file() as token:
@@ -202,7 +203,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options, checked before anything begins."""
+    """Return the options, checked before any host is visited."""
     instead = f"make {VENV} on each host, and there: {VENV}/bin/pip install {PINNED}"
     parser = Parser("install_cn", __doc__, instead=instead)
     parser.add_argument("--python-archive", type=Path)
@@ -218,7 +219,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_wheels(folder: Path) -> None:
-    """Raise MotleyError unless the folder has a wheel of every version of the lock."""
+    """Raise MotleyError unless the folder has a wheel of every version of the lock file."""
     have = {tuple(_plain(part) for part in each.name.split("-")[:2]) for each in folder.glob("*")}
     lines = [line for line in LOCK.read_text().split() if "==" in line]
     missing = [line for line in lines if tuple(map(_plain, line.split("=="))) not in have]
@@ -235,7 +236,7 @@ def _plain(word: str) -> str:
 
 
 def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> None:
-    """Say which build of torch runs on all GPUs, and put it here if another one is."""
+    """Print the build of torch that runs on all GPUs, and install it here if another one is."""
     gpus = [
         HostGpu(report.host, device.name, device.capability, report.driver)
         for report in reports
@@ -261,7 +262,7 @@ def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> 
 
 
 def _ends_well(command: Sequence[str]) -> bool:
-    """Return True if a program that prints its own progress ends with status 0."""
+    """Return True if a program ends with status 0. The program prints its own progress."""
     try:
         return subprocess.run(command, check=False, timeout=INSTALL_LIMIT_S).returncode == 0
     except subprocess.TimeoutExpired:
@@ -273,7 +274,7 @@ def _ends_well(command: Sequence[str]) -> bool:
 
 
 def describe(report: HostReport) -> tuple[str, str, str]:
-    """Return a row on the host's state before the installation."""
+    """Return a host's row in the table before the installation: host, Python, environment."""
     if report.same_folder:
         where = "this machine" if report.here else "shares this folder"
         return report.host, report.environment or "-", where
@@ -286,13 +287,17 @@ def describe(report: HostReport) -> tuple[str, str, str]:
 
 
 def _find_python(report: HostReport) -> str | None:
-    """Return the host's own Python of the same 3.X as the environment here."""
+    """Return the path of the host's own Python of this environment's version 3.X, or None."""
     same = [each.path for each in report.pythons if each.version[:2] == sys.version_info[:2]]
     return same[0] if same else None
 
 
 def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespace) -> None:
-    """Bring a host files, Python and packages; raises HostTrouble."""
+    """Send a host the files, and install Python and packages there.
+
+    Raises:
+        HostTrouble: a part could not be installed.
+    """
     report = reports[host]
     if report.same_folder:
         if not report.environment:
@@ -327,7 +332,7 @@ def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
 
 
 def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> None:
-    """Send the files, then let make_env.sh do the rest there."""
+    """Send the files to a host, and run make_env.sh there."""
 
     def print_line(line: str) -> None:
         with _printing:
@@ -358,7 +363,11 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
 
 
 def verify(host: str) -> tuple[str, str]:
-    """Import the packages and run a kernel on a host; versions and speeds, or HostTrouble."""
+    """Import the packages and run a kernel on a host; return torch's version and the speeds.
+
+    Raises:
+        HostTrouble: the packages or the kernel fail.
+    """
     with connect(host) as remote:
         done = run_python(remote, _VERIFY, limit=VERIFY_S)
     lines = done.output.splitlines()

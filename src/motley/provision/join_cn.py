@@ -3,14 +3,14 @@
   bash setup/join_cn.sh ecetesla1
   bash setup/join_cn.sh ecetesla1 ecetesla3 --dry-run
 
-A run under setup/keep_training.sh asks once a minute, and takes the host back at a step
-boundary when what is left to train gains more by that than the new start costs. Other
-runs take it when they are started anew.
+A run under setup/keep_training.sh checks once a minute, and adds the host again at a step
+boundary if the rest of the training gains more by that than the new start costs. Other
+runs use the host when they are started again.
 
 Options:
   --hostfile FILE   the hosts that there are; default: hosts.txt in the
                     repository (motley: in this folder)
-  --dry-run         say who is away, and change nothing
+  --dry-run         print which hosts are away, and change nothing
 
 Exit status: 0 all take part, 1 some host could not be asked, 2 nothing was begun.
 """
@@ -24,7 +24,7 @@ from motley.text import typed_command
 
 
 def main(words: Sequence[str]) -> int:
-    """Remove the marks, and say which there were."""
+    """Remove the marks, print which hosts had one, and return the exit code."""
     parser = setup_command.Parser("join_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     options = parser.parse_args(words)

@@ -1,8 +1,8 @@
-"""The hosts on which keep_training.sh may start a run: the ones that answer and are not away.
+"""The hosts on which keep_training.sh may start a run: those that answer and are not away.
 
 The module also handles hosts that leave under ``--polite`` and hosts that come back. While a job
-runs without some hosts, the module asks these again. The module ends the job for a return when the
-records of the job's speed say that the return pays.
+runs without some hosts, the module asks these hosts again. If the records of the job's speed show
+that a return pays, the module ends the job, to start it again with the returned hosts.
 """
 
 import sys
@@ -26,7 +26,7 @@ from motley.text import typed_command
 
 
 def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
-    """Compute the seconds that a step takes once more hosts share its batch.
+    """Return the seconds of a step once more hosts share its batch.
 
     The samples per second of the hosts add up, as in a split by speed. The cost of the wire is part
     of the measured time, and is assumed to stay the same.
@@ -46,10 +46,12 @@ def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class ReadmissionEstimate:
-    """The seconds that a readmission saves and costs.
+    """The seconds that a readmission of hosts saves and costs.
 
     Attributes:
-        steps: left in the run. step_s: seconds of each now. with_s: with the hosts that are back.
+        steps: number of steps left in the run.
+        step_s: seconds of a step now.
+        with_s: seconds of a step with the returned hosts.
         cost_s: seconds without a step, while the job ends and starts again.
     """
 
@@ -78,8 +80,8 @@ class ReadmissionEstimate:
         )
 
 
-QUIET_S = 300.0  # without other users at a polite host before it comes back
-_AGAIN_S = 60.0  # before a polite host that was lost is asked to be so again
+QUIET_S = 300.0  # without other users before a host under --polite comes back
+_AGAIN_S = 60.0  # before the watching process is started again on a host that was lost
 _NO_END_S = 1e9
 
 
@@ -89,11 +91,12 @@ class HostAnswers:
 
     Attributes:
         alive: hosts that can take part, in the hostfile's order.
-        lost: why each other host does not answer. away: until when others are away, in
-            words. ends: when the marks of these end, seconds since the epoch, where they do.
-        nodes: a host's own name for itself, which a run's records use.
-        sees: True if the host sees the run's folder as this machine does.
-        speeds: remembered speeds, by the host's own name; see motley.membership.away.
+        lost: reason for each host that does not answer.
+        away: for each host that is away, the reason or time in words.
+        ends: times at which marks end, seconds since the epoch; without marks that have no end.
+        nodes: host name that each machine reports, which a run's records use.
+        sees: True for each host that sees the run's folder as this machine does.
+        speeds: remembered speeds, by the machine's own host name; see host_agent.speeds.
     """
 
     alive: tuple[Host, ...]
@@ -111,7 +114,7 @@ class HostAnswers:
 
 
 def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozenset()) -> HostAnswers:
-    """Ask all hosts at once; it takes no longer than one host.
+    """Ask all hosts at once, and return their answers. The time is that of the slowest host.
 
     Args:
         hosts: the hosts.
@@ -137,7 +140,7 @@ def _ask(host: str, folder: Path) -> dict[str, Any]:
     try:
         return ask_agent(host, "ask", folder, limit=ASK_S)
     except HostTrouble as trouble:
-        if trouble.kind in ("no environment", "cannot look"):  # mpirun will say what is wrong
+        if trouble.kind in ("no environment", "cannot look"):  # mpirun will report the fault
             return {}
         raise
 
@@ -147,9 +150,9 @@ def _why(mark: dict[str, Any]) -> str:
 
 
 def be_polite(hosts: Sequence[Host]) -> None:
-    """Make all hosts leave while another user is there, from now on.
+    """Have all hosts leave while another user needs them, from now on.
 
-    A process on each host watches it, and ends with this process.
+    A process on each host watches for other users, and ends with this process.
     """
     for host in hosts:
         threading.Thread(target=_be_polite, args=(host.name,), daemon=True).start()
@@ -168,7 +171,7 @@ def print_now(text: str) -> None:
     print(f"keep_training: {typed_command(text)}", file=sys.stderr, flush=True)
 
 
-_FEW = 4  # steps, of which no usual time is known
+_FEW = 4  # least intervals between steps for a usual time
 
 
 def progress(folder: Path) -> int:
@@ -186,25 +189,27 @@ class Figures:
 
     def __init__(self, folder: Path) -> None:
         self._folder = RunFolder(folder)
-        # Samples a second of all ranks of a host, by its own name, 0 where the plan has left it
-        # out. Beside it, the number of these ranks.
+        # Samples per second of all ranks of a host, by its own name; 0 if the plan has left the
+        # host out. The next attribute has the number of these ranks.
         self._rates: dict[str, float] = {}
         self._ranks = Counter[str]()
-        self._steps: dict[frozenset[tuple[str, int]], float] = {}  # seconds of one, by who trains
+        self._steps: dict[
+            frozenset[tuple[str, int]], float
+        ] = {}  # seconds of a step, by the hosts that train and their numbers of ranks
         self._launched = 0.0
         self._starts: list[float] = []  # seconds from each launch to its first step
-        self._end_s = 0.0  # from when the end was asked for
+        self._end_s = 0.0  # seconds from the request to end the job to its end
 
     def launched(self) -> None:
-        """Record that a start begins now."""
+        """Record that a start of the job begins now."""
         self._launched, self._first, self._knows = time.time(), False, False
 
     def ended(self, asked: float) -> None:
-        """Record that a job ends now, whose end was requested at a time."""
+        """Record that a job ends now, whose end was requested at the time ``asked``."""
         self._end_s = time.time() - asked
 
     def resume_point(self) -> str:
-        """Return the step at which the run goes on, and the finished steps that it repeats.
+        """Return a phrase on the step at which the run continues, and on the steps that it repeats.
 
         Steps that are not recorded are not counted.
         """
@@ -217,7 +222,7 @@ class Figures:
     def look(self) -> None:
         """Record the time of the first step since the launch, and the speed of the first steps.
 
-        The speed is that of all ranks. A call is cheap once it is known.
+        A call is cheap once both are known.
         """
         if self._first:
             self._knows = self._knows or self.read()
@@ -229,7 +234,7 @@ class Figures:
             self._starts.append(min(since) - self._launched)
 
     def read(self) -> bool:
-        """Read the records of the running or last job. Return False if they say too little yet."""
+        """Read the records of the running or last job. Return False if there are too few."""
         content, step_s = self._folder.read_run(), self._step_s()
         hosts = [str(rank.get("host")) for rank in content.get("ranks") or []]
         counts: list[int] = (content.get("plan") or {}).get("counts") or []
@@ -237,7 +242,7 @@ class Figures:
             return False
         now = Counter(hosts)
         self._steps[frozenset(now.items())] = step_s
-        self._ranks |= now  # the most of each
+        self._ranks |= now  # the larger number for each host
         self._rates |= {str(each.get("host")): 0.0 for each in content.get("left_out") or []}
         for host, ranks in now.items():
             own = sum(n for name, n in zip(hosts, counts, strict=True) if name == host)
@@ -254,11 +259,15 @@ class Figures:
         }  # fmt: skip
 
     def training(self) -> set[str]:
-        """Return the hosts, by their own names, of which a rank trains."""
+        """Return the hosts on which a rank trains, by their own names."""
         return {str(rank.get("host")) for rank in self._folder.read_run().get("ranks") or []}
 
     def speed_without(self, nodes: Collection[str]) -> float | None:
-        """Return the other hosts' part of each step, by the last plan. None if unknown."""
+        """Return the other hosts' part of each step, by the last plan; None: unknown.
+
+        Args:
+            nodes: own names of the hosts to leave out.
+        """
         content: dict[str, Any] = self._folder.read_run()
         counts: list[int] = (content.get("plan") or {}).get("counts") or []
         hosts = [rank.get("host") for rank in content.get("ranks") or []]
@@ -270,10 +279,10 @@ class Figures:
     def take_back(
         self, back: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> ReadmissionEstimate | None:
-        """Return the estimated saving of taking back hosts, or lost ranks of theirs, now.
+        """Return the estimated saving of adding returned hosts, or their lost ranks, now.
 
         Return None while the saving is unknown. A host's speed is the one measured when it took
-        part. Without one, its remembered speed counts, and without that the average of the other
+        part. Without one, its remembered speed is used, and without that the average of the other
         hosts.
 
         Args:
@@ -294,12 +303,12 @@ class Figures:
         known = self._steps.get(frozenset(whole.items()))
         with_s = known or step_with(batch, step_s, [rate for rate in rates if rate > 0])
         remaining = max(0, last - int(steps[-1]["step"]) - 1)
-        # The first start may have loaded data; and with more hosts it takes longer.
+        # The first start may have loaded data, and a start with more hosts takes longer.
         start_s = max(self._starts[1:] or self._starts)
         return ReadmissionEstimate(remaining, step_s, with_s, start_s + self._end_s)
 
     def _step_s(self) -> float | None:
-        """Return the usual seconds of a step of this start; None if it has taken too few."""
+        """Return the usual seconds of a step since this start; None if there were too few steps."""
         steps = [step for step in self._folder.last_steps() if step["time"] > self._launched]
         times = [step["time"] for step in steps]
         between = [after - before for before, after in pairwise(times)]
@@ -314,16 +323,16 @@ def _remembered(speeds: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
 
 
 ASK_AGAIN_S = 60.0  # between questions to hosts that are missing
-_NOT_YET_S = 5.0  # where no usual time of a step is known
+_NOT_YET_S = 5.0  # between estimates while no usual time of a step is known
 
 
 def until_asked_s(asked: HostAnswers) -> float:
-    """Return the seconds until hosts are asked again: fewer where one has named its return."""
+    """Return the seconds until hosts are asked again, at most until the first mark ends."""
     return max(1.0, min([ASK_AGAIN_S, *(end - time.time() + 0.5 for end in asked.ends)]))
 
 
 class Returns:
-    """The watch for returning hosts of one job.
+    """The watch for returning hosts during one job.
 
     Args:
         folder: folder of the run.
@@ -340,7 +349,7 @@ class Returns:
         self._due = time.monotonic() + until_asked_s(asked)
         self._answers: list[HostAnswers] = []
         self._thread: threading.Thread | None = None
-        self._paused = 0.0  # when the job was asked to end
+        self._paused = 0.0  # time of the request to end the job; 0: none
         self._told = frozenset[str]()
 
     def look(self) -> None:
@@ -377,7 +386,7 @@ class Returns:
         gain = self._figures.take_back(
             {node: asked.speeds.get(node, []) for node in nodes.values()}
         )
-        trains = self._figures.training()  # but for lost ranks
+        trains = self._figures.training()  # such a host has only lost some ranks
         words = [f"the rest of {name}" if nodes[name] in trains else name for name in nodes]
         names = f"{join_names(words)} {'is' if len(back) == 1 else 'are'}"
         if gain is None:
@@ -392,8 +401,8 @@ class Returns:
     def _pause(self, hosts: Collection[str]) -> bool:
         """Have the job save and end at a step boundary. Return True if some rank got the request.
 
-        The signal goes to ranks themselves: mpirun would send it to all that these have started,
-        such as compilers, which it ends.
+        The signal is sent to the ranks themselves. mpirun would send it to all processes that these
+        have started, such as compilers, which the signal ends.
         """
         requested = time.time()
         words = ("pause", str(self._folder.parent), self._folder.name)

@@ -7,38 +7,38 @@ The next start uses the machines that are left when one of them dies.
   bash setup/keep_training.sh --dry-run mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
   bash setup/keep_training.sh --polite mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
 
-The line is what you would type; what follows ./entry_cn.sh may be any training
-script and its options. Before each start all hosts are asked by ssh, at once, and a host
-that does not answer is left out: its ranks go, and their places in --shares,
---precision and --micro-batch. When the run ends by a lost rank or host, it goes on
+The line is what you would type; any training script and its options may follow
+./entry_cn.sh. Before each start all hosts are asked by ssh, at once, and a host
+that does not answer is left out: its ranks are removed, and their values in --shares,
+--precision and --micro-batch. When a lost rank or host has ended the run, it continues
 from the last finished step, which the surviving ranks have saved, with the same
 batches and samples.
 
-Ranks can save, or go on, only where the launcher leaves them alive. This script sets the options
-of Open MPI 4.1, Open MPI 5 and srun for that, as variables; your own options and variables go
-before them. Before the first start it tries the line for some seconds, and kills one rank. Where
-the launcher then ends the others, the script prints what a lost rank costs, and the run saves
+Ranks can save, or continue, only if the launcher leaves them alive. This script sets the options
+of Open MPI 4.1, Open MPI 5 and srun for that, as variables; your own options and variables override
+them. Before the first start it tries the line for some seconds, and kills one rank. If the
+launcher then ends the others, the script prints the cost of a lost rank, and the run saves
 every 50 s, unless the line has --save-every.
 
 A host that another user needs leaves after its step (setup/leave_cn.sh). The script asks
-missing hosts, away or lost, again once a minute. A host that is back is taken back at a
+missing hosts, away or lost, again once a minute. A host that is back is added again at a
 step boundary if the rest of the run gains more by it than the new start costs. The
-forecast uses the steps and starts of this very run. Otherwise the host is taken back from
-the next start on. Where all hosts are away, or none that is left sees the checkpoints,
+forecast uses the steps and starts of this very run. Otherwise the host is added at
+the next start. If all hosts are away, or no remaining host sees the checkpoints,
 the script waits.
 
-With --polite a host gives way by itself, as with leave_cn.sh, within seconds of
+With --polite a host leaves automatically, as with leave_cn.sh, within seconds of
   a user at its console: a session at a local seat that logind calls active, not idle
     and not locked. Without logind, a text console typed on in the last 5 minutes,
     or a graphical login, counts. A user who comes by ssh is at no console
   a process of another user's that holds memory of one of its GPUs
-and may come back once it has seen neither for 5 minutes. Only this script can go on without
-a host, and take it back, and therefore the option is here. A small process on each host
-watches, and ends with this one.
+and may come back after 5 minutes without either. Only this script can continue without
+a host, and add it again, and therefore the option is here. A small process on each host
+watches for other users, and ends with this script.
 
-The script gives up, and says why, where going on makes no sense: a wrong option, a loss
-that is not finite, or faults again and again without a step in between. Ctrl-C
-ends it at once.
+The script gives up, and prints why, if another start makes no sense: after a wrong option, a
+loss that is not finite, or repeated faults without a step in between. Ctrl-C ends the script
+at once.
 
 Within an allocation of Slurm's the line may be one of srun, whose nodes are asked through
 Slurm. Give salloc or sbatch --no-kill, for a job without that option ends with its first node:
@@ -46,8 +46,8 @@ Slurm. Give salloc or sbatch --no-kill, for a job without that option ends with 
 
 Options, before the line:
   --restarts N   faults in a row without progress before it gives up; default 3
-  --polite       hosts give way to others by themselves
-  --dry-run      say which line would be run, and on which hosts; run nothing
+  --polite       hosts leave automatically while another user needs them
+  --dry-run      print which line would be run, and on which hosts; run nothing
 
 Exit status: that of the last run; 2 nothing was begun.
 """
@@ -92,10 +92,10 @@ from motley.provision.setup_command import Parser, run
 from motley.records.run_folder import RunFolder, is_free, take_folder
 
 _LOOK_S = 0.5
-# Seconds for srun to end after a fault, once rank 0 has ended or not: it waits for a lost node, for
-# minutes by Slurm's own settings.
+# Seconds for srun to end after a fault, if rank 0 has ended, and if it has not. By Slurm's own
+# settings srun waits for a lost node for minutes.
 _SRUN_S, _SRUN_MOST_S = 3.0, 60.0
-_NO_MACHINE = {  # of faults that would come again with any machines
+_NO_MACHINE = {  # faults that would happen again on any machines
     FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
     FaultKind.REFUSED: "what it says is for you to change",
     FaultKind.STOPPED: "somebody has stopped it",
@@ -106,10 +106,11 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 @dataclass
 class Stop:
-    """The user's request, made by a signal.
+    """The user's request to stop, made by a signal.
 
     Attributes:
-        number: of the signal; 0: no request.
+        number: number of the signal; 0: no request.
+        job: the process of the launcher while it runs.
     """
 
     number: int = 0
@@ -118,8 +119,7 @@ class Stop:
     def __call__(self, number: int, _: object) -> None:
         """Store the signal, and pass it on to the launcher if the launcher has not received it."""
         self.number = number
-        # Ctrl-C reaches mpirun from the terminal, if that has one; what is sent to this process
-        # alone is passed on.
+        # A terminal sends Ctrl-C to mpirun too. A signal to this process alone is passed on.
         if self.job is not None and (number == signal.SIGTERM or ignores_hangup()):
             self.job.send_signal(number)
 
@@ -137,14 +137,18 @@ class Keeper:
         self._line, self._restarts, self._stop = line, restarts, stop
         self._figures = Figures(line.folder)
         self._missing = frozenset[str]()  # hosts that the job runs without
-        self._back = frozenset[str]()  # hosts that this start has taken back
+        self._back = frozenset[str]()  # hosts that have returned for this start
         self._unwanted = frozenset[str]()  # hosts that no step was taken with
         self._faults = 0
         self._asking = ThreadPoolExecutor(1)
         self._environ = dict[str, str]()
 
     def run(self) -> int:
-        """Run the line until it has ended well, or going on makes no sense; its exit status."""
+        """Run the line until it has ended well, or until another start makes no sense.
+
+        Returns:
+            The exit status.
+        """
         answers = None
         for number in count():
             requested = self._wait_for_hosts(answers)
@@ -186,7 +190,7 @@ class Keeper:
         """Test if ranks outlive one of them. If not, print the cost of a lost rank.
 
         Returns:
-            The line to start, which then saves often.
+            The line to start, which saves often if ranks do not outlive one of them.
         """
         outcome, self._environ = prepare(line, self._variables(os.environ, line), self._stop)
         if self._stop.number or outcome is Outcome.LIVE:
@@ -197,30 +201,30 @@ class Keeper:
         return line.saving_every(SAVE_EVERY)
 
     def _variables(self, environ: Mapping[str, str], line: LaunchLine) -> dict[str, str]:
-        """Return the environment for a line, which may be of fewer nodes than were granted."""
+        """Return the environment for a line, which may use fewer nodes than Slurm has allocated."""
         remaining = NODE_COUNTS if line != self._line else ()
         return {name: value for name, value in environ.items() if name not in remaining}
 
     # -- between two starts
 
     def _content(self) -> dict[str, Any]:
-        """Return the contents of run.json, which a job writes once it has begun."""
+        """Return the contents of run.json, which a job writes when it starts."""
         return RunFolder(self._line.folder).read_run()
 
     def _has_failed(self, started: str | None) -> bool:
         """Return True if the running job has failed.
 
-        The job before it, which began at ``started``, does not count.
+        The previous job, which started at ``started``, does not count.
         """
         content = self._content()
         return content.get("status") == "failed" and content.get("started") != started
 
     def _gives_up(self, content: dict[str, Any], before: int, asked: HostAnswers) -> str:
-        """Return why the line is not started again. If it is, print that and return an empty text.
+        """Return the reason why the line is not started again; empty if it is, which is printed.
 
         Args:
             content: contents of run.json.
-            before: step of the checkpoint from which the job went on.
+            before: step of the checkpoint from which the job continued.
             asked: answers of the hosts after the end of the job.
         """
         failure = content.get("failure") or {}
@@ -247,7 +251,7 @@ class Keeper:
         return ""
 
     def _who_answers(self) -> str:
-        """Return the words on the hosts once none of them is missing."""
+        """Return a phrase on the hosts for the case that none of them is missing."""
         if self._line.hosts:
             return "all hosts answer"
         return "no host was asked, for the line names none (--hostfile FILE or -H HOSTS)"
@@ -256,10 +260,11 @@ class Keeper:
         return ask(self._line.hosts, self._line.folder, self._unwanted)
 
     def _wait_for_hosts(self, answers: HostAnswers | None) -> HostAnswers | None:
-        """Return the hosts of the next start, or None if the user has stopped it meanwhile.
+        """Return the answers of the hosts for the next start; None if the user has stopped it.
 
         Args:
-            answers: the newest answers of the hosts; a dead host takes its time not to answer.
+            answers: the newest answers of the hosts, to save the time that a dead host takes; None:
+                ask.
         """
         line, text = self._line, ""
         if answers and self._unwanted.intersection(host.name for host in answers.alive):
@@ -281,7 +286,7 @@ class Keeper:
                 time.sleep(0.2)
 
     def _cannot_start(self, asked: HostAnswers) -> str:
-        """Return why a start has to wait; empty if it need not."""
+        """Return the reason why a start has to wait; empty if it need not."""
         if not asked.alive:
             if not asked.away:
                 raise MotleyError("no host answers; see bash setup/test_cn_connection.sh")
@@ -295,13 +300,13 @@ class Keeper:
         return ""
 
     def _say_who(self, asked: HostAnswers) -> None:
-        """Print which hosts have gone since the last start, and which are back."""
+        """Print which hosts were lost since the last start, and which are back."""
         used = self._line.hosts_with_ranks
         now = asked.missing & used
         on = f"on with {len(used - now)} of {len(used)} hosts"
         part = self._figures.speed_without([asked.nodes.get(name, name) for name in now])
         speed = "" if part is None else f", about {part:.2f} of the speed"
-        for host in sorted(now - self._missing):  # a host without ranks is no loss
+        for host in sorted(now - self._missing):  # hosts without ranks are not reported
             why = f"away{asked.away[host]}" if host in asked.away else f"gone ({asked.lost[host]})"
             print_now(f"{host} is {why}; {on}{speed}")
         self._back = self._missing & used - now
@@ -324,17 +329,17 @@ class Keeper:
         Args:
             line: the line.
             asked: answers of the hosts of this start.
-            started: start time of the job before, from run.json.
+            started: start time of the previous job, from run.json.
 
         Returns:
-            The status of the line, and the hosts' answers after a fault. A dead host takes some
-            time not to answer, and so does mpirun, which waits for the dead host.
+            The status of the line, and a future of the hosts' answers after a fault, or None. The
+            hosts are asked early, because a dead host takes some time, and mpirun waits for it too.
         """
         early, failed = None, 0.0
         self._figures.launched()
         job = subprocess.Popen(
             line.words, env=self._variables(self._environ, line),
-            start_new_session=ignores_hangup(),  # else mpirun ends with the terminal all the same
+            start_new_session=ignores_hangup(),  # otherwise mpirun would end with the terminal
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )  # fmt: skip
         self._stop.job = job
@@ -358,7 +363,7 @@ class Keeper:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the line until it has ended well, or going on makes no sense."""
+    """Run the line until it has ended well, or until another start makes no sense."""
     parser = Parser("keep_training", __doc__, visits=False)
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--polite", action="store_true")

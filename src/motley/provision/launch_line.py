@@ -1,4 +1,4 @@
-"""An mpirun or srun line as a user types it, and the same without some hosts."""
+"""An mpirun or srun line as a user types it, and its variants without some hosts."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,15 @@ from motley.text import RUN
 _TASKS, _NODES, _LIST = ("-n", "--ntasks"), ("-N", "--nodes"), ("-w", "--nodelist")
 _PER_NODE = ("--ntasks-per-node",)
 _BARE = {"--resume": "auto"}  # values of options that are given without one
-NODE_COUNTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")  # variables that say what was granted
+NODE_COUNTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")  # variables with the size of the allocation
 
 
 def hosts_of_step(
     words: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[Host, ...]:
-    """Return the nodes on which srun starts ranks, and how many; empty outside of an allocation.
+    """Return the nodes on which srun starts ranks, with the number of ranks on each.
+
+    The result is empty outside of an allocation.
 
     Args:
         words: srun and its options.
@@ -40,7 +42,7 @@ def hosts_of_step(
 
 
 def on_hosts(words: Sequence[str], hosts: Sequence[Host]) -> list[str]:
-    """Return srun's words for these nodes alone, even if Slurm has still to end jobs there."""
+    """Return srun's words for these nodes alone, even if Slurm has not ended other steps there."""
     remaining = list(words)
     for flags in (_TASKS, _NODES, _LIST, _PER_NODE):
         remaining = _without(remaining, flags)
@@ -92,18 +94,19 @@ _SLURM = "srun"
 _LAUNCHERS = (*_MPI, _SLURM)
 _RANKS = ("-np", "--np", "-n", "--n")
 _HOSTFILES = ("--hostfile", "-hostfile", "--machinefile", "-machinefile")
-_LISTS = ("-H", "--host", "-host")  # of hosts in the line itself, as in a:2,b
+_LISTS = ("-H", "--host", "-host")  # options with a list of hosts, as in a:2,b
 _ENTRY = "entry_cn.sh"
-_BY_RANK = ("--shares", "--precision", "--micro-batch")  # options with one value a rank
+_BY_RANK = ("--shares", "--precision", "--micro-batch")  # options with one value per rank
 _EXAMPLE = "mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh"
 
 
 @dataclass(frozen=True)
 class LaunchLine:
-    """The line.
+    """A line that starts the ranks of a training.
 
     Attributes:
-        words: it. hosts: of its hostfile or its list of hosts, or of Slurm's allocation; empty: it
+        words: words of the line.
+        hosts: hosts of its hostfile or its list of hosts, or of Slurm's allocation; empty: the line
             names none.
     """
 
@@ -112,7 +115,7 @@ class LaunchLine:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "LaunchLine":
-        """Read a user's line. Raise MotleyError if it does not start a training."""
+        """Return a user's line. Raise MotleyError if it does not start a training."""
         line = [word for word in words if word != "--"] if words[:1] == ["--"] else list(words)
         if not line:
             raise MotleyError(f"which line? As in: bash setup/keep_training.sh {_EXAMPLE}")
@@ -134,7 +137,7 @@ class LaunchLine:
         return replace(result, hosts=read_hosts(hostfile)) if hostfile else result
 
     def _with_split_options(self) -> "LaunchLine":
-        """Return the line with ``--hostfile=F`` as two words, and so with each option read here."""
+        """Return the line with options such as ``--hostfile=F`` as two words."""
         own = list[str]()
         for word in self.words[: self._entry]:
             flag, joined, value = word.partition("=")
@@ -144,7 +147,7 @@ class LaunchLine:
 
     @property
     def _entry(self) -> int:
-        """Index of the first of the ranks' own words."""
+        """Index of the first word that belongs to the ranks."""
         return _find_rank_words(self.words)
 
     @property
@@ -154,12 +157,12 @@ class LaunchLine:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """Folder of the run."""
         return Path(self._value("--logs") or "logs") / str(self._value("--run"))
 
     @property
     def save_every(self) -> str | None:
-        """The user's own --save-every."""
+        """Value of --save-every in the user's line; None without it."""
         return self._value("--save-every")
 
     def saving_every(self, interval: str) -> "LaunchLine":
@@ -173,14 +176,14 @@ class LaunchLine:
         return (*start, *program, "--lose-one")
 
     def named(self, usual: str) -> "LaunchLine":
-        """Return the line with a name for the run's folder."""
+        """Return the line with a name for the run's folder: the user's, else ``usual``."""
         return self if self._value("--run") else self._with_script()._with_option("--run", usual)
 
     def resumed(self, has_own: bool) -> "LaunchLine":
         """Return the line that continues from the run's newest checkpoint.
 
         Args:
-            has_own: True if there is one; else the line begins again where the user has said.
+            has_own: True if there is a checkpoint. If not, a ``--resume`` of the user's stays.
         """
         if not has_own and self._value("--resume"):
             return self
@@ -188,18 +191,18 @@ class LaunchLine:
 
     @property
     def hosts_with_ranks(self) -> frozenset[str]:
-        """Names of the hosts that have a rank: fewer than those of the hostfile, for few ranks."""
+        """Names of the hosts that have a rank; a hostfile may have more hosts than ranks need."""
         return frozenset(self._places)
 
     @property
     def _places(self) -> list[str]:
-        """The host of each rank."""
+        """Host of each rank, by rank."""
         seats = [host.name for host in self.hosts for _ in range(host.slots)]
         requested = self._launcher_value(_RANKS)
         return seats[: int(requested)] if requested and requested.isdigit() else seats
 
     def with_hosts(self, alive: Sequence[Host], hostfile: Path) -> "LaunchLine":
-        """Return the line for some of its hosts alone.
+        """Return the line for the hosts ``alive`` alone.
 
         Args:
             alive: the hosts that stay.
@@ -235,7 +238,7 @@ class LaunchLine:
         return next((own[at + 1] for at, word in enumerate(own[:-1]) if word in flags), None)
 
     def _value(self, flag: str) -> str | None:
-        """Return the value that the line gives an option of the training script."""
+        """Return the value of an option of the training script in the line; None without it."""
         own = self.words[self._entry :]
         for at, word in enumerate(own):
             name, is_joined, value = word.partition("=")
@@ -257,7 +260,7 @@ class LaunchLine:
         return replace(self, words=(*line, *own))
 
     def _with_script(self) -> "LaunchLine":
-        """Return the line with its script's name, which may be left out only without options."""
+        """Return the line with its script's name, which must be there if options follow."""
         if len(self.words) > self._entry or Path(self.words[-1]).name != _ENTRY:
             return self
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))
@@ -269,7 +272,7 @@ def _has_value(words: Sequence[str], at: int) -> bool:
 
 
 def _find_rank_words(words: Sequence[str]) -> int:
-    """Return where the ranks' own words begin: behind entry_cn.sh or ``motley train``; or 0."""
+    """Return the index behind entry_cn.sh or ``motley train``; 0 if neither is there."""
     for at, word in enumerate(words, 1):
         if Path(word).name == _ENTRY:
             return at
@@ -281,8 +284,8 @@ def _find_rank_words(words: Sequence[str]) -> int:
 def _hosts_of_list(text: str) -> tuple[Host, ...]:
     """Return the hosts of ``a:2,b``; a host that is named twice has two slots.
 
-    The result is empty for a list of places in an allocation (``+n0``) or of as many slots as there
-    are cores (``a:*``).
+    The result is empty for a list of places in an allocation (``+n0``) or for a list with ``a:*``,
+    which stands for as many slots as cores.
     """
     slots = dict[str, int]()
     for word in filter(None, text.split(",")):
@@ -294,5 +297,5 @@ def _hosts_of_list(text: str) -> tuple[Host, ...]:
 
 
 def _name(launcher: str) -> str:
-    """Return a launcher's name without its folder and its kind, as in mpirun.openmpi."""
+    """Return a launcher's name without its folder and its suffix, as mpirun for mpirun.openmpi."""
     return Path(launcher).name.partition(".")[0]

@@ -1,8 +1,8 @@
 """A trial of a launch line: do the other ranks live on when one is killed?
 
 Each launcher has its own option for ranks that outlive another, and any configuration file, module
-or container may set another. The options of all launchers are therefore set here, as variables, and
-the line is started once with a small program in place of the training.
+or container may set another value. The options of all launchers are therefore set here, as
+variables, and the line is started once with a small program in place of the training.
 """
 
 import re
@@ -28,8 +28,8 @@ _MINUTE_S = 60
 _LIMIT_S = 60.0  # for the trial; it takes 3 s
 _END_S = 5.0  # for the launcher to end its ranks
 _VERSION_S = 10.0
-# A link that is cut is noticed in 30 s in place of 8 minutes, as with the environment's own
-# configuration (setup/make_env.sh).
+# With these values a cut link is noticed in 30 s instead of 8 minutes, as with the environment's
+# own configuration (setup/make_env.sh).
 _KEEPALIVE = {
     f"{prefix}_MCA_oob_tcp_keepalive_{name}": value
     for prefix in ("PRTE", "OMPI")
@@ -39,7 +39,7 @@ _SAID = re.compile(r"trial: rank (\d+) of (\d+) (began|lives on)")
 
 
 class Outcome(Enum):
-    """Result of a trial, as the user reads it."""
+    """The result of a trial, with its text for the user."""
 
     LIVE = "the other ranks live on"
     END = "ended all ranks of a trial when one was killed"
@@ -49,7 +49,7 @@ class Outcome(Enum):
 
 
 class Job(Protocol):
-    """Holder of the process that runs; see motley.provision.keep_training.Stop."""
+    """A holder of the running process; see motley.provision.keep_training.Stop."""
 
     number: int
     job: subprocess.Popen[bytes] | None
@@ -65,13 +65,13 @@ def survive_environment(line: LaunchLine, environ: Mapping[str, str]) -> dict[st
         environ: this process's environment.
     """
     ours = {**_KEEPALIVE, **SURVIVE}
-    if line.under_slurm:  # whose ranks may have no home in common, where a secret would be
+    if line.under_slurm:  # its ranks may not share a home, which would have the secret's file
         ours |= {WITHOUT_MPI: "1", SECRET_VARIABLE: secrets.token_hex(32)}
     return {**ours, **environ}
 
 
 def try_line(line: LaunchLine, environ: Mapping[str, str], stop: Job) -> Outcome:
-    """Start a line's ranks, kill one, and return the fate of the others; takes 3 s.
+    """Start a line's ranks, kill one, and return the outcome. Takes 3 s.
 
     Args:
         line: the line.
@@ -118,14 +118,14 @@ def read_outcome(output: str, code: int) -> Outcome:
 def prepare(
     line: LaunchLine, environ: Mapping[str, str], stop: Job
 ) -> tuple[Outcome, dict[str, str]]:
-    """Return a trial's outcome, and the environment to start the line in.
+    """Run a trial; return its outcome, and the environment in which to start the line.
 
-    Where ranks do not outlive one of them, the environment does not promise survival: they save
-    the last step before the launcher ends them, as far as it leaves them the time.
+    If ranks do not outlive one of them, the environment does not promise it. The ranks then save
+    the last step before the launcher ends them, as far as there is time.
     """
     own = survive_environment(line, environ)
     outcome = try_line(line, own, stop)
-    if outcome is Outcome.FAILED and own.pop(WITHOUT_MPI, ""):  # a firewall, say
+    if outcome is Outcome.FAILED and own.pop(WITHOUT_MPI, ""):  # for instance because of a firewall
         outcome = try_line(line, own, stop)
     if outcome is not Outcome.LIVE:
         own.pop(SURVIVES, None)
@@ -134,7 +134,7 @@ def prepare(
 
 
 def launcher_version(launcher: str) -> str:
-    """Return the first line of a launcher's --version, or its name where it prints none."""
+    """Return the first line of a launcher's --version, or its name if it prints none."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             [launcher, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -151,9 +151,9 @@ def loss_warning(outcome: Outcome, launcher: str, save_every: str | None) -> str
     Args:
         outcome: outcome of the trial.
         launcher: version of the launcher.
-        save_every: the user's own option; None: not given.
+        save_every: value of the user's --save-every; None: not given.
     """
-    if outcome in (Outcome.LIVE, Outcome.FAILED):  # the start itself says why it fails
+    if outcome in (Outcome.LIVE, Outcome.FAILED):  # the start itself reports its error
         return ""
     seconds = parse_seconds(save_every) if save_every else None
     if save_every is None:

@@ -4,24 +4,24 @@
   bash setup/leave_cn.sh ecetesla1 --for 2h     # or 30m, 1d, 90s, 1h30m
   bash setup/leave_cn.sh ecetesla1 ecetesla3 --dry-run
 
-Type it on any host that reaches the named ones by ssh, or on one of them. All training
-of yours there ends after its current step, and nothing of it is lost: what was trained
-is saved first, by all ranks together. A run under setup/keep_training.sh goes on with
-its other hosts, and takes this one back when it has come back; any other run ends, and
-says how to continue it. Until then no run takes the host: a mark in /tmp/motley-UID
-there says so, which also goes when the host is booted.
+Run it on any host that reaches the named ones by ssh, or on one of them. Your training
+on these hosts ends after its current step, and no step is lost: all ranks together save
+the state first. A run under setup/keep_training.sh continues on its other hosts, and adds
+the host again after its return. Any other run ends, and prints how to continue it. Until
+its return no run uses the host: a mark in /tmp/motley-UID there prevents that. The mark is
+also removed when the host is booted.
 
-The kernel lets only you, and root, send the signal that this takes. Other processes
-there, of you or of others, are not touched.
+The kernel lets only you, and root, send the signal that this needs. Other processes
+there, yours or others', are not touched.
 
 Refused, and nothing is done: a host that no hostfile names, one where no training of
 yours runs, and all hosts of a run, which would end it.
 
 Options:
-  --for TIME        come back by itself after this time; default: stay away
+  --for TIME        come back automatically after this time; default: stay away
   --hostfile FILE   the hosts that there are; default: hosts.txt in the
                     repository (motley: in this folder)
-  --dry-run         say what would leave, and change nothing
+  --dry-run         print what would leave, and change nothing
 
 Exit status: 0 they have left, 1 some host has not, 2 nothing was begun.
 """
@@ -41,14 +41,14 @@ from motley.provision import setup_command
 from motley.provision.setup_command import printable, run_module
 from motley.text import did_you_mean, parse_seconds, typed_command
 
-ASK_S = 15.0  # in which a host answers, or ssh has given up
+ASK_S = 15.0  # in which a host answers, or ssh gives up
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
     """Return the hosts that the user has named, each once.
 
     Raises:
-        MotleyError: one is not in the hostfile.
+        MotleyError: a host is not in the hostfile.
     """
     known = [host.name for host in setup_command.read_hostfile(options)]
     for name in options.hosts:
@@ -61,7 +61,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def is_here_by_name(name: str) -> bool:
-    """Return True if a name is this machine's own. A word that starts with "-" is no name."""
+    """Return True if a word is a name of this machine. A word that starts with "-" is no name."""
     return name[:1].isalnum() and is_here(name)
 
 
@@ -75,7 +75,11 @@ def ask_agent(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]
 
 
 def read(output: str) -> dict[str, Any]:
-    """Return the answer in printed output. Raise HostTrouble with the error that it reports."""
+    """Return the answer in printed output.
+
+    Raises:
+        HostTrouble: the output is no answer, or reports an error.
+    """
     try:
         answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -95,7 +99,7 @@ def join_names(hosts: Sequence[str]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Ask the hosts, refuse or send the request, and print the outcome."""
+    """Ask the hosts, refuse or send the request, print the outcome, and return the exit code."""
     parser = setup_command.Parser("leave_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     parser.add_argument("--for", dest="time")
@@ -108,7 +112,7 @@ def main(words: Sequence[str]) -> int:
     refuse(result)
     for host, each in result.items():
         for rank in each["ranks"]:
-            print(f"{host}: {printable(rank['what'])} (process {rank['pid']})")
+            print(f"{host}: {printable(rank['description'])} (process {rank['pid']})")
     if options.dry_run:
         print(f"would have {join_names(hosts)} leave")
         return int(bool(troubles))
@@ -129,7 +133,7 @@ def _leave(order: Sequence[object], host: str) -> dict[str, Any]:
 
 
 def describe_outcome(host: str, answer: Mapping[str, Any]) -> str:
-    """Return the outcome on a host, in words."""
+    """Return a line on the outcome on a host."""
     back = typed_command(f"; it takes part again after: bash setup/join_cn.sh {host}")
     if answer["left"]:
         pids = ", ".join(map(str, answer["left"]))
@@ -142,7 +146,11 @@ def describe_outcome(host: str, answer: Mapping[str, Any]) -> str:
 
 
 def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise MotleyError where a host cannot leave."""
+    """Raise MotleyError if a host cannot leave.
+
+    Args:
+        found: answers of the hosts.
+    """
     for host, each in found.items():
         if not each["ranks"] and not each["away"]:
             raise MotleyError(
@@ -164,7 +172,7 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def parse_time(word: str) -> int:
-    """Return a time in seconds. Raise MotleyError if the word is none."""
+    """Return a time in seconds. Raise MotleyError if the word is no time."""
     seconds = parse_seconds(word)
     if seconds is None:
         raise MotleyError(

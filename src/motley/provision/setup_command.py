@@ -2,9 +2,9 @@
 
 The module also runs a module of the library on a host, in the environment there.
 
-Each command visits all hosts of a hostfile at once, prints one table, and for each host that is
-not well what was found and the fix. Exit status: 0 all is well, 1 some host is not, 2 nothing was
-begun.
+Each command visits all hosts of a hostfile at once, and prints one table. For each host with a
+fault it prints the finding and the fix. Exit status: 0 all is well, 1 some host is not, 2 nothing
+was begun.
 """
 
 import argparse
@@ -43,13 +43,13 @@ PYTHONPATH=$sources "$python" -P -m "$module" "$@"
 
 
 class Parser(argparse.ArgumentParser):
-    """The options that every command has.
+    """The parser of a setup command, with the options that every command has.
 
     Args:
         name: name of the script in setup/, without its ending.
         doc: the docstring of the command's module, which -h prints.
-        visits: True if it has a hostfile of its own.
-        instead: the way where there is no clone, which the command is about.
+        visits: True if the command has an option --hostfile.
+        instead: what a user without a clone does instead, for a command that needs a clone.
     """
 
     def __init__(self, name: str, doc: str | None, visits: bool = True, instead: str = "") -> None:
@@ -68,14 +68,18 @@ class Parser(argparse.ArgumentParser):
         return f"{self._refusal or self._doc}\n"
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the options; raise MotleyError for wrong ones, and where a clone is missing."""
+        """Return the options.
+
+        Raises:
+            MotleyError: an option is wrong, or the command needs a clone and there is none.
+        """
         options = self.parse_args(words)
         if self._refusal:
             raise MotleyError(self._refusal)
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Raise MotleyError."""
+        """Raise MotleyError with the message, and a hint to -h."""
         raise MotleyError(f"{message}; see bash setup/{self.prog} -h")
 
 
@@ -131,7 +135,7 @@ def run_module(
 
 
 def printable(text: str) -> str:
-    """Return one line without characters that a terminal acts on."""
+    """Return the text without characters on which a terminal acts."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
@@ -141,36 +145,36 @@ def read_hostfile(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return columns as wide as their longest cell; an empty cell is a '-'."""
+    """Return a text table whose columns are as wide as their longest cell; empty cells show '-'."""
     cells = [list(columns)] + [[str(cell) if cell != "" else "-" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def many(number: int, noun: str, more: str = "s") -> str:
-    """Return a number and its noun: 1 file, 2 files."""
+    """Return a number with its noun: 1 file, 2 files."""
     return f"{number} {noun}{more if number != 1 else ''}"
 
 
 class Trouble(Protocol):
-    """A finding and its fix."""
+    """A fault and its fix."""
 
     @property
     def found(self) -> str:
-        """Description of the finding."""
+        """Description of the fault."""
         ...
 
     @property
     def fix(self) -> str:
-        """Command or advice that removes the trouble."""
+        """Command or advice that removes the fault."""
         ...
 
 
 def print_troubles(troubles: Mapping[str, Trouble]) -> None:
     """Print two lines for each host with a trouble: the finding and the fix.
 
-    The fix is never broken into lines: it may be a command to copy. Hosts of which the same is to
-    be said share their lines.
+    The fix is never wrapped, because it may be a command to copy. Hosts with the same finding and
+    fix share their lines.
     """
     alike: dict[tuple[str, str], list[str]] = {}
     for host, trouble in troubles.items():
@@ -189,14 +193,14 @@ def print_troubles(troubles: Mapping[str, Trouble]) -> None:
 
 
 def _named(host: str) -> str:
-    """Return the pattern of a host's name, which is no part of another word."""
+    """Return a pattern that matches a host's name, but not as part of another word."""
     return rf"(?<![\w.-]){re.escape(host)}(?![\w-]|\.\w)"
 
 
 def ask_all(
     hosts: Iterable[str], work: Callable[[str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
-    """Call :func:`run_on_all`. On a terminal, count the hosts that have answered in a line."""
+    """Call :func:`run_on_all`, and count the hosts that have answered, on a terminal."""
     names = list(hosts)
     counter = _Counter(len(names))
 
@@ -239,13 +243,16 @@ def ask_password(prompt: str) -> str:
 def try_password(
     users: Mapping[str, str], work: Callable[[str, str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
-    """Ask for the password, and again for those hosts alone that refuse it.
+    """Ask for the password, and again for the hosts that refuse it.
 
     Args:
         users: the account's name by host.
-        work: called with password and host, for all hosts at once; HostTrouble of the kind
-            ``password refused`` is what asks again.
+        work: function of password and host, called for all hosts at once. A HostTrouble of the kind
+            ``password refused`` makes the user be asked again.
         limit: seconds for all hosts together.
+
+    Returns:
+        The result or trouble of each host.
     """
     done: dict[str, T | HostTrouble] = {}
     remaining = list(users)
@@ -297,12 +304,12 @@ class _Counter:
 
 
 def width() -> int:
-    """Return the columns of the terminal; 100 in a log."""
+    """Return the number of columns of the terminal; 100 in a log."""
     return shutil.get_terminal_size((100, 24)).columns
 
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Exit with the status of ``main(words)``; 2 for an error that the user can put right."""
+    """End with the status of ``main(words)``; 2 for an error that the user can correct."""
     escape_unprintable()
     try:
         status = main(sys.argv[1:])

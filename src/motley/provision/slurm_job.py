@@ -5,13 +5,13 @@
   bash setup/slurm_job.sh --nodes 2 --array --submit torch_dist/baseline_measure.py --matrix full
   bash setup/slurm_job.sh                       # which partitions there are
 
-The line is what srun is to start, from the repository. Partition, cores and GPUs of a
-node and the longest time are asked of sinfo; more than there is, is refused before
-anything waits in a queue. Each GPU gets a rank, or each node of a partition without.
+srun starts the line, from the repository. sinfo reports the partitions, the cores and GPUs
+of a node, and the longest time. A request for more is refused before it waits in a queue.
+Each GPU gets a rank; without GPUs, each node gets one.
 
-Some minutes before the end of the allocation Slurm signals all ranks, which save after the
-step that they are in. The job then ends; the next one that is submitted with the same
-line, or with --requeue this one itself, goes on from there: no step is lost or done twice.
+Some minutes before the end of the allocation Slurm signals all ranks, which save after
+their current step. The job then ends. The next job with the same line continues from there,
+or with --requeue this job itself: no step is lost or done twice.
 
 With --array the line is baseline_measure.py's, and each cell of its matrix is a task of the
 job, with nodes of its own; each task writes the table of all runs that have ended by then.
@@ -28,11 +28,11 @@ Options, before the line:
   --sbatch=OPTION    any other option of sbatch, as in --sbatch=--mail-type=END. May be repeated
   --run-before CMD   a command before srun, as in --run-before "module load cuda". May be repeated
   --before SECONDS   before the end at which the ranks are signalled. Default: 180
-  --requeue          go on in the same job, until the training has finished
+  --requeue          continue in the same job, until the training has finished
   --array            a task for each cell of a matrix. With --at-once K: no more at a time
   --container IMAGE  run the ranks in an Apptainer image
-  --mpi KIND         of srun's, default none: the ranks meet by themselves
-  --submit           with sbatch. Default: write the script and say how
+  --mpi KIND         of srun's, default none: the ranks connect without it
+  --submit           with sbatch. Default: write the script, print how
   --dry-run          print the script, write nothing; also where there is no Slurm
 
 Exit status: 0 written or submitted, 2 nothing was.
@@ -64,7 +64,7 @@ _EXAMPLE = "setup/slurm_job.sh --array torch_dist/baseline_measure.py --matrix s
 
 @dataclass(frozen=True)
 class Array:
-    """The measurement that the tasks of a job share.
+    """The measurement that the tasks of a job array share.
 
     Attributes:
         words: the measuring command, whose last option is a task's number.
@@ -84,15 +84,14 @@ class Array:
     def prepare(
         cls, line: Sequence[str], nodes: int, ranks: int, mpi: str, dry_run: bool
     ) -> "Array":
-        """Prepare the folder of the results for tasks on so many nodes, of so many ranks each.
+        """Prepare the folder of the results for tasks of ``nodes`` nodes with ``ranks`` ranks each.
 
         Args:
-            line: the line as the user wrote it, from baseline_measure.py or ``motley baselines``
-                on.
+            line: the user's line, starting with baseline_measure.py or ``motley baselines``.
             nodes: nodes of a task.
             ranks: ranks on each node.
             mpi: kind of MPI that srun uses.
-            dry_run: True: make nothing.
+            dry_run: True: create nothing.
 
         Raises:
             MotleyError: the line is of another kind, its matrix is wrong, or all is measured.
@@ -110,7 +109,7 @@ class Array:
         asks = [*words, "--prepare", *(["--dry-run"] if dry_run else []), *rest]
         done = run_child(asks, PREPARE_LIMIT_S, "see whether its disk answers", PLACE)
         print(done.stderr, end="", file=sys.stderr)
-        if done.returncode:  # it has said why
+        if done.returncode:  # its stderr has the reason
             raise MotleyError(f"{_MATRIX_SCRIPT} cannot measure this matrix; nothing is submitted")
         received = json.loads(done.stdout)
         if not received["tasks"]:
@@ -144,7 +143,7 @@ SBATCH_LIMIT_S = 60.0
 _WORD = re.compile(r"[\w.-]+", re.ASCII)
 _REQUEST = re.compile(r"[\w.,:;=+*&|!()\[\]@%/-]+", re.ASCII)  # as in gpu:a100:2 and a&[b|c]
 _REQUESTS = ("account", "mem", "qos", "constraint", "gres", "exclude")  # sbatch's own options
-_PAUSED = FaultKind.PAUSED.code  # exit status of a job that has saved and may go on
+_PAUSED = FaultKind.PAUSED.code  # exit status of a job that has saved and may continue
 
 
 @dataclass(frozen=True)
@@ -152,13 +151,22 @@ class Job:
     """The request to Slurm.
 
     Attributes:
-        line: the line that srun is to start. name: name of the job, and of the run.
-        ranks, gpus: number for each node. cores: number for each rank; 0: the cluster's default.
+        line: the line that srun is to start.
+        name: name of the job, and of the run.
+        partition: name of the partition.
+        nodes: number of nodes.
+        ranks: number of ranks on each node.
+        gpus: number of GPUs on each node.
+        cores: number of cores for each rank; 0: the cluster's default.
         time: longest time, in Slurm's notation; None: the partition's own.
         before_s: seconds before the end at which Slurm signals the ranks.
+        requeue: True if the job continues itself in the next allocation.
+        mpi: value of srun's option ``--mpi``.
         requests: other options of sbatch, as in ``mem=64G``.
         run_before: shell commands that precede srun.
-        array: the cells, each measured by a task, at_once of them at the same time.
+        container: Apptainer image in which the ranks run; None: none.
+        array: the cells of a measurement, one per task; None for a training.
+        at_once: largest number of tasks at the same time; None: no limit.
     """
 
     line: tuple[str, ...]
@@ -179,7 +187,7 @@ class Job:
     at_once: int | None = None
 
 
-# Slurm sends a signal to all ranks, which end with a status of their own once all is saved.
+# Slurm sends a signal to all ranks, which save and then end with the status _PAUSED.
 _SCRIPT = """\
 #!/bin/bash
 {settings}
@@ -200,7 +208,7 @@ fi
 
 
 def main(words: Sequence[str]) -> int:
-    """Show the partitions, or write the script and submit it."""
+    """Show the partitions, or write the script and submit it; return the exit code."""
     options = parse(words)
     if not options.line:
         show(partitions())
@@ -272,13 +280,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_word(flag: str, word: str | None) -> None:
-    """Raise MotleyError if the word would be more than one word, or none, in a batch script."""
+    """Raise MotleyError if a word is empty or not a single plain word in a batch script."""
     if word is not None and not _WORD.fullmatch(word):
         raise MotleyError(f"{flag} {word!r}: give letters, digits and . _ - alone")
 
 
 def plan_on_cluster(options: argparse.Namespace) -> Job:
-    """Return the job, checked against the cluster; in a dry run also without one."""
+    """Return the job, checked against the cluster. A dry run works without a cluster."""
     try:
         result = partitions()
     except MotleyError as error:
@@ -295,7 +303,7 @@ def plan_on_cluster(options: argparse.Namespace) -> Job:
 
 
 def show(found: Sequence[Partition]) -> None:
-    """Print the partitions that there are to choose from."""
+    """Print the partitions."""
     rows = [
         (each.name + " (default)" * each.usual, "up" if each.up else "down", each.nodes,
          each.cores, each.gpus or "none", clock(each.most_s))
@@ -305,7 +313,7 @@ def show(found: Sequence[Partition]) -> None:
 
 
 def clock(seconds: float | None) -> str:
-    """Return a time as Slurm writes it."""
+    """Return a duration in Slurm's notation."""
     if seconds is None:
         return "no end"
     minutes = int(seconds) // 60
@@ -316,7 +324,7 @@ def clock(seconds: float | None) -> str:
 
 
 def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
-    """Return the job that the options ask for. Raise MotleyError if the cluster lacks it."""
+    """Return the job that the options describe. Raise MotleyError if the cluster cannot run it."""
     place = chosen(options.partition, found)
     most = place.most_s
     requested = seconds_of_slurm(options.time) if options.time else place.usual_s or most
@@ -350,14 +358,14 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
 
 
 def with_line(job: Job, options: argparse.Namespace) -> Job:
-    """Return the job of a training."""
+    """Return the job of a training, with its line and name."""
     line = LaunchLine.parse(["srun", *options.line]).named(time.strftime("%Y-%m-%d_%H-%M-%S"))
     check_word("--run, which names the job,", line.folder.name)
     return replace(job, line=line.resumed(has_own=False).words[1:], name=line.folder.name)
 
 
 def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
-    """Return the job of a matrix, whose tasks take as long as their cells may."""
+    """Return the job of a matrix, with the longest time of a cell as its time."""
     line = options.line[1:] if options.line[0] == "--" else options.line
     array = Array.prepare(line, job.nodes, job.ranks, job.mpi, options.dry_run)
     check_word("the folder of the results, which names the job,", array.folder.name)
@@ -369,7 +377,7 @@ def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
 
 
 def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
-    """Return the partition of this name, or the usual one.
+    """Return the partition of this name, or the default one.
 
     Raises:
         MotleyError: there is no such partition, or it is down.

@@ -6,16 +6,16 @@ The images are shrunk once. The file is for --dataset packed.
   bash setup/stage_cn.sh --data-dir flowers --dry-run   # bytes, and free disk
   bash setup/stage_cn.sh --data-dir flowers --longest 256 --budget 20G
 
-The folder has train/ and val/ with one folder a class in each, as for
---dataset folder. The file has PIL's pixels: of images that are not shrunk
-training has the same numbers, without decoding JPEGs in each epoch. This
+The folder has train/ and val/ with one folder per class in each, as for
+--dataset folder. The file has PIL's pixels. Without shrinking, training gets
+the same numbers as from the folder, but decodes no JPEGs in each epoch. This
 machine makes the file and copies it by ssh to the same path on all hosts at
-once, in blocks that are checked by hash. After a cut, the same command sends
-the missing blocks, and where all are there it only checks. Images that have
-changed are packed again. A host without room is named before anything is
-packed or copied.
-Changed are the file and a hidden part of it beside it; a file there that is
-none of ours is left alone.
+once, in blocks that are checked by hash. After an interruption, the same
+command sends the missing blocks; if none is missing, it only checks. Images
+that have changed are packed again. A host without room is named before any
+file is packed or copied.
+Only the file and a hidden part of it beside it are changed. A file there that
+Motley has not made is left alone.
 
 Options:
   --data-dir DIR    the folder of images
@@ -24,8 +24,8 @@ Options:
   --keep KIND       pixels (the default), or jpeg: a third of the bytes. Shrunk
                     JPEGs have quality 95, and all are decoded in training
   --budget SIZE     of disk on each host, as 20G. A larger file is refused
-  --needs RATE      images/s that a host's GPUs take. A host whose disk reads
-                    fewer is named
+  --needs RATE      images/s that a host's GPUs process. A host with a slower
+                    disk is named
   --jobs N          processes that pack. Default: all cores
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
   --dry-run         print every change, do none
@@ -84,7 +84,7 @@ HERE = "localhost"
 
 
 def main(words: Sequence[str]) -> int:
-    """Pack and copy; 1 if some host has no copy, or one that is too slow."""
+    """Pack and copy. Return 1 if some host has no copy, or a disk that is too slow, else 0."""
     options = parse(words)
     folder, keep = list_folder(options.data_dir), Keep(options.keep, options.longest)
     path = options.to / file_name(options.data_dir, keep)
@@ -115,7 +115,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options, checked before anything begins."""
+    """Return the options, checked before any host is visited."""
     parser = Parser("stage_cn", __doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--to", type=Path, default=Path(f"/var/tmp/motley-{user_name()}"))
@@ -135,17 +135,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def file_name(folder: Path, keep: Keep) -> str:
-    """Return the file's name, made of the folder's name and of how its images are kept."""
+    """Return the file's name, made of the folder's name and the kind of packing."""
     word = re.sub(r"[^A-Za-z0-9._-]", "_", folder.name).strip(".-") or "images"
     words = [word, *([str(keep.longest)] if keep.longest else []), *([JPEG] * (keep.kind == JPEG))]
     return "-".join(words) + SUFFIX
 
 
 def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None, str]:
-    """Return the file, if it is there and of these images; else why it is made now.
+    """Return the packed file if it exists and is of these images; else None and the reason.
 
     Raises:
-        MotleyError: it is of another folder.
+        MotleyError: the file was made from another folder.
     """
     if not path.exists():
         return None, "it is not there yet"
@@ -165,7 +165,7 @@ def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None
 
 
 def estimate(folder: Folder, keep: Keep) -> int:
-    """Return the file's size in bytes. Print the sizes of both kinds."""
+    """Estimate the file's size in bytes, and print the estimates for both kinds of packing."""
     count = len(folder.paths)
     sizes = {kind: count_bytes(folder, Keep(kind, keep.longest)) for kind in (PIXELS, JPEG)}
     texts = [
@@ -175,11 +175,11 @@ def estimate(folder: Folder, keep: Keep) -> int:
     ]
     shrunk = f"of {keep.longest} pixels at most" if keep.longest else "not shrunk"
     print(f"{many(count, 'image')}, {shrunk}: {'; '.join(texts)}")
-    return sizes[keep.kind] + 64 * count + 65536  # and the facts about each
+    return sizes[keep.kind] + 64 * count + 65536  # with the metadata of each image
 
 
 def check_budget(size: int, options: argparse.Namespace) -> None:
-    """Raise MotleyError if the file is too large."""
+    """Raise MotleyError if the file is larger than ``--budget``."""
     if options.budget is not None and size > options.budget:
         raise MotleyError(
             f"{format_size(size)} are more than --budget {format_size(options.budget)}; make it "
@@ -193,7 +193,7 @@ def plan_rows(
     size: int,
     is_packed: bool,
 ) -> list[tuple[str, str, str]]:
-    """Return the planned work on each host."""
+    """Return one row per host: name, free disk, planned work."""
     rows = []
     for host, target in seen.items():
         if isinstance(target, HostTrouble):
@@ -213,7 +213,7 @@ def plan_rows(
 
 
 def pack_now(folder: Folder, keep: Keep, path: Path, jobs: int, size: int, why: str) -> Packed:
-    """Make the file here, and say which images could not be read."""
+    """Make the file here, print which images could not be read, and return the file."""
     print(f"packing {path}: {why}")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with Bar("packing", size) as bar:
@@ -237,7 +237,7 @@ def copy_all(hosts: Sequence[str], packed: Packed) -> Mapping[str, Copied | Host
 
 
 def sample_bytes(packed: Packed) -> int:
-    """Return the mean bytes of an image."""
+    """Return the mean size of an image in bytes."""
     return max(1, int(packed.rows[:, 1].mean()))
 
 
@@ -246,7 +246,7 @@ def _part(bar: Bar) -> Callable[[str, int], None]:
 
 
 def slow(copied: Mapping[str, Copied], needs: float) -> dict[str, HostTrouble]:
-    """Return hosts whose disks give fewer images/s than their GPUs take."""
+    """Return a trouble for each host whose disk reads fewer images/s than its GPUs process."""
     return {
         host: HostTrouble(
             "slow disk",
@@ -260,7 +260,7 @@ def slow(copied: Mapping[str, Copied], needs: float) -> dict[str, HostTrouble]:
 
 
 def report(copied: Mapping[str, Copied], packed: Packed, was_packed: bool) -> None:
-    """Print one table, and how to train from the file."""
+    """Print a table of the copies, and the options to train from the file."""
     size = packed.path.stat().st_size
     rows = [
         (

@@ -18,13 +18,13 @@ from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
 from motley.provision.setup_command import VENV, printable
 
-BLOCK = 8 << 20  # bytes that are hashed, and copied again, together
+BLOCK = 8 << 20  # bytes of a block, which is hashed and copied as a whole
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks beside each other, the last included."""
+    """A range of consecutive blocks, the last one included."""
 
     first: int
     last: int
@@ -34,22 +34,22 @@ class Run:
 
 
 def count_blocks(size: int) -> int:
-    """Return the number of blocks of a file of so many bytes; the last may be shorter."""
+    """Return the number of blocks of a file of ``size`` bytes; the last block may be shorter."""
     return -(-size // BLOCK)
 
 
 def bytes_in(run: Run, size: int) -> int:
-    """Return the bytes in these blocks of a file of ``size`` bytes."""
+    """Return the number of bytes in these blocks of a file of ``size`` bytes."""
     return min(size, (run.last + 1) * BLOCK) - run.first * BLOCK
 
 
 def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Iterator[Run]:
-    """Yield missing or different blocks, in runs of at most so many.
+    """Yield missing or different blocks, in ranges of at most ``most`` blocks.
 
     Args:
         wanted: hash of each block.
         there: hashes of the present blocks, by number.
-        most: largest number of blocks in a run.
+        most: largest number of blocks in a range.
     """
     first = None
     for number in range(len(wanted) + 1):
@@ -62,7 +62,11 @@ def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Itera
 
 
 def parse_size(text: str) -> int:
-    """Return bytes for 20G or 500M, by 1,000 each. Raise MotleyError for anything else."""
+    """Return the bytes that a text like 20G or 500M stands for, in powers of 1,000.
+
+    Raises:
+        MotleyError: the text is no size.
+    """
     result = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT])B?", text.strip().upper())
     size = round(float(result[1]) * _UNITS[result[2]]) if result else 0
     if not size:
@@ -71,7 +75,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: float) -> str:
-    """Return bytes in words: 20 GB, 1.57 MB."""
+    """Return a number of bytes with its unit: 20 GB, 1.57 MB."""
     unit = next((unit for unit in "TGMK" if size >= _UNITS[unit]), "")
     if not unit:
         return f"{size:.0f} B"
@@ -84,9 +88,9 @@ _EVERY_S = 0.1
 
 
 class Bar:
-    """A terminal line that shows the finished part of ``total`` bytes, in several parts.
+    """A terminal line that shows the finished part of ``total`` bytes, summed over several parts.
 
-    Use it as a context manager: at the end the line is wiped.
+    Use it as a context manager. At the end the line is cleared.
     """
 
     def __init__(self, title: str, total: int) -> None:
@@ -106,7 +110,7 @@ class Bar:
             self._on = False
 
     def at(self, size: int, part: str = "") -> None:
-        """Record the bytes done of a part, from any thread."""
+        """Record the finished bytes of a part; may be called from any thread."""
         with self._lock:
             self._done[part] = size
             now = time.monotonic()
@@ -126,11 +130,11 @@ class Bar:
 
 
 _SCRIPT = Path(__file__).with_name("stage_host.sh")
-_AT_ONCE = 16  # blocks that are sent before it is seen whether the host keeps up
-_SLOWEST = 1e6  # bytes/s of a host or link that is still waited for
+_AT_ONCE = 16  # blocks that are sent before the next check
+_SLOWEST = 1e6  # least bytes/s of a host or link; a slower copy times out
 _LOOK_S = 30
 
-# Prints how many samples/s are read at random places: $1 file, $2 bytes of a sample.
+# Prints how many samples/s are read at random places. $1: file, $2: bytes of a sample.
 _READ = """
 import os, random, sys, time
 file, size = os.open(sys.argv[1], os.O_RDONLY), max(1, int(sys.argv[2]))
@@ -148,12 +152,12 @@ print(done / (time.perf_counter() - start))
 
 @dataclass(frozen=True)
 class Target:
-    """The state of a host's disk where a file is to go.
+    """The state of a host's disk at the place of the file.
 
     Attributes:
-        free: bytes that are free.
-        complete: bytes of the file; None: there is none.
-        part: bytes of an unfinished copy; None: there is none.
+        free: free bytes.
+        complete: bytes of the file there; None: there is none.
+        part: bytes of an interrupted copy; None: there is none.
     """
 
     free: int
@@ -161,15 +165,15 @@ class Target:
     part: int | None = None
 
     def lacks(self, size: int) -> int:
-        """Return the bytes of room that are missing, for a file of this size."""
-        if self.complete == size:  # most likely the same one
+        """Return the missing bytes of disk for a file of this size; 0 if there is room."""
+        if self.complete == size:  # most probably the same file
             return 0
         return max(0, size - (self.part or 0) - self.free)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file here, and the hash of each of its blocks."""
+    """A file on this machine, with the hash of each of its blocks."""
 
     path: Path
     size: int
@@ -178,10 +182,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Copied:
-    """The result of a copy: bytes that were sent, and the seconds that it took.
+    """The result of a copy.
 
     Attributes:
-        rate: samples/s that its disk gives to one reader; None: it has no environment to ask.
+        sent: number of bytes sent.
+        seconds: duration of the copy.
+        rate: samples/s that the host's disk gives to one reader; None: the host has no environment
+            to measure it.
     """
 
     sent: int
@@ -190,7 +197,11 @@ class Copied:
 
 
 def look(host: str, path: Path) -> Target:
-    """Return the state there. Raise HostTrouble where nothing may be written."""
+    """Return the state of a host's disk at ``path``.
+
+    Raises:
+        HostTrouble: this user may not write there, or the host does not answer.
+    """
     with connect(host) as remote:
         done = _run(remote, "look", path, 0, limit=_LOOK_S)
     result = dict(line.partition("=")[::2] for line in done.output.splitlines())
@@ -209,7 +220,7 @@ def look(host: str, path: Path) -> Target:
 
 
 def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
-    """Return the trouble of a host without room."""
+    """Return the trouble of a host without room for the file."""
     return HostTrouble(
         "full",
         f"{host} has {format_size(target.free)} free where {path} is to go, and "
@@ -222,7 +233,7 @@ def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
 def read_source(
     path: Path, images: tuple[int, int, str], on_progress: Callable[[int], None]
 ) -> Source:
-    """Hash a file on this machine.
+    """Hash a file on this machine, block by block.
 
     Args:
         path: path of the file.
@@ -256,7 +267,7 @@ def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int
         host: name of the host.
         source: the file.
         sample: bytes of a sample.
-        on_progress: called with the host and its bytes that are right there up to then.
+        on_progress: called with the host and the number of its bytes that are right so far.
 
     Raises:
         HostTrouble: it could not be copied. The bytes that arrived stay for the next time.
@@ -271,13 +282,13 @@ def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int
 
 
 class _Copying:
-    """A copy to one host, and the blocks that are right there."""
+    """A copy to one host, with a record of the blocks that are right there."""
 
     def __init__(self, remote: Remote, source: Source, on_progress: Callable[[int], None]) -> None:
         self._remote, self._source, self._on_progress = remote, source, on_progress
         self._right: dict[int, str] = {}
         self._bytes = 0
-        self._is_part = False  # they are of a copy that was cut
+        self._is_part = False  # True if the blocks belong to an interrupted copy
 
     def bring(self) -> int:
         """Send the missing blocks. Return the number of bytes sent."""
@@ -297,7 +308,7 @@ class _Copying:
         self._do(what, limit=_LOOK_S + 2 * self._source.size / 1e7)
 
     def _send(self, run: Run) -> None:
-        """Write some blocks there, and compare them with the disk afterwards."""
+        """Write some blocks on the host, and compare them on its disk afterwards."""
         size = bytes_in(run, self._source.size)
         with self._source.path.open("rb") as file:
             file.seek(run.first * BLOCK)
@@ -334,7 +345,7 @@ class _Copying:
 
 
 class _Piece:
-    """The next bytes of a file, as a file."""
+    """A part of a file that reads like a file."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file, self._left = file, size

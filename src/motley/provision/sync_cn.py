@@ -1,14 +1,14 @@
 """Bring this repository's files to every host of hosts.txt.
 
-A host gets them if it has a folder of its own.
+Only hosts with a folder of their own get files.
 
   bash setup/sync_cn.sh
-  bash setup/sync_cn.sh --dry-run         # what differs, and where
+  bash setup/sync_cn.sh --dry-run         # which files differ, and where
   bash setup/sync_cn.sh --hostfile my_hosts.txt
 
-Sent to the same path is what git tracks and differs there; a host that shares
-this folder (NFS) needs nothing. Files that only the host has stay. An edit made on
-a host is overwritten.
+The files that git tracks are sent to the same path, if they differ there. A host that
+shares this folder (NFS) needs nothing. Files that only the host has stay. An edit made
+on a host is overwritten.
 
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
@@ -44,12 +44,12 @@ from motley.provision.setup_command import (
 
 GIT_LIMIT_S = 30.0
 
-# Never sent, in a repository that git does not know: what each host makes for itself.
+# Files that each host makes for itself. They are not sent if git cannot list the files.
 _MADE = {".git", ".venv", ".venv-python", "__pycache__", ".pytest_cache", ".mypy_cache",
          ".ruff_cache", ".hypothesis", "motley.egg-info"}  # fmt: skip
 _MADE_AT_ROOT = {"logs", "data", "baselines"}  # the library has a room called data
 
-# Prints which of "hash  path" lines from stdin are not so below $1.
+# Reads "hash  path" lines from stdin, and prints the paths below $1 with another hash.
 _COMPARE = """
 cd -- "$1" 2>/dev/null && there=yes || there=
 while read -r hash path; do
@@ -63,7 +63,7 @@ _UNPACK = 'mkdir -p -- "$1" && cd -- "$1" && tar -xf -'
 def tracked_files() -> list[str]:
     """Return the repository's files, relative to it: hosts.txt and all that git tracks.
 
-    Without git, return all but generated files.
+    Without git, all files except generated ones are returned.
     """
     git = ["git", "-c", f"safe.directory={PLACE}", "-C", str(PLACE), "ls-files", "-z"]
     listed = None
@@ -87,9 +87,9 @@ def differing(remote: Remote, source: Path, names: Iterable[str], target: Path) 
 
 
 def send(remote: Remote, source: Path, names: Iterable[str], target: Path) -> list[str]:
-    """Bring files below ``source`` here to ``target`` there; returns the names of the sent files.
+    """Send files below ``source`` to ``target`` on a host; return the names of the sent files.
 
-    After a cut, the next call sends the missing files.
+    Only missing or different files are sent. After an interruption, the next call sends the rest.
     """
     missing = differing(remote, source, names, target)
     if not missing:
@@ -115,7 +115,7 @@ _hashing = threading.Lock()
 
 
 def _hash(path: Path) -> str:
-    """Return the SHA256 of a file, read once for all hosts: wheels are gigabytes."""
+    """Return the SHA-256 of a file, which is read once for all hosts: wheels are gigabytes."""
     with _hashing:
         return _hash_once(path)
 
@@ -130,7 +130,7 @@ LIMIT_S = 600
 
 
 def main(words: Sequence[str]) -> int:
-    """Send the files that differ; 1 if some host could not be brought up to date."""
+    """Send the files that differ. Return 1 if some host could not be updated, else 0."""
     instead = "bring files of your own to the same path on all hosts with scp"
     options = Parser("sync_cn", __doc__, instead=instead).read(words)
     names = tracked_files()

@@ -13,13 +13,13 @@ that works.
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
   --json            one JSON object instead, as shown below
-  --dry-run         say which hosts would be asked, and ask none
+  --dry-run         print which hosts would be asked, and ask none
 
 Exit status: 0 all is well, 1 some host is not, 2 no host was asked.
 
 In the object of --json "hosts" has for each host its trouble, or the fields of
-motley.provision.host_report.HostReport, where unknown is null; "findings" is
-what is wrong, or with "wrong" false worth a note:
+motley.provision.host_report.HostReport, where null means unknown. "findings"
+lists the faults, and notes that have "wrong" false:
 
   {"well": false,
    "hosts": {"ecetesla0": {"trouble": null, "node": "ecetesla0", "cores": 8, ...},
@@ -64,7 +64,7 @@ from motley.provision.setup_command import PLACE
 from motley.text import typed_command
 
 _HERE = "this machine"
-LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off
+LIMIT_S = 8.8  # 10 s without the start of Python
 
 
 def this_machine() -> Here:
@@ -83,7 +83,7 @@ def this_machine() -> Here:
 
 
 def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
-    """Return the normal names of the packages that Motley needs, and of their own needs."""
+    """Return the normal names of the packages that Motley needs, with their dependencies."""
     requested = (ROOT / "requirements.txt").read_text().splitlines() if ROOT else None
     remaining = _names(requested or requires("motley-train") or ())
     seen: set[str] = set()
@@ -96,13 +96,13 @@ def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
 
 
 def _names(requirements: Iterable[str]) -> list[str]:
-    """Return the packages that requirements name, but for those of an extra."""
+    """Return the packages that requirements name, without those of an extra."""
     result = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
     return [match[0] for match in result if match]
 
 
 def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
-    """Yield findings on files in this machine's ~/.ssh that ssh refuses and paramiko takes."""
+    """Yield findings on files in this machine's ~/.ssh that ssh refuses and paramiko accepts."""
     folder = home_folder() / ".ssh"
     keys: set[Path] = set()
     with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
 def as_json(
     results: Mapping[str, HostReport | HostTrouble], groups: Mapping[Finding, list[str]], well: bool
 ) -> str:
-    """Return the object that -h shows."""
+    """Return the JSON object that -h describes."""
     return json.dumps(
         {
             "well": well,
@@ -153,7 +153,7 @@ def as_json(
 def try_all(
     reports: Mapping[str, HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None, str]:
-    """Return the hosts' places on the network that they take, or why there is none; and words."""
+    """Return the hosts' places on the fastest network, a finding if none, and a sentence."""
     try:
         networks, words = try_networks(reports)
     except MotleyError as error:
@@ -163,7 +163,7 @@ def try_all(
 
 
 def main(words: Sequence[str]) -> int:
-    """Ask, show, judge."""
+    """Ask the hosts, judge the answers, print them, and return the exit code."""
     parser = setup_command.Parser("test_cn_connection", __doc__)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(words)

@@ -1,12 +1,12 @@
-"""Does DeepSpeed work on all ranks? A distributed matrix product that checks its answer.
+"""Test DeepSpeed on all ranks by a distributed matrix product that checks its result.
 
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/test_deepspeed.py
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/test_deepspeed.py --size 4096
 
-C = A B with the inner dimension cut over the ranks: each multiplies its slice, and
-deepspeed.comm sums the products. Every rank compares C with the product it computes
-alone. Timed after a warm-up, with all ranks and devices synchronised before each clock
-is read; the GPUs are recorded meanwhile in logs/.
+C = A B with the inner dimension split over the ranks: each multiplies its slice, and
+deepspeed.comm sums the products. Every rank compares C with a product that it computes
+alone. The times are measured after a warm-up, with all ranks and devices synchronised before
+each clock is read. The GPUs are recorded meanwhile in logs/.
 """
 
 import argparse
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Test as the command line asks."""
+    """Run the test with the options on the command line."""
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1024, help="rows of the matrices, default 1024")
     parser.add_argument("--repeats", type=int, default=5, help="timed products, default 5")
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
-    """Multiply on all ranks, check, and print one table on rank 0."""
+    """Multiply on all ranks, check the result, and print one table on rank 0."""
     import torch  # once the command line is right
 
     from motley.measure.process_group import gpu_logger, join_process_group, leave_process_group
@@ -69,7 +69,7 @@ def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
 def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, float, float]:
     """Return the seconds of this rank's own product and of the sum over ranks, and the error.
 
-    The error is the largest of all entries.
+    The error is the largest absolute difference of an entry.
     """
     import torch
 
@@ -102,7 +102,7 @@ def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, flo
 
 
 def now(device: "torch.device") -> float:
-    """Return the time when ``device`` has finished its queued work."""
+    """Wait until ``device`` has finished its queued work, and return the time in seconds."""
     import torch
 
     if device.type == "cuda":
@@ -123,7 +123,7 @@ def comm_table(group: "ProcessGroup", values: list[float]) -> list[list[float]]:
 
 
 def show(group: "ProcessGroup", size: int, rows: list[list[float]]) -> None:
-    """Print the table."""
+    """Print the table of times and errors."""
     from rich.table import Table
 
     from motley.engines.import_deepspeed import deepspeed

@@ -1,6 +1,6 @@
-"""See that MPI works over all hosts of hosts.txt, and set up plain mpirun there.
+"""Check that MPI works over all hosts of hosts.txt, and configure it.
 
-The plain mpirun line works there afterwards.
+Afterwards a plain mpirun line works there.
 
   bash setup/test_mpi.sh
   bash setup/test_mpi.sh --dry-run        # what would be written, and where
@@ -8,12 +8,12 @@ The plain mpirun line works there afterwards.
 
 Tries each subnet that the hosts share and writes the fastest, on every host, into the
 environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
-and into .deepspeed_env. Your own ~/.openmpi, ~/.prte and ~/.pmix go before
-these, and are changed only where the environment belongs to another user: the
-lines then go there, between two marks. Then each host opens a connection to
-each other, and a rank for each slot says hello in C (where there is a
-compiler here), and in Python through entry_cn.sh. The latter also measures
-the links' bandwidth and names a link that is slow, busy or broken.
+and into .deepspeed_env. Your own ~/.openmpi, ~/.prte and ~/.pmix override
+these, and are changed only if the environment belongs to another user: the
+lines are then written there, between two marks. Then each host opens a
+connection to each other, and a rank for each slot prints a greeting in C (if
+there is a compiler here), and in Python through entry_cn.sh. The Python ranks
+also measure the links' bandwidth and name a link that is slow, busy or broken.
 
 Options:
   --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
@@ -68,7 +68,7 @@ HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on al
 
 
 def main(words: Sequence[str]) -> int:
-    """Settle MPI's parameters, then try pairs of hosts, then MPI."""
+    """Write MPI's parameters, try pairs of hosts, then MPI, and return the exit code."""
     options = Parser("test_mpi", __doc__).parse_args(words)
     home_folder()  # without one, mpirun fails with a code of its own
     hosts = read_hostfile(options)
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         for name, each in reports.items()
         if not each.environment
     }
-    if troubles:  # mpirun would wait for them for a minute, and then name none
+    if troubles:  # mpirun would wait for these hosts for a minute, and then name none
         print_troubles(troubles)
         return 1
     at, words = try_networks(reports, only_choice=False)  # each pair is tried below
@@ -118,7 +118,7 @@ def main(words: Sequence[str]) -> int:
     print_troubles({f"{a} -> {b}": why for (a, b), why in silent.items()})
     failed = [answer for answer in answers.values() if answer.ranks.total() < answer.asked]
     if len(hosts) > 1 and not answers["Python"].links and not failed:
-        failed = [answers["Python"]]  # they met, and then could not measure their links
+        failed = [answers["Python"]]  # the ranks started, but could not measure their links
     if failed:
         print_troubles(own)
         print(f"\nmpirun {failed[0].end}; its last words:\n{failed[0].words}")
@@ -131,7 +131,7 @@ def main(words: Sequence[str]) -> int:
 def write_hosts(
     reports: Mapping[str, HostReport], shared: Shared, dry_run: bool
 ) -> tuple[dict[str, HostTrouble], dict[str, HostTrouble]]:
-    """Write the parameters on all hosts. Return the user's own settings, and the failures."""
+    """Write the parameters on all hosts. Return the users' own settings, and the failures."""
 
     def one(host: str) -> str:
         lines = parameters(reports[host], reports, shared)
@@ -152,7 +152,7 @@ def write_hosts(
 
 
 def show_parameters(reports: Mapping[str, HostReport], shared: Shared) -> None:
-    """Print the planned text, once for all hosts that get equal text."""
+    """Print the lines to write, once for all hosts with the same lines."""
     hosts: dict[tuple[str, ...], list[str]] = {}
     for host, report in reports.items():
         hosts.setdefault(tuple(chain(*parameters(report, reports, shared))), []).append(host)
@@ -208,7 +208,7 @@ def try_pairs(
 
 
 def make_hello(reports: Mapping[str, HostReport]) -> bool:
-    """Compile hello_mpi.c and copy it to all hosts. Return False where there is no compiler."""
+    """Compile hello_mpi.c and copy it to all hosts. Return False if it cannot be compiled here."""
     if shutil.which("cc") is None:
         print("no C compiler on this machine: hello_mpi.c is not tried")
         return False
@@ -250,7 +250,7 @@ class Answer:
 
 
 def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
-    """Start a rank for every slot, and count the answers. The status of mpirun says nothing."""
+    """Start a rank for every slot, and count the greetings. mpirun's exit status is not used."""
     requested = sum(host.slots for host in hosts)
     where = [] if not ROOT or VENV == ROOT / ".venv" else ["-x", "MOTLEY_VENV"]
     command = ["mpirun", "-np", str(requested), "--hostfile", str(options.hostfile.resolve())]
@@ -275,15 +275,15 @@ def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
 
 
 def end_mpirun(job: subprocess.Popen[str]) -> str:
-    """End an mpirun that leads a session, and with it its daemons; all that it said."""
+    """End an mpirun that leads a session, and its daemons; return its output."""
     os.killpg(job.pid, signal.SIGTERM)
     try:
         return job.communicate(timeout=5)[0]
     except subprocess.TimeoutExpired:  # a signal while it launches makes Open MPI 5.0.11 hang
-        os.killpg(job.pid, signal.SIGKILL)  # its daemons end when they miss it
+        os.killpg(job.pid, signal.SIGKILL)  # its daemons end when their connection breaks
     try:
         return job.communicate(timeout=5)[0]
-    except subprocess.TimeoutExpired as late:  # an ssh to a host that is cut off has its output
+    except subprocess.TimeoutExpired as late:  # an ssh to a host that is cut off keeps the pipe
         output = late.output or b""
         return output.decode(errors="replace") if isinstance(output, bytes) else output
 

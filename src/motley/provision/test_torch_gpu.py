@@ -1,10 +1,10 @@
-"""Can every rank compute? One table: device, versions, and the speed of a real kernel.
+"""Check that every rank can compute, and show device, versions and the speed of a kernel.
 
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/test_torch_gpu.py
 
-A matrix product runs in each precision, with its result checked, so that a build which
-lacks a GPU's architecture is found here and not in the first step of training. Exit 1
-if a rank cannot compute in fp32, or the ranks' versions differ.
+A matrix product runs in each precision, and its result is checked. A build that lacks a GPU's
+architecture is therefore found here and not in the first step of training. Exit code: 1 if a
+rank cannot compute in fp32, or if the ranks' versions differ.
 """
 
 import argparse
@@ -25,11 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of one rank.
+    """The device, versions and speeds of one rank.
 
     Attributes:
+        rank: number of the rank.
+        host: name of its host.
+        device: name of its device.
+        capability: CUDA compute capability; None on a CPU.
+        torch: version of torch.
+        cuda: version of CUDA that torch was built with.
+        nccl: version of NCCL; empty without a GPU.
         built_for: CUDA architectures in this torch build.
-        nccl: version of NCCL; empty where there is no GPU to use it.
+        speeds: speed of a matrix product in each precision.
     """
 
     rank: int
@@ -44,7 +51,7 @@ class Report:
 
 
 def main() -> None:
-    """Test as the command line asks."""
+    """Run the test with the options on the command line."""
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
     as_json = parser.parse_args().json
@@ -80,7 +87,7 @@ def examine(world: World) -> Report:
 
 
 def read(world: World, device: "torch.device") -> Report:
-    """Return this rank's device and its speeds."""
+    """Return this rank's device, versions and speeds."""
     import torch
 
     from motley.measure.device import kernel_speed
@@ -99,7 +106,7 @@ def read(world: World, device: "torch.device") -> Report:
 
 
 def mismatches(reports: list[Report]) -> list[str]:
-    """Return versions in which hosts differ; all must have the same torch, CUDA build and NCCL."""
+    """Return sentences on versions that differ between hosts: of torch, its CUDA, or NCCL."""
     problems = []
     for what in ("torch", "cuda", "nccl"):
         result = {getattr(report, what): report.host for report in reports if getattr(report, what)}
@@ -110,7 +117,7 @@ def mismatches(reports: list[Report]) -> list[str]:
 
 
 def failures(reports: list[Report]) -> list[str]:
-    """Return the ranks that cannot compute in fp32."""
+    """Return sentences on the ranks that cannot compute in fp32."""
     return [
         f"rank {report.rank} on {report.host} ({report.device}) cannot run a kernel: "
         f"{report.speeds[0].error}; its torch is built for {', '.join(report.built_for)}"
@@ -120,7 +127,7 @@ def failures(reports: list[Report]) -> list[str]:
 
 
 def show(reports: list[Report]) -> None:
-    """Print the table."""
+    """Print the table of reports."""
     from rich.table import Table
 
     from motley.train.recorder import console

@@ -1,4 +1,4 @@
-"""See that this machine's environment works: import its packages, run a kernel on each device.
+"""Check this machine's environment: import its packages, run a kernel on each device.
 
     .venv/bin/python -m motley.provision.verify_env
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "torchvision", "deepspeed", "mpi4py.MPI", "GPUtil", "timm",
 
 
 def main() -> int:
-    """Print the findings; 1 with a line on the fault."""
+    """Print the findings as JSON and return 0, or print the fault and return 1."""
     for name in PACKAGES:
         try:
             importlib.import_module(name)

@@ -1,1 +1,1 @@
-"""The records of a run, published to the tracker that its user looks at."""
+"""The publication of a run's records to a tracker."""

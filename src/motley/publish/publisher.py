@@ -1,12 +1,12 @@
-"""A publisher of a run's records to a tracker, each once.
+"""A publisher of a run's records to a tracker, each record once.
 
-The publisher saves its position in the records beside them.
+The publisher saves its position in the records beside them:
 
     published.<tracker>.json: {"started": 1763693554.1, "position": {...}, "tracker": {...}}
 
-The position is saved after the tracker has what is before it: a publisher that is killed loses
-nothing. The tracker may then get some records twice; each tracker handles that in its own way (see
-each).
+The position is saved once the tracker has all records before it, so a publisher that is killed
+loses nothing. The tracker may then get some records twice. Each tracker class describes how it
+handles that.
 """
 
 import contextlib
@@ -34,17 +34,20 @@ from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict, read_json, write_json
 from motley.records.run_folder import RunFolder, take_folder
 
-_LOOK_S = 1.0  # between two looks at a run that goes on
-_SAVE_S = 5.0  # between two savings
+_LOOK_S = 1.0  # between two readings of a running run
+_SAVE_S = 5.0  # between two saved positions
 
 
 @dataclass(frozen=True)
 class PublishedCounts:
-    """The counts of records published by this publisher.
+    """The counts of records that a publisher has published.
 
     Attributes:
-        status: of the run; empty: it has no run.json yet.
-        steps, evaluations, samples, events: how many.
+        status: status of the run; empty: it has no run.json yet.
+        steps: number of steps.
+        evaluations: number of evaluations.
+        samples: number of samples of devices.
+        events: number of events.
     """
 
     status: str
@@ -55,7 +58,7 @@ class PublishedCounts:
 
 
 class Publisher:
-    """A publisher of one run; a context manager, which has the tracker's part of its folder alone.
+    """A publisher of one run; a context manager, which locks the run's folder for its tracker.
 
     Args:
         run: folder of the run.
@@ -64,11 +67,12 @@ class Publisher:
         copies: as in :class:`RunFollower`.
 
     Attributes:
-        stop: set by another thread to end publishing; read between two looks.
+        follower: reader of the run's state.
+        stop: set by another thread to end publishing; checked between two readings.
 
     Raises:
-        MotleyError: another publishes it there now, a file cannot be read or written, or the
-            tracker says no.
+        MotleyError: another process publishes the run to this tracker, a file cannot be read or
+            written, or the tracker reports an error.
     """
 
     def __init__(
@@ -114,12 +118,12 @@ class Publisher:
     def publish(
         self, follow: bool, each_look: Callable[[], bool] = lambda: False
     ) -> PublishedCounts:
-        """Publish the present records.
+        """Publish the present records, and return their counts.
 
         Args:
             follow: True: publish later records too, until the run ends.
-            each_look: called after each look at the records. Its result is True if the next look
-                has to follow at once.
+            each_look: called after each reading of the records. If it returns True, the next
+                reading follows at once.
         """
         ended_at = None
         while True:
@@ -137,7 +141,7 @@ class Publisher:
                 self.stop.wait(_LOOK_S)
 
     def left_out(self) -> list[str]:
-        """Return what of GPU logs is not published, and why."""
+        """Return a line for each GPU log with rows that are not published, and the reason."""
         return [*self.follower.unread.values(), *self._reader.left_out()]
 
     def _has_ended(self) -> bool:
@@ -150,9 +154,9 @@ class Publisher:
         return known and time.time() - float(ended or 0) > LAST_WORDS_S
 
     def _look(self, clock: float) -> bool:
-        """Publish what is new; whether there is more."""
+        """Publish new records; return True if there are more already."""
         if not self.follower.about:
-            return False  # it is being made
+            return False  # run.json is not written yet
         if self._tracker is None:
             self._open()
         known = max(self._position.steps.values(), default=-1)
@@ -172,7 +176,7 @@ class Publisher:
         counts = len(steps), len(evaluations), len(samples), len(text)
         self._counts = [sum(pair) for pair in zip(self._counts, counts, strict=True)]
 
-    # -- what is kept
+    # -- the saved position
 
     def _open(self) -> None:
         saved = self._read()
@@ -208,7 +212,7 @@ class Publisher:
             raise MotleyError(f"{path} is damaged: remove it, to publish all anew") from None
 
     def _save(self, clock: float) -> None:
-        """Save the last position that the tracker surely has."""
+        """Save the last position of which the tracker is sure to have all records."""
         assert self._tracker is not None
         settles = self._tracker.settles_s
         if settles is None or clock - self._saved_at < _SAVE_S:
@@ -245,7 +249,7 @@ class Publisher:
         return self._tracker.look if self._tracker else ""
 
     def _call(self, what: Callable[..., Any], *words: Any) -> Any:
-        """Return a tracker's answer; raise its error as a MotleyError of one line."""
+        """Return the result of a tracker's function; raise its errors as a MotleyError."""
         try:
             return what(*words)
         except MotleyError:

@@ -1,10 +1,10 @@
 """The series of a run that are published, and their names.
 
-Each record of a run is read once, while it is written.
+Each record of a run is read once, even while the run is writing.
 
-Names sort as they are read: ``all/`` is of all ranks together, then ``cpu/HOST/``, ``evaluation/``,
-``gpu/HOST_NUMBER/``, ``others/``, ``rank/NUMBER_HOST/``. With many ranks, the first rank's records
-hold ``others/``, a summary of the rest.
+Names sort in the order in which users read them. ``all/`` is for all ranks together. The others are
+``cpu/HOST/``, ``evaluation/``, ``gpu/HOST_NUMBER/``, ``others/`` and ``rank/NUMBER_HOST/``. With
+many ranks, only the first rank writes steps, and ``others/`` is its summary of the rest.
 """
 
 import copy
@@ -29,17 +29,17 @@ from motley.records.training import EpochRecord, RankGroups
 
 @dataclass
 class Position:
-    """The position in a run's records.
+    """The position of a reader in a run's records.
 
-    A reader that is given a saved position reads on from there. The saved form:
+    A reader that is given a saved position continues from there. The saved form:
 
         {"steps": {"0": 119, "1": 119}, "evaluation": 120, "events": 7, "samples": {"tesla0": 64}}
 
     Attributes:
-        steps: the last step of each rank.
+        steps: the last step that was read, by rank.
         evaluation: number of steps before the last evaluation.
-        events: number of lines that were read of events.jsonl.
-        samples: number of lines that were read of each host's GPU log.
+        events: number of lines of events.jsonl that were read.
+        samples: number of lines of the GPU log that were read, by host.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
@@ -48,15 +48,15 @@ class Position:
     samples: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> JsonDict:
-        """Return the dictionary above."""
+        """Return the position in the saved form, shown above."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, told: Any) -> "Position":
-        """Return the position that :meth:`as_json` gave.
+        """Return the position that :meth:`as_json` has encoded.
 
         Raises:
-            TypeError, ValueError, KeyError, AttributeError: it is anything else.
+            TypeError, ValueError, KeyError, AttributeError: the value is no such position.
         """
         return cls(
             {int(rank): int(step) for rank, step in told["steps"].items()},
@@ -67,12 +67,15 @@ class Position:
 
 @dataclass(frozen=True)
 class NewRecords:
-    """The records that one look found.
+    """The records that one reading found.
 
     Attributes:
-        steps: lines of each rank. samples: of each host's devices.
-        more: there is more already, for the next look.
-        position: after them.
+        steps: lines of steps, by rank.
+        evaluations: lines of evaluations.
+        events: lines of events.
+        samples: samples of devices, by host.
+        more: True if there are more records already.
+        position: position after these records.
     """
 
     steps: dict[int, list[JsonDict]]
@@ -87,9 +90,9 @@ class NewRecords:
 
 
 class RunReader:
-    """A reader of all new records of a run, some hundred KiB of a file at a look.
+    """A reader of all new records of a run, at most some hundred KiB of each file at a time.
 
-    A step that is taken again, since the run went back to a checkpoint, is not read again.
+    A step that is repeated, because the run returned to a checkpoint, is not read again.
 
     Args:
         run: folder of the run.
@@ -103,12 +106,12 @@ class RunReader:
         self._run, self._folders = run, (run, *copies)
         self._position = copy.deepcopy(after) if after else Position()
         self._tails: dict[Path, Tail] = {}
-        self._lines: dict[Path, int] = {}  # that were read since its first
+        self._lines: dict[Path, int] = {}  # number of lines that were read of each file
         self._rows: dict[Path, GpuRows] = {}
         self._more = False
 
     def look(self, clock: float, wall: float) -> NewRecords:
-        """Read what is new; arguments as of :meth:`motley.live.follow.Tail.look`."""
+        """Return the new records; for the arguments see :meth:`motley.live.follow.Tail.look`."""
         self._more, at = False, self._position
         steps = {
             rank: self._steps(rank, path, clock, wall)
@@ -162,15 +165,15 @@ class RunReader:
         for number, line in numbered:
             self._position.samples[host] = max(known, number)
             try:
-                sample = rows.read(line.decode(errors="replace"))  # the first has the columns
-            except MotleyError:  # it is none of ours: nothing can be read of it
+                sample = rows.read(line.decode(errors="replace"))  # the first line has the columns
+            except MotleyError:  # the file is no GPU log of Motley's
                 return []
             if sample is not None and number > known:
                 result.append(sample)
         return result
 
     def _numbered(self, path: Path, clock: float, wall: float) -> list[tuple[int, bytes]]:
-        """Return new lines with their numbers, from 1."""
+        """Return the new lines of a file with their line numbers, from 1."""
         lines = self._new(path, clock, wall)
         before = self._lines.get(path, 0)
         self._lines[path] = before + len(lines)
@@ -195,19 +198,19 @@ _GLOBAL = {"loss": "loss", "lr": "lr", "grad_norm": "grad_norm", "loss_scale": "
 _OWN = {"t_data": "data_s", "t_compute": "compute_s", "t_wait": "wait_s", "t_comm": "comm_s",
         "t_opt": "opt_s", "t_host": "host_s", "n_local": "samples",
         "mem_peak_mib": "memory_peak_mib"}  # fmt: skip
-_OTHERS = {"least": "first", "middle": "middle", "largest": "last"}  # of who was ready
+_OTHERS = {"least": "first", "middle": "middle", "largest": "last"}  # order of being ready
 _SAMPLE = ("load", "memory_used_mib", "temperature_c", "power_w", "others_memory_mib")
 _LONGEST = 60  # characters of a part of a name
 
 
 @dataclass
 class Row:
-    """Numbers of one step, one evaluation or one device's sample.
+    """The numbers of one step, one evaluation or one device's sample.
 
     Attributes:
-        step: the step of a sample; None: unknown. For an evaluation, the steps before it.
+        step: the step of a sample; None: unknown. For an evaluation, the number of steps before it.
         time: seconds since the epoch.
-        values: by name; unknown values are left out.
+        values: values by name; unknown values are left out.
     """
 
     step: int | None
@@ -217,7 +220,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Note:
-    """An event. step: None: it is of none. time: seconds since the epoch."""
+    """An event in words.
+
+    Attributes:
+        step: step of the event; None: it belongs to no step.
+        time: seconds since the epoch.
+        kind: kind of the event.
+        text: description of the event.
+    """
 
     step: int | None
     time: float
@@ -226,11 +236,11 @@ class Note:
 
 
 def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row]:
-    """Return a row per step, over all ranks whose records have it.
+    """Return one row per step, over all ranks whose records have it.
 
     Args:
         about: the run's record.
-        new: records since the last look.
+        new: records since the last reading.
         known: the last step whose values over all ranks are published already.
     """
     rows: dict[int, Row] = {}
@@ -271,7 +281,7 @@ def _of_all(about: Mapping[str, Any], line: JsonDict) -> dict[str, float]:
 
 
 def evaluation_rows(new: NewRecords) -> list[Row]:
-    """Return a row an evaluation."""
+    """Return one row per evaluation."""
     return [
         Row(line["step"], line["time"], values)
         for line in new.evaluations
@@ -281,7 +291,7 @@ def evaluation_rows(new: NewRecords) -> list[Row]:
 
 
 def sample_rows(new: NewRecords) -> list[Row]:
-    """Return a row a sample of a device."""
+    """Return one row per sample of a device."""
     return [
         Row(sample.step, sample.time, values)
         for host, samples in sorted(new.samples.items()) for sample in samples
@@ -295,10 +305,10 @@ def _of_device(host: str, sample: GpuSample) -> dict[str, float]:
 
 
 def notes(new: NewRecords, now: float) -> list[Note]:
-    """Return events in words.
+    """Return one note per event.
 
     Args:
-        new: records since the last look.
+        new: records since the last reading.
         now: time of events without one, seconds since the epoch.
     """
     result = []
@@ -338,7 +348,7 @@ def _command(words: Any) -> str:
 
 
 def _device(worker: Mapping[str, Any]) -> str:
-    """Return, for example, ``tesla3, RTX 3070, bf16``."""
+    """Return a worker's host, device and precision, for example ``tesla3, RTX 3070, bf16``."""
     facts = (
         worker.get("host"),
         device_name(str(worker.get("device") or "")),
@@ -359,7 +369,7 @@ def _flat(told: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Para
 
 
 def _named(before: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the known values by full name."""
+    """Return the known values by full name, which starts with ``before``."""
     known = {name: value for name, value in values.items() if _is_number(value)}
     return {f"{before}/{clean(name)}": float(value) for name, value in known.items()}
 
@@ -369,5 +379,5 @@ def _is_number(value: Any) -> bool:
 
 
 def clean(name: str) -> str:
-    """Replace the characters that a tracker may treat as special: a dot, a slash, a blank."""
+    """Return a name in which ``_`` replaces characters that trackers treat as special."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:_LONGEST] or "_"

@@ -1,1 +1,1 @@
-"""A matrix of runs: its cells, how each run ended, and the rows of its table."""
+"""A matrix of runs: its cells, the outcome of each run, and the rows of its table."""

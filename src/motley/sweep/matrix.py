@@ -4,20 +4,20 @@ A matrix file has the form
 
     repeats = 3                 # of all cells, interleaved
     steps = 30                  # of each run
-    limit_s = 600               # after which a run is ended and called a hang
+    limit_s = 600               # after which a run is ended, as a hang
     options = ["--model", "vit_base_patch16_224", "--dataset", "synthetic"]  # of every cell
     script = "my/train.py"      # of every cell that names none; default: the strategy's
 
-    [matrix]                    # each one value or a list; every combination is a cell
+    [matrix]                    # one value or a list per key; every combination is a cell
     strategy = ["ddp", "fsdp", "zero1"]
     precision = "auto"          # as --precision
     checkpointing = [false, true]  # or a module's name, as --grad-checkpointing takes it
-    batch = 512                 # global, or with weak = true of each host
-    hosts = "each"              # the first so many of hosts.txt; "each": 1, 2, ... all
-    fraction = 1.0              # of the training set; with weak = true of it for each host
+    batch = 512                 # global, or with weak = true per host
+    hosts = "each"              # number of the first hosts of hosts.txt; "each": 1, 2, ... all
+    fraction = 1.0              # of the training set; with weak = true per host
     options = ["", "--compile"]
 
-    [[cell]]                    # and single ones, with a name of their own
+    [[cell]]                    # a single cell, with a name of its own
     name = "killed"
     script = "tests/support/drivers/failing.py"
     options = ["--fail", "killed"]
@@ -46,11 +46,16 @@ class Cell:
     """One way to train.
 
     Attributes:
-        name: a folder's name. hosts: the first so many.
+        name: name of the cell, and of its folder.
+        strategy: name of the strategy.
+        precision: value of ``--precision``.
         checkpointing: value of ``--grad-checkpointing``; empty: none.
-        batch: the global batch size. fraction: part of the training set.
-        script, options: training script, and its options without those of the other fields.
-        limit_s: time limit of its runs in seconds, where that is not the matrix's.
+        batch: the global batch size.
+        hosts: number of hosts, the first ones of hosts.txt.
+        fraction: part of the training set.
+        script: training script.
+        options: options of the script, without those of the other fields.
+        limit_s: time limit of its runs in seconds; None: the matrix's.
     """
 
     name: str
@@ -66,7 +71,7 @@ class Cell:
 
     @property
     def words(self) -> list[str]:
-        """The training script and all its options."""
+        """Words of a command line: the training script and all its options."""
         checkpointing = ["--grad-checkpointing", self.checkpointing] if self.checkpointing else []
         return [
             self.script, "--precision", self.precision, "--batch-size", str(self.batch),
@@ -75,17 +80,22 @@ class Cell:
 
     @property
     def samples(self) -> tuple[int, float]:
-        """Batch size and data fraction, which decide the images of each step."""
+        """Batch size and data fraction, which determine the samples of each step."""
         return self.batch, self.fraction
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """All cells, and how they are run; one fixed seed.
+    """All cells, and the settings of their runs, which have one fixed seed.
 
     Attributes:
-        references: fp32 runs of the same samples, for each kind of these; run once.
-        hosts: of hosts.txt.
+        cells: the cells to compare.
+        references: fp32 runs, one for each batch size and data fraction; run once.
+        hosts: hosts of hosts.txt.
+        repeats: number of runs of each cell.
+        steps: steps of each run.
+        limit_s: time limit of a run in seconds.
+        options: options of all cells.
     """
 
     cells: tuple[Cell, ...]
@@ -98,13 +108,13 @@ class Matrix:
 
     @property
     def all_cells(self) -> tuple[Cell, ...]:
-        """The fp32 runs, then the others; a task's number is of these."""
+        """The fp32 runs, then the other cells. The number of a task is an index of this tuple."""
         return (*self.references, *self.cells)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all settings that decide a result.
+        """Return all settings that affect a result.
 
-        The number and length of runs are not among them.
+        The number of repeats and the time limits are not among them.
         """
         return {
             "steps": self.steps, "options": list(self.options),
@@ -123,7 +133,11 @@ def first_hosts(cell: Cell, hosts: Sequence[Host]) -> tuple[Sequence[Host], int]
 
 
 def shorter(matrix: Matrix, only: str) -> Matrix:
-    """Return the cells with these words in their names. Raise MotleyError if there is none."""
+    """Return the matrix with the cells whose names contain a text.
+
+    Raises:
+        MotleyError: there is no such cell.
+    """
     cells = tuple(cell for cell in matrix.cells if only in cell.name)
     if not cells:
         names = [cell.name for cell in matrix.cells]
@@ -133,13 +147,13 @@ def shorter(matrix: Matrix, only: str) -> Matrix:
     return replace(matrix, cells=cells, references=saved)
 
 
-DDP = "torch_dist/train_vit.py"  # whose fp32 runs others are compared with
+DDP = "torch_dist/train_vit.py"  # script of the fp32 reference runs
 PRESETS = {
     name: Path(__file__).with_name("presets") / f"{name}.toml"
     for name in ("strong", "weak", "precision", "strategies", "full", "weather")
 }
 _PRECISIONS = ("auto", *PRECISIONS)
-_AXES: Mapping[str, Any] = {  # and what stands where the file says nothing
+_AXES: Mapping[str, Any] = {  # with the defaults
     "strategy": "ddp", "precision": "auto", "checkpointing": False, "batch": 128, "hosts": None,
     "fraction": 1.0, "options": "",
 }  # fmt: skip
@@ -153,8 +167,9 @@ class KnownNames:
     """The registered names that a matrix may use.
 
     Attributes:
-        strategies: by name, the script and the options that choose the strategy there.
-        owned: options of a training script that only a cell sets, and the matrix's words for them.
+        strategies: script and options that select a strategy, by its name.
+        owned: options of training scripts that only a cell may set, and the words for them in a
+            matrix file.
     """
 
     strategies: Mapping[str, tuple[str, tuple[str, ...]]]
@@ -162,7 +177,7 @@ class KnownNames:
 
 
 def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes: Any) -> Matrix:
-    """Read a matrix file for these hosts.
+    """Return the matrix of a file, for these hosts.
 
     Args:
         path: path of the file.
@@ -171,7 +186,8 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes:
         changes: ``repeats``, ``steps``, ``limit_s``, ``options`` (added), where not None.
 
     Raises:
-        MotleyError: not TOML, an unknown key or strategy, or a cell that is impossible here.
+        MotleyError: the file is no TOML, or has an unknown key or strategy, or a cell that is
+            impossible with these hosts.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -260,7 +276,7 @@ def _values(value: Any) -> list[Any]:
 
 
 def _name(told: Mapping[str, Any]) -> str:
-    """Return a name made of a word for each property in which the cells differ."""
+    """Return a name with a word for each property in which the cells differ."""
     words = []
     for axis, value in told.items():
         if axis == "checkpointing":
@@ -277,7 +293,7 @@ def _plain(value: object) -> str:
 
 
 def _words(path: Path, options: Any) -> list[str]:
-    """Return options given as one text, as in a shell, or as a list."""
+    """Return options as words; they are given as one text, as in a shell, or as a list."""
     try:
         return shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
     except (TypeError, ValueError) as error:

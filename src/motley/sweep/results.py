@@ -1,13 +1,13 @@
 """The folder of a matrix's results, and the outcome of each of its runs. Pure.
 
-A run is done, or its outcome says how, where and when it failed.
+A run is done, or its outcome describes how, where and when it failed.
 
-    matrix.json            what is measured; another matrix may not write here
-    cells/<cell>.<k>/      the run folder of repeat k; output.log and outcome.json beside
+    matrix.json            the settings; another matrix may not be written here
+    cells/<cell>.<k>/      the run folder of repeat k; its output and outcome are beside it
     results.csv, results.md
 
-One command measures all cells, or several do, each a cell of its own, as the tasks of a Slurm
-array: the command that measures a cell holds its lock.
+One command measures all cells, or several commands measure one cell each, as the tasks of a Slurm
+array. The command that measures a cell holds its lock.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from motley.sweep.matrix import Cell, Matrix
 from motley.text import format_step
 
 DONE = "done"
-_SIGNAL = re.compile(r"(?:exited on|by) signal (\d+)")  # mpirun says it
+_SIGNAL = re.compile(r"(?:exited on|by) signal (\d+)")  # in messages of mpirun
 _SIGNALS = {
     11: FaultKind.SEGFAULT, 7: FaultKind.SEGFAULT, 6: FaultKind.ABORTED,
     4: FaultKind.ILLEGAL_INSTRUCTION,
@@ -42,10 +42,13 @@ class Outcome:
 
     Attributes:
         kind: ``done``, or a :class:`motley.faults.FaultKind`.
-        error: in words; never empty where it failed.
-        host, rank, epoch, step, phase: where and when, as far as known. phase: the key of a
-            :class:`motley.faults.Phase`.
-        seconds: from its launch to its end.
+        error: description of the failure; empty if the run is done.
+        host: host of the failure; None: unknown.
+        rank: rank of the failure; None: unknown.
+        epoch: last epoch of the run; None: unknown.
+        step: step of the failure, or last step; None: unknown.
+        phase: key of the :class:`motley.faults.Phase` of the failure; None: unknown.
+        seconds: duration of the run.
     """
 
     kind: str
@@ -59,7 +62,7 @@ class Outcome:
 
     @property
     def when(self) -> str:
-        """Time of the failure as ``epoch 0, step 4, backward``, where known, for ``step`` 3."""
+        """Time of the failure, as ``epoch 0, step 4, backward`` for ``step`` 3."""
         parts = [
             None if self.epoch is None else f"epoch {self.epoch}",
             None if self.step is None else format_step(self.step), self.phase,
@@ -78,8 +81,8 @@ def judge(
 
     Args:
         status: exit status of mpirun; None: the run was ended because it took too long. A status of
-            0 proves nothing: a lost host's daemon ends with it, and a run is done only when its
-            records say so.
+            0 proves nothing, since mpirun also ends with it after the loss of a host. A run is done
+            only if its records say so.
         output: all output of the run.
         run: content of run.json; empty if there is none.
         steps: records of the steps, by rank; empty if there are none.
@@ -111,7 +114,7 @@ def _last_step(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> int | None:
 
 
 def _kind(failure: Mapping[str, Any], status: int, output: str, error: str) -> FaultKind:
-    """Return the kind that the run recorded. Without records, use its exit status."""
+    """Return the kind of a failure from the records, or from the exit status without records."""
     if not failure:
         by_status = {kind.code: kind for kind in (FaultKind.REFUSED, FaultKind.OUT_OF_MEMORY)}
         return by_status.get(status) or kind_of_text(error)
@@ -122,7 +125,7 @@ def _kind(failure: Mapping[str, Any], status: int, output: str, error: str) -> F
 
 
 def _last_words(output: str) -> str:
-    """Return Motley's message on the failure, or else the last line that is not the launcher's."""
+    """Return Motley's last message, or else the last line that is not the launcher's."""
     lines = [line.strip() for line in output.splitlines()]
     ours = [line.removeprefix("motley: ") for line in lines if line.startswith("motley: ")]
     rest = [line for line in lines if not _NOISE.search(line)]
@@ -137,7 +140,7 @@ class BaselineFolder:
         self.cells = self.path / "cells"
 
     def claim(self, matrix: Matrix) -> TextIO:
-        """Take the folder for this matrix, until the returned file is closed or this process ends.
+        """Lock the folder for this matrix, until the returned file is closed or this process ends.
 
         Raises:
             MotleyError: the folder belongs to another matrix, or is in use.
@@ -173,7 +176,7 @@ class BaselineFolder:
             raise MotleyError(f"{self.path} holds a matrix without {', '.join(lacking[:4])}")
 
     def _check(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the kept cells, by name. Raise MotleyError if they are of another matrix."""
+        """Return the stored cells, by name. Raise MotleyError if they belong to another matrix."""
         theirs = read_json(self.path / "matrix.json")
         saved = {cell["name"]: cell for cell in theirs.get("cells", [])}
         clashes = [key for key in ("steps", "options", "hosts") if theirs.get(key) != ours[key]] + [
@@ -187,18 +190,26 @@ class BaselineFolder:
         return saved
 
     def take_cell(self, cell: Cell) -> TextIO:
-        """Take a cell, to measure it, as :meth:`claim` takes the folder."""
+        """Lock a cell, to measure it, until the returned file is closed or this process ends.
+
+        Raises:
+            MotleyError: another process measures the cell.
+        """
         return take_folder(
             self.cells, f"{cell.name} in {self.path} is being measured by another process",
             "wait for it, or choose another folder with --out", f".{cell.name}.lock",
         )  # fmt: skip
 
     def writing_table(self) -> contextlib.AbstractContextManager[None]:
-        """Return a lock under which no other process reads all outcomes to write their table."""
+        """Return a lock for reading all outcomes and writing their table, one process at a time."""
         return one_at_a_time(self.path / ".table.lock")
 
     def matrix_cells(self) -> list[Cell]:
-        """Return all cells whose results are kept here, references too."""
+        """Return all cells whose results are stored here, references included.
+
+        Raises:
+            MotleyError: there is no matrix in the folder.
+        """
         file = self.path / "matrix.json"
         try:
             cells = read_json(file)["cells"]
@@ -220,11 +231,11 @@ class BaselineFolder:
         return self.cells / f"{cell.name}.{repeat}.json"
 
     def end(self, cell: Cell, repeat: int, status: int | None, seconds: float) -> Outcome:
-        """Judge a repeat that has ended, and keep the outcome: it is not run again."""
+        """Judge a repeat that has ended, and store its outcome, so that it is not run again."""
         folder = self.attempt(cell, repeat)
         output = self.output(cell, repeat).read_text(errors="replace")
         outcome = judge(status, output, folder.read_run(), folder.read_steps(), seconds)
-        shutil.rmtree(folder.checkpoints, ignore_errors=True)  # such a run is not continued
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)  # the run is never continued
         write_json(self._outcome(cell, repeat), asdict(outcome))
         return outcome
 
@@ -234,14 +245,14 @@ class BaselineFolder:
         return Outcome(**read_json(file)) if file.exists() else None
 
     def repeats(self, cell: Cell) -> list[tuple[RunFolder, Outcome]]:
-        """Return the repeats that have ended, in order."""
+        """Return the repeats that have ended, with their outcomes, in order."""
         result: list[tuple[RunFolder, Outcome]] = []
         while outcome := self.outcome(cell, len(result)):
             result.append((self.attempt(cell, len(result)), outcome))
         return result
 
     def configuration(self) -> str:
-        """Describe the runs, their hosts and versions, from the records of finished runs."""
+        """Return text on the runs, their hosts and versions, from the records of finished runs."""
         content = read_json(self.path / "matrix.json")
         done = [
             about for cell in self.matrix_cells() for run, outcome in self.repeats(cell)

@@ -1,6 +1,6 @@
 """The table of a matrix, one row per cell, from the records of its runs. Pure.
 
-The table is written for people (results.md) and for spreadsheets (results.csv).
+The table is written for readers (results.md) and for spreadsheets (results.csv).
 """
 
 import csv
@@ -25,23 +25,44 @@ class Row:
     """The measurements of a cell, as a line of results.csv. None: unknown.
 
     Attributes:
-        model: the trained model, in a few words. unit: the unit that a rate counts; weight: of a
-            sample, in these. hosts: names of those that trained. machines: launched.
-        batch: global; micro_batch: of each rank.
-        samples_per_s: median of the repeats' medians.
-        spread: from the lowest to the highest, as a part of it; of two repeats or more.
-        mean_samples_per_s: median of the repeats' means by the clock, see :func:`mean_rate`,
-            without the steps in which a run warms up.
-        fraction_of_limit: part of the limit, the summed rates that its machines reach alone. Each
-            counts in its best precision, as the best cell of the same machines and batch measured
-            it, with a model that is not compiled.
-        efficiency: part of that sum in this cell's own precision.
-        epoch_s: an epoch's training at this rate.
-        memory_mib: most that a rank held, by host. leak_mib: growth in a step, if there was any.
-        joules: of the GPUs, for a sample.
-        loss: of the last step. loss_difference: from the fp32 reference's, as a part of that.
-        data_s, compute_s, wait_s, comm_s, opt_s, host_s: of a step, mean over ranks.
-        outcome: ``done``, or how it failed. error, when: then.
+        name: name of the cell.
+        strategy: as in Cell.
+        precision: as in Cell.
+        checkpointing: as in Cell.
+        options: options of the cell, as one text.
+        model: title of the task, with the trained model.
+        unit: unit of a rate, such as images.
+        weight: number of these units in a sample.
+        machines: number of launched machines.
+        hosts: names of the hosts that trained.
+        batch: global batch size.
+        micro_batch: largest micro-batch of each rank.
+        repeats: number of runs that have ended.
+        outcome: ``done``, or the kind of the first failure.
+        samples_per_s: median of the repeats' median rates.
+        mean_samples_per_s: median of the repeats' mean rates by the clock, see :func:`mean_rate`,
+            without warm-up steps.
+        spread: difference of the highest and lowest rate, relative to the median; for two repeats
+            or more.
+        limit_samples_per_s: summed rates of the machines in this cell's precision.
+        fraction_of_limit: rate relative to the limit. The limit is the sum of the rates that the
+            machines reach alone, each in its best precision. The best cell with the same machines
+            and batch counts, with a model that is not compiled.
+        efficiency: rate relative to the sum in this cell's own precision.
+        epoch_s: seconds of an epoch's training at this rate.
+        memory_mib: largest memory of a rank, by host.
+        leak_mib: growth of memory per step; None: no growth.
+        joules: energy of the GPUs per sample.
+        loss: loss of the last step.
+        loss_difference: relative difference of the loss from the fp32 reference's.
+        data_s: seconds of a step that wait for data, mean over ranks.
+        compute_s: seconds of a step that compute, mean over ranks.
+        wait_s: seconds of a step that wait for the slowest rank, mean over ranks.
+        comm_s: seconds of a step that communicate, mean over ranks.
+        opt_s: seconds of a step in the optimizer, mean over ranks.
+        host_s: seconds of a step in the host's own work, mean over ranks.
+        error: description of the failure; empty without one.
+        when: time of the failure, as in Outcome.
     """
 
     name: str
@@ -88,12 +109,12 @@ class Row:
 
     @property
     def rate(self) -> str:
-        """Rate in the task's unit, as in ``1,204 images/s``; empty where unknown."""
+        """Median rate in the task's unit, as ``1,204 images/s``; empty if unknown."""
         return self._words(self.samples_per_s)
 
     @property
     def mean_rate(self) -> str:
-        """Mean rate by the clock, in words like :attr:`rate`."""
+        """Mean rate by the clock, in the form of :attr:`rate`."""
         return self._words(self.mean_samples_per_s)
 
     def _words(self, samples_per_s: float | None) -> str:
@@ -101,12 +122,12 @@ class Row:
 
     @property
     def is_compiled(self) -> bool:
-        """True if the model is compiled. Its rate may pass the limit, measured before --compile."""
+        """True with --compile. The rate may then exceed the limit, which is without --compile."""
         return "--compile" in self.options.split()
 
 
 def read_rows(folder: BaselineFolder) -> list[Row]:
-    """Return the rows of all cells of which something has run, references first."""
+    """Return the rows of all cells with a run that has ended, references first."""
     cells = folder.matrix_cells()
     result = {cell: folder.repeats(cell) for cell in cells}
     references = {
@@ -160,7 +181,7 @@ def _row(
     limit = cell.batch / forecast["limit_s"] if forecast.get("limit_s") else None
     samples = (about.get("result") or {}).get("epoch_samples")
     loss = _loss(taken[0])
-    whole = len(every[0]) == len(about.get("ranks") or ())  # else on disks that are not shared
+    whole = len(every[0]) == len(about.get("ranks") or ())  # False if disks are not shared
     facts |= {f"{part}_s": _part(every[0], part) if whole else None for part in _PARTS}
     return Row(
         **facts, samples_per_s=middle,
@@ -174,7 +195,7 @@ def _row(
     )  # fmt: skip
 
 
-# Options that a run must share with the fp32 one, besides the task, for its losses to be the same.
+# Options that have to be equal, besides the task, for losses equal to those of the fp32 run.
 _SAME = (
     "model", "img_size", "dataset", "data_fraction", "augment", "epochs", "batch_size", "opt", "lr",
     "weight_decay", "warmup_epochs", "min_lr", "smoothing", "clip_grad", "drop", "drop_path",
@@ -188,7 +209,8 @@ _Reference = tuple[JsonDict, float | None]  # run.json, and the last loss
 def _difference(about: JsonDict, loss: float | None, reference: _Reference | None) -> float | None:
     """Return the relative difference of the last loss from the reference's.
 
-    Return None if the two are not of the same training. Local steps report a mean of losses before.
+    The result is None if the two trainings differ in an option that affects the loss, or for local
+    SGD, which reports a mean of earlier losses.
     """
     if reference is None or loss is None:
         return None
@@ -207,7 +229,7 @@ def _difference(about: JsonDict, loss: float | None, reference: _Reference | Non
 
 
 def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
-    """Return the steps without warm-up and without the ragged last of an epoch."""
+    """Return the steps without warm-up and without the smaller last batch of an epoch."""
     result = {}
     for rank, lines in steps.items():
         later = warm(lines)
@@ -217,7 +239,7 @@ def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
 
 
 def _rate(steps: Steps) -> float | None:
-    """Return samples/s of all ranks. For local steps, few of which wait, use the mean."""
+    """Return the samples/s of all ranks: from the median step, for local steps from the mean."""
     lines = lead(steps)
     if not lines:
         return None
@@ -228,7 +250,7 @@ def _rate(steps: Steps) -> float | None:
 
 
 def _part(steps: Steps, part: str) -> float | None:
-    """Return the mean of a part of a step over steps and ranks; None if a rank lacks it."""
+    """Return the mean seconds of a part of a step; None if a rank has no value."""
     values = [line[f"t_{part}"] for lines in steps.values() for line in lines]
     return statistics.fmean(values) if values and None not in values else None
 
@@ -265,7 +287,7 @@ _FORMS = {
 
 
 def shown(row: Row) -> list[str]:
-    """Return a row's texts for a reader, in the order of :data:`HEAD`."""
+    """Return a row's cells as text, in the order of :data:`HEAD`."""
     values = [getattr(row, name) for _, name in _SHOWN]
     return [
         "" if value is None else _FORMS.get(name, "{}").format(value)
@@ -277,7 +299,7 @@ HEAD = [title for title, _ in _SHOWN]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the table, and below it the failures and the leaks."""
+    """Return the table, with failures, leaks and other notes below it."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in shown(row)) + " |"
               for row in rows]  # fmt: skip
@@ -295,7 +317,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def write_rows(folder: BaselineFolder, rows: Sequence[Row]) -> tuple[Path, Path]:
-    """Write results.csv and results.md into the folder."""
+    """Write results.csv and results.md into the folder, and return their paths."""
     table, text = folder.path / "results.csv", folder.path / "results.md"
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])

@@ -1,1 +1,1 @@
-"""The one training loop, what it is set up from, and what helps where something goes wrong."""
+"""The training loop, its setup, and the handling of faults during training."""

@@ -1,7 +1,7 @@
-"""Faults after which training goes on.
+"""Faults after which training continues.
 
-They are unreadable samples, losses that are no numbers, exhausted memory, and ranks whose state
-differs. New splits are handled here too.
+The faults are unreadable samples, losses that are not finite, exhausted memory, and ranks whose
+state differs. Changes of the split are handled here too.
 """
 
 import dataclasses
@@ -33,27 +33,32 @@ from motley.train.recorder import Recorder
 from motley.train.scale_search import find_overflow
 from motley.train.setup import Job
 
-_TRIALS, _PROBED = 3, 20  # of a device's arithmetic, and steps in each
+_TRIALS, _PROBED = 3, 20  # trials of a device's arithmetic, and steps in each
 
 
 class Agreement:
-    """Watches over a run's ranks."""
+    """The comparison of the replicated state of all ranks, with repair.
+
+    Args:
+        job: the objects of the training.
+        recorder: the recorder of the run.
+    """
 
     def __init__(self, job: Job, recorder: Recorder) -> None:
         self._job, self._recorder = job, recorder
-        self._back_at: int | None = None  # of the checkpoint that was gone back to
-        self._round = False  # the devices round differently: going back has not helped
+        self._back_at: int | None = None  # step of the checkpoint to which all ranks returned
+        self._round = False  # True once devices are known to round differently
 
     def check(self, position: TrainState) -> TrainState:
         """Compare the replicated state of all ranks, and repair differences; all ranks call it.
 
-        Where each rank holds a part alone, there is nothing to compare.
+        If each rank holds a different part, there is nothing to compare.
 
         Returns:
-            The state to go on from: ``position``, or that of a checkpoint.
+            The position to continue from: ``position``, or that of a checkpoint.
 
         Raises:
-            MotleyError: no majority and no checkpoint shows the right state.
+            MotleyError: neither a majority nor a checkpoint determines the right state.
         """
         job = self._job
         if not job.engine.replicated or len(job.workers) == 1:
@@ -97,7 +102,12 @@ class Agreement:
         )  # fmt: skip
 
     def _difference(self, wrong: Sequence[int], right: int = 0) -> str:
-        """Say which values of some ranks differ from another's; all ranks call it."""
+        """Return a sentence that names the values of some ranks that differ; all ranks call it.
+
+        Args:
+            wrong: the ranks that differ.
+            right: the rank to compare with.
+        """
         names = differing(all_gather_object(fingerprints(self._job.engine)), wrong, right)
         return (
             f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
@@ -109,7 +119,7 @@ class Agreement:
         return ", ".join(f"rank {worker.rank} on {worker.host}" for worker in workers)
 
     def _take(self, right: int, wrong: list[int], position: TrainState, why: str) -> None:
-        """Give one rank's to all."""
+        """Broadcast the state of rank ``right`` to all ranks, and report why."""
         engine = self._job.engine
         difference = self._difference(wrong, right)
         state = engine.state(Scope.REPLICATED)
@@ -138,7 +148,7 @@ class Agreement:
         return back
 
     def saved(self, position: TrainState) -> None:
-        """Note a checkpoint that all agreed on."""
+        """Record that all ranks agreed on the state of a new checkpoint."""
         if self._back_at is not None and position.step > self._back_at:
             self._back_at = None
 
@@ -148,7 +158,7 @@ class Agreement:
 
 
 def digests(engine: Engine) -> list[str]:
-    """Return a hash of what each rank holds that all should hold alike; all ranks call it."""
+    """Return one hash per rank of its replicated state; all ranks call it."""
     digest = hashlib.sha256()
     for name, text in fingerprints(engine).items():
         digest.update(f"{name} {text}".encode())
@@ -156,7 +166,7 @@ def digests(engine: Engine) -> list[str]:
 
 
 def fingerprints(engine: Engine) -> dict[str, str]:
-    """Return a hash by name of each value that all ranks should hold alike, as this rank has it."""
+    """Return the hash of each value of this rank's replicated state, by name."""
     state = engine.state(Scope.REPLICATED)
     named = sorted(state.tensors.items())
     result = [fingerprint(tensor).to(engine.device) for _, tensor in named]
@@ -170,7 +180,7 @@ def fingerprints(engine: Engine) -> dict[str, str]:
 
 
 def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) -> list[str]:
-    """Return the names of the values that any rank of ``wrong`` has otherwise than ``right``.
+    """Return the names of the values in which any rank of ``wrong`` differs from ``right``.
 
     Args:
         told: the :func:`fingerprints` of each rank.
@@ -203,7 +213,10 @@ def arithmetic(device: torch.device) -> list[int]:
 
 
 def unsound(told: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks whose device gave other numbers from trial to trial, or else than most.
+    """Return the ranks whose device computed wrong numbers.
+
+    These are the ranks whose numbers changed from trial to trial. If there are none, these are the
+    ranks whose numbers differ from those of most ranks.
 
     Args:
         told: the :func:`arithmetic` of each rank; their devices are of one kind.
@@ -216,8 +229,11 @@ def unsound(told: Sequence[Sequence[int]]) -> list[int]:
 def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
     """Return the rank with the majority's state, and the ranks with another state.
 
-    The first value is None without a majority, and the second then has the ranks that differ from
-    the first one.
+    Without a majority the first value is None, and the second has the ranks that differ from rank
+    0.
+
+    Args:
+        digests: hash of the state of each rank.
     """
     most, count = Counter(digests).most_common(1)[0]
     right = digests.index(most) if 2 * count > len(digests) else None
@@ -226,7 +242,7 @@ def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
 
 
 def _unlike(workers: Sequence[Rank]) -> bool:
-    """Return True if the devices are of several kinds; the processors of two hosts may well be."""
+    """Return True if the devices are of several kinds. CPUs of two hosts count as different."""
     kinds = {worker.device.partition(" ")[2] or f"{worker.device} {worker.host}"
              for worker in workers}  # fmt: skip
     return len(kinds) > 1
@@ -236,7 +252,11 @@ _SHOWN = 8  # samples in a message
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
-    """Return the batch's sample indices, once what cannot be read is dealt with."""
+    """Return the indices of the batch's samples, after reporting unreadable ones.
+
+    Raises:
+        MotleyError: a sample is unreadable, and ``--bad-samples`` is ``fail``.
+    """
     for name in batch.unreadable:
         if config.bad_samples == "fail":
             raise MotleyError(
@@ -253,7 +273,7 @@ def check_finite(
     """Raise NotFiniteError on the ranks whose losses are not finite.
 
     Args:
-        loss_sum: loss of all ranks.
+        loss_sum: sum of the losses of all ranks.
         sample_loss: loss of each of this rank's samples, [n].
         indices: indices of these samples.
         batches: reads this rank's batches again.
@@ -275,7 +295,7 @@ def check_finite(
 def check_scores(
     scores: Tensor, indices: Sequence[tuple[int, ...]], batches: Callable[[], Iterable[Batch]]
 ) -> None:
-    """Raise NotFiniteError if held-out data is not finite, because no evaluation ever is then.
+    """Raise NotFiniteError if held-out data is not finite, since every evaluation would fail.
 
     Args:
         scores: scores of each of this rank's batches, [batches, any].
@@ -292,11 +312,14 @@ def check_scores(
 
 
 def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
-    """Return the tensors that are not finite before anything is computed; empty if none is.
+    """Return a phrase on input tensors that explain the losses; empty if there are none.
 
-    Only samples without a finite loss are considered.
+    An input explains them if it is not finite in some of the samples ``bad``, and finite in all
+    others. A mask that is infinite in other samples too is therefore no cause.
 
-    A tensor that is not finite in other samples too, as a mask may be, is no cause.
+    Args:
+        batches: the batches with these samples.
+        bad: indices of the samples without a finite loss.
     """
     result: dict[str, list[int]] = {}
     for batch in batches:
@@ -338,14 +361,20 @@ def check_numbers(
         error = explain_overflow(job, plan, state, result)
         if dist.get_rank() == (*result.unsound, 0)[0]:
             raise error
-        dist.barrier()  # the word is that rank's, and it ends the job
+        dist.barrier()  # that rank raises the error, which ends the job
 
 
 def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> MotleyError:
-    """Return the layer that overflows and its samples, where skipping steps helps no more.
+    """Return an error that names the layer that overflows, and the samples.
 
-    All ranks compute the step again and find the same; engines whose ranks cannot do that alone
-    have no explanation.
+    This function is called when skipping steps helps no more. All ranks compute the step again and
+    get the same error. Engines whose ranks cannot compute alone give no explanation.
+
+    Args:
+        job: the objects of the training.
+        plan: plan of a full batch.
+        position: position before the step.
+        result: outcome of the step.
     """
     results = (
         f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
@@ -360,7 +389,7 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
         batches = [batch for batch, _ in micro_batches]
         own = find_overflow(job.model, batches, factor)
         words = str(own) if own else ""
-    except (RuntimeError, MemoryError) as error:  # the others wait for this rank's word
+    except (RuntimeError, MemoryError) as error:  # the other ranks wait for this rank's answer
         words = f"could not compute the step again ({error})"
     where = "; ".join(
         f"rank {worker.rank} on {worker.host} ({worker.precision}): {words}"
@@ -416,6 +445,9 @@ def shrink_micro_batches(
         result: outcome of the step.
         recorder: the recorder of the run.
         step: number of the step.
+
+    Raises:
+        NoMemoryError: the micro-batches cannot be smaller.
     """
     short = result.oom_ranks
     names = {rank: f"rank {job.workers[rank].rank} on {job.workers[rank].host}" for rank in short}

@@ -47,8 +47,8 @@ def training_parser(
     """Return the parser of a training script.
 
     Args:
-        description: the script's docstring, which holds the examples.
-        strategies: that the script trains with, by name.
+        description: the script's docstring, which has the examples.
+        strategies: strategies of the script, by name.
     """
     chosen = strategies or {}
     own = dict.fromkeys(group for each in chosen.values() for group in each.options)
@@ -59,7 +59,7 @@ def training_parser(
 def make_words(
     task: Task | type[Task] | str, options: Mapping[str, Any], package: str | None
 ) -> list[str]:
-    """Return the command line that a call with a task and options stands for.
+    """Return the command line that is equivalent to a call with a task and options.
 
     Args:
         task: a task, its class, or its name as in ``--task``.
@@ -95,7 +95,11 @@ def make_words(
 
 
 def _find_file(task: Task | type[Task]) -> str:
-    """Return the path of the file that defines a task, or the name of a built-in one."""
+    """Return the path of the file that defines a task, or the name of a built-in task.
+
+    Raises:
+        MotleyError: the task is defined in no file.
+    """
     kind = task if isinstance(task, type) else type(task)
     for name, known in known_tasks().items():
         if kind is known:
@@ -113,12 +117,12 @@ _called: list[str] = []
 
 
 def check_call(name: str) -> None:
-    """Raise MotleyError if a script calls a function that starts the ranks while its task is read.
+    """Raise MotleyError if a script starts the ranks while its task is being read.
 
-    A script that calls a second such function is stopped.
+    A script that starts the ranks a second time is ended with a usage error.
 
     Args:
-        name: name of the function.
+        name: name of the function that starts the ranks, for the message.
     """
     if file := task_being_read():
         raise MotleyError(
@@ -134,9 +138,9 @@ def check_call(name: str) -> None:
 
 
 def config_from(saved: Mapping[str, Any]) -> Config:
-    """Return the options of a run, as its checkpoint keeps them.
+    """Return the options of a run from those that its checkpoint stores.
 
-    They are the options that all scripts have, and those of the run's task.
+    The result has the options of all scripts, and those of the run's task.
     """
     general: dict[str, Any] = {}
     for group in GROUPS:
@@ -146,14 +150,14 @@ def config_from(saved: Mapping[str, Any]) -> Config:
 
 
 def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
-    """Return the options of a run that goes on from a checkpoint.
+    """Return the options of a run that continues from a checkpoint.
 
     Every option that the user did not type has the checkpoint's value, except those that belong to
-    one launch. The words of a recipe count as typed only where the checkpoint has another recipe.
+    one launch. The words of a recipe count as typed only if the checkpoint has another recipe.
 
     Args:
         config: the options of this launch.
-        saved: the options, as the checkpoint keeps them.
+        saved: the options that the checkpoint stores.
 
     Raises:
         MotleyError: the checkpoint is of another task.
@@ -179,15 +183,16 @@ def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
     general: dict[str, Any] = {}
     for group in GROUPS:
         general |= taken(group)
-    # Checkpoints of earlier versions do not say what was typed; their schedule ended with --epochs.
+    # Checkpoints of earlier versions do not store what was typed. Their schedule ended with
+    # --epochs.
     typed = typed.union(saved.get(TYPED, ["epochs"]))
-    if "epochs" in typed:  # --max-steps is not the length of the run, but where one launch stops
+    if "epochs" in typed:  # --max-steps then only ends one launch, not the run
         general.pop("max_steps", None)
     return replace(config, **general, own=own, typed_names=typed)
 
 
 def list_different_options(config: Config, other: Config) -> list[str]:
-    """Return the options of ``config`` that ``other`` has not, as in ``--lr 0.0003``."""
+    """Return the options of ``config`` that ``other`` does not have, as ``--lr 0.0003``."""
     before = {name: declared.to_text(value) for name, declared, value in other.options()}
     return [
         f"{get_flag(declared)} {format_value(text)}" for name, declared, value in config.options()
@@ -196,19 +201,19 @@ def list_different_options(config: Config, other: Config) -> list[str]:
 
 
 def _is_for_single_ranks(value: Any) -> bool:
-    """Return True for one value a rank, which belongs to the ranks of one launch."""
+    """Return True for an option with one value per rank, which fits one launch only."""
     return isinstance(value, PerRank) and not value.for_all
 
 
 def options_to_save(config: Config) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the options, as :func:`restore_options` reads it."""
+    """Return the options in the form that a checkpoint stores and :func:`restore_options` reads."""
     typed, task = sorted(config.typed_names | config.recipe_names), get_task(config)
     about = {CLASS_NAMES: list(task.class_names), SAMPLES: task.sample_list, TYPED: typed}
     return {**config.as_json(), **get_identity(config), **about}
 
 
 def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group's fields, as far as they are saved."""
+    """Return the values of a group's fields that ``saved`` has."""
     registered, result = _registered({}), dict[str, Any]()
     for field, declared in get_options(group).items():
         if declared.name in saved:
@@ -218,7 +223,7 @@ def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]:
-    """Return the options of registered parts."""
+    """Return the properties of options that registered tasks, wire modes and strategies set."""
     kinds = modes().values()
     return {
         "task": {
@@ -246,7 +251,7 @@ def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]
 def read_config(
     parser: OptionParser, arguments: Sequence[str] | None = None, strict: bool = True
 ) -> Config:
-    """Parse the command line of a training script, the process's own by default.
+    """Return the options of a training script's command line. Errors end the process.
 
     Args:
         parser: the parser with all options of the script.
@@ -261,7 +266,7 @@ def read_config(
         words = [*recipe, *own]
         known, unknown = parser.parse_known_args(words)
         if unknown and strict:
-            parser.parse_args(words)  # says what is wrong
+            parser.parse_args(words)  # reports the error
         typed = parser.find_typed_options(own)
         of_recipe = parser.find_typed_options(recipe) - typed
         return replace(parser.make_config(known), typed_names=typed, recipe_names=of_recipe)
@@ -270,10 +275,13 @@ def read_config(
 
 
 def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> list[str]:
-    """Have a parser know the options of the task that the command line names.
+    """Add the options of the task that the command line names to a parser.
 
     Returns:
         The words of ``--recipe``, to be put before the user's.
+
+    Raises:
+        MotleyError: the task or the recipe is unknown.
     """
     first = OneVoice(add_help=False, allow_abbrev=False)
     first.error = parser.error  # type: ignore[method-assign]
@@ -303,7 +311,7 @@ _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: 
 
 
 def make_resume_line(folder: RunFolder) -> str:
-    """Return the line that continues this process's run: what the user typed, and ``--resume``."""
+    """Return the line that continues this process's run: the user's line, with ``--resume``."""
     line = _launcher_line()
     command = own_command()
     # A folder may have the command's name, as in mpirun --wdir ~/motley.
@@ -323,7 +331,7 @@ def make_resume_line(folder: RunFolder) -> str:
 
 
 def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
-    """Return True if a word of the launcher's line is the one that starts the ranks.
+    """Return True if a word of the launcher's line starts the ranks.
 
     Args:
         command: subcommand of ``motley`` that runs this process; empty for a script.
@@ -336,13 +344,13 @@ def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
 
 
 def _without_place(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words that do not say which run it is, or where."""
+    """Yield the words without ``--run``, ``--resume`` and ``--logs`` and their values."""
     may_be_value = False
     for word in words:
         name, is_joined, _ = word.partition("=")
         if name in _REPLACED:
             may_be_value = not is_joined
-        elif may_be_value and not word.startswith("-"):  # --resume needs none
+        elif may_be_value and not word.startswith("-"):  # --resume needs no value
             may_be_value = False
         else:
             may_be_value = False
@@ -350,13 +358,13 @@ def _without_place(words: Sequence[str]) -> Iterator[str]:
 
 
 def _launcher_line() -> list[str]:
-    """Return the line that the user has typed, of mpirun or keep_training.sh; else nothing."""
+    """Return the user's line of mpirun or keep_training.sh; an empty list if there is none."""
     line: list[str] = []
     try:
         for parent in psutil.Process().parents():
             words = parent.cmdline()
             names = [Path(word).name for word in words]
-            if _KEEPER in names:  # its mpirun may have a hostfile that is gone afterwards
+            if _KEEPER in names:  # the hostfile of its mpirun may be removed afterwards
                 return ["bash", "setup/keep_training.sh", *words[names.index(_KEEPER) + 1 :]]
             if _COMMAND in names and words[names.index(_COMMAND) + 1 :][:1] == ["keep"]:
                 return words[names.index(_COMMAND) :]
@@ -364,6 +372,6 @@ def _launcher_line() -> list[str]:
                 # Open MPI 5 becomes prterun, Open MPI 4 is a link to orterun.
                 first = "mpirun" if names[0].endswith("terun") else words[0]
                 line = [first, *words[1:]]
-    except (psutil.Error, IndexError):  # of another user's, or gone
+    except (psutil.Error, IndexError):  # a process of another user, or one that has ended
         pass
     return line

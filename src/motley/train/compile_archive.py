@@ -1,20 +1,20 @@
-"""The archive of compiled code: kept for later runs, and given to a node whose disk has none of it.
+"""The archive of compiled code, for later runs and for nodes whose disk lacks it.
 
 The archive has the content of Motley's cache folder: TorchInductor's, Triton's, DeepSpeed's
-extensions, MIOpen's. (torch.compiler.save_cache_artifacts returns what TorchInductor made in one
-process, without the libraries that it makes for a CPU.) A folder holds
+extensions, MIOpen's. (torch.compiler.save_cache_artifacts returns the files that TorchInductor made
+in one process, without the libraries that it makes for a CPU.) A folder holds
 
     <kind>.json            {"archive": "<kind>-<hash>.tar.gz", "sha256": "...", "files": {
                             "triton/XW3.../kernel.cubin": 5120, ...}}
     <kind>-<hash>.tar.gz   the same files, in the order in which they were written
 
-TorchInductor unpickles the files of its cache, so a user who could write here could have others run
-code: see motley.cluster.account. Compilers name a file by a hash of its source, so a file that is
-there is never replaced.
+TorchInductor unpickles the files of its cache, so a user with write access here could make others
+run code. See motley.cluster.account. Compilers name a file by a hash of its source, so an existing
+file is never replaced.
 
-The archive lies beside the runs' folders, not in one: the next run compiles the same. One rank of
-each kind of node writes it after the first steps, so that a run which is killed later leaves it
-too, and again at the end, with the code for evaluations and other batches.
+The archive lies beside the runs' folders, not in one, because the next run compiles the same. One
+rank of each kind of node writes it after the first steps, so a run that is killed later leaves it
+too. The rank writes it again at the end, with the code for evaluations and other batches.
 """
 
 import contextlib
@@ -46,14 +46,15 @@ from motley.config.options import Config
 from motley.launch.process import compiled_below, die_with_parent
 from motley.launch.same_code import version
 
-if TYPE_CHECKING:  # with torch, which the process that packs has no use for
+if TYPE_CHECKING:  # these load torch, which the process that packs does not need
     from motley.checkpoint.run import Run
     from motley.launch.world import World
     from motley.measure.process_group import ProcessGroup
 
 MOST_BYTES = 512 << 20  # of files in an archive; newest first
-_WHOLE_S = 2.0  # a file that was written to since may not be whole
-_OF_A_MOMENT = ("locks", "precompiled_headers", "dynamo")  # the last is a guess of sizes, by name
+_WHOLE_S = 2.0  # a file that was written to within this time may be incomplete
+# Folders of temporary files. dynamo has guesses of sizes, by name.
+_OF_A_MOMENT = ("locks", "precompiled_headers", "dynamo")
 _SUFFIXES = (".lock", ".tmp")
 _PACKAGES = ("torch", "triton", "deepspeed")
 DAMAGE = (
@@ -65,10 +66,12 @@ ERRORS = (OSError, *DAMAGE)
 
 @dataclass(frozen=True)
 class Carried:
-    """The files that went into an archive or came out of it.
+    """The files that were packed into an archive or unpacked from it.
 
     Attributes:
-        size: bytes, as they are on the node's disk.
+        files: number of files.
+        size: bytes of the unpacked files.
+        seconds: time that it took.
     """
 
     files: int
@@ -82,9 +85,11 @@ class Carried:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of the archive of a kind of node.
+    """The index of one kind of node's archive.
 
     Attributes:
+        archive: name of the archive's file.
+        sha256: hash of the archive.
         files: sizes in bytes by name, as ``triton/XW3.../kernel.cubin``.
     """
 
@@ -96,7 +101,8 @@ class Index:
 def hash_node_kind(node: NodeFacts) -> str:
     """Return a hash of the facts that compiled code depends on besides its source.
 
-    Code for a CPU uses all that this one can do, and Triton's files name each other by whole paths.
+    Code for a CPU uses all features of that CPU, and Triton's files name each other by absolute
+    paths.
     """
     fits = {
         "packages": {name: version(name) for name in _PACKAGES},
@@ -134,15 +140,16 @@ class CompileArchive:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The arguments for :func:`main` that name this archive."""
+        """Arguments of :func:`main` that name this archive."""
         return (str(int(self._is_damaged)), str(self._place), self._kind, str(self._folder),
                 *self._below)  # fmt: skip
 
     def unpack(self) -> Carried | None:
-        """Put the files that the node lacks in their places; None if it lacks none.
+        """Unpack the files that the node lacks; return None if it lacks none.
 
         Raises:
-            One of ERRORS; it has the files that it had.
+            OSError: the disk is full or not writable. Files unpacked before the error stay.
+            Exception: one of DAMAGE, if the archive is damaged.
         """
         try:
             return self._unpack()
@@ -172,11 +179,11 @@ class CompileArchive:
         return Carried(len(missing), size, time.monotonic() - started)
 
     def _put(self, file: io.BufferedReader, missing: Mapping[str, int]) -> None:
-        """Extract these files, in the order in which they were written.
+        """Extract the files ``missing``, in the order in which they were written.
 
-        Triton's list of a kernel's files comes after them. The files are extracted one by one,
-        because Python 3.11.0 to 3.11.3 have no filters for tarfile. The filter "data" also lets
-        more through: links, and names that the index lacks.
+        Triton's list of a kernel's files comes after these files. The files are extracted one by
+        one, because Python 3.11.0 to 3.11.3 have no filters for tarfile. The filter "data" would
+        also accept links, and names that the index lacks.
         """
         with tarfile.open(fileobj=file, mode="r:gz") as tar:
             for member in tar:
@@ -195,19 +202,20 @@ class CompileArchive:
                         os.link(new.name, to)
 
     def has_newer(self, since: float) -> bool:
-        """Return True if the node has compiled something after ``since``, seconds since 1970."""
+        """Return True if the node compiled any file after ``since``, in seconds since 1970."""
         folders = _folders(self._folder, self._below)
         return any(_newest(files) >= since for files in folders.values())
 
     def save(self, since: float = 0.0) -> Carried | None:
-        """Replace the archive by what the node has now; None if that is nothing new.
+        """Replace the archive by the node's present files; return None if none is new.
 
         Args:
-            since: seconds since the epoch; if all was compiled before, it is of other runs, and
-                theirs to keep.
+            since: seconds since the epoch. If all files were compiled before, other runs archive
+                them.
 
         Raises:
-            One of ERRORS; the archive is the one that it was.
+            OSError: the disk is full or not writable. The archive is unchanged.
+            Exception: one of DAMAGE.
         """
         started = time.monotonic()
         result = _list_complete_files(self._folder, self._below)
@@ -224,7 +232,7 @@ class CompileArchive:
         return Carried(len(result), size, time.monotonic() - started)
 
     def _list_saved(self, place: int) -> Index:
-        """Return the names that need not be saved again."""
+        """Return the index of files that are saved already; empty if the archive is damaged."""
         try:
             return Index() if self._is_damaged else self._index(place)
         except DAMAGE:
@@ -245,13 +253,13 @@ class CompileArchive:
             with contextlib.suppress(OSError):
                 os.unlink(own, dir_fd=place)
             raise
-        for name in os.listdir(place):  # older ones, and what a killed rank has left
+        for name in os.listdir(place):  # older archives, and the leftovers of a killed rank
             if name.startswith((f"{self._kind}-", f".{self._kind}.")) and name != archive:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=place)
 
     def _pack(self, place: int, name: str, found: Mapping[str, os.stat_result]) -> str:
-        """Write the archive; its hash."""
+        """Write the archive, and return its SHA-256."""
         with create(place, name) as file:
             with (
                 gzip.GzipFile("", "wb", 1, file, mtime=0) as packed,
@@ -265,7 +273,7 @@ class CompileArchive:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _index(self, place: int) -> Index:
-        """Return the index of the saved archive; an empty one without any."""
+        """Return the index of the saved archive; an empty one if there is no archive."""
         try:
             with open_own(place, f"{self._kind}.json") as file:
                 index = Index(**json.load(file))
@@ -301,13 +309,13 @@ def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below
 
 
 def _list_complete_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
-    """Return the complete files by name, as many as an archive takes.
+    """Return the complete files by name, up to the size limit of an archive.
 
     Temporary files are left out, and so are folders that are being written to. Folders that were
     written to last come first.
     """
     folders = _folders(folder, below)
-    if any(map(_is_fresh, folders.values())):  # by this run, which may compile no more
+    if any(map(_is_fresh, folders.values())):  # this run wrote there, and may be done by then
         time.sleep(_WHOLE_S)
         folders = _folders(folder, below)
     result: dict[str, os.stat_result] = {}
@@ -330,7 +338,7 @@ def _is_fresh(files: Mapping[str, os.stat_result]) -> bool:
 
 
 def _folders(folder: Path, below: Sequence[str]) -> dict[str, dict[str, os.stat_result]]:
-    """Return the files in each folder, by name."""
+    """Return the files of each folder below ``folder``, by their relative paths."""
     folders: defaultdict[str, dict[str, os.stat_result]] = defaultdict(dict)
     for part in below:
         for here, inner, names in os.walk(folder / part):
@@ -344,7 +352,7 @@ def _folders(folder: Path, below: Sequence[str]) -> dict[str, dict[str, os.stat_
 
 
 def _check_hash(file: io.BufferedReader, index: Index) -> None:
-    """Raise ValueError unless the archive is the one that its index is of."""
+    """Raise ValueError unless the archive has the hash in its index."""
     if hashlib.file_digest(file, "sha256").hexdigest() != index.sha256:
         raise ValueError(f"{index.archive} is damaged")
     file.seek(0)
@@ -358,11 +366,16 @@ FOLDER = ".compiled"  # in the folder of all runs
 _FIRST_STEPS = 8
 _LOOK_S = 1.0
 _SAVE_LIMIT_S = 600.0
-_LAST_S = 30.0  # that the last one may take; an archive is whole or not there
+_LAST_S = 30.0  # that the last save may take; an archive is complete or missing
 
 
 class CompileKeeper:
-    """One rank's part."""
+    """One rank's use of the archive: unpack it at the start, save it after the first steps.
+
+    Args:
+        world: the ranks.
+        config: the options.
+    """
 
     def __init__(self, world: "World", config: Config) -> None:
         self._notes: list[str] = []
@@ -377,7 +390,7 @@ class CompileKeeper:
         self._run: Run
 
     def take(self, world: "World") -> None:
-        """Give each node the compiled code that a node of its kind has kept.
+        """Unpack on each node the compiled code that another node of its kind has archived.
 
         All ranks call this method, before anything is compiled. A failure does not end the run.
         """
@@ -390,15 +403,18 @@ class CompileKeeper:
             )
         troubles = [trouble for _, _, trouble in received if trouble]
         self._notes += troubles
-        self._failed = bool(troubles)  # of the place mostly, and it is said
+        self._failed = bool(troubles)  # mostly a fault of the folder, which the notes report
 
     def take_notes(self) -> list[str]:
-        """Return notes on the code that was taken, once; on every rank the same."""
+        """Return notes on the unpacked code, once; all ranks get the same."""
         notes, self._notes = self._notes, []
         return notes
 
     def _take(self) -> tuple[str, Carried | None, str] | None:
-        """For all ranks; None where there is nothing to be said."""
+        """Unpack on this node; return its host, the unpacked files, and an error.
+
+        The result is None if there is nothing to report.
+        """
         try:
             taken = self._archive.unpack()
         except ERRORS as error:
@@ -408,7 +424,7 @@ class CompileKeeper:
         return (self._host, taken, "") if taken is not None else None
 
     def begin(self, run: "Run", group: "ProcessGroup", step: Callable[[], int | None]) -> None:
-        """Keep newly compiled code, if this is the first rank of its kind of node.
+        """Start to archive newly compiled code, on the first rank of each kind of node.
 
         All ranks that train call this method.
 
@@ -429,7 +445,7 @@ class CompileKeeper:
             self._thread.start()
 
     def end(self) -> None:
-        """Keep what there is now: the run is over."""
+        """Save the present code at the end of the run."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join(_LAST_S)
@@ -446,10 +462,10 @@ class CompileKeeper:
         self._save()
 
     def _save(self) -> None:
-        """Save in a process of its own.
+        """Save in a separate process.
 
         Packing thousands of files holds Python's lock for seconds. The training thread would launch
-        no kernel meanwhile. Most runs compile nothing, and need no such process.
+        no kernel in that time. Most runs compile nothing, and start no such process.
         """
         if not self._archive.has_newer(self._since):
             return

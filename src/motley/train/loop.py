@@ -1,7 +1,7 @@
-"""The one training loop: epochs of global batches, into which engines plug.
+"""The training loop: epochs of global batches, with any engine.
 
 Every rank computes a batch in micro-batches, and one step finishes it. A record follows every step,
-and an evaluation and a checkpoint every epoch.
+and an evaluation and a checkpoint follow every epoch.
 """
 
 import math
@@ -47,8 +47,9 @@ from motley.train.setup import Job
 class SaveTimer:
     """A timer of checkpoints that are due by rank 0's clock.
 
-    The timer asks for the clock when half of the remaining time should have passed. These are some
-    ten times between two checkpoints, and the steps of checkpoints need not be fixed in advance.
+    The timer asks rank 0 for its clock when half of the remaining time should have passed. These
+    are some ten requests between two checkpoints, and the steps of checkpoints need not be fixed in
+    advance.
 
     Args:
         every: time between checkpoints. Any other type: never by the clock.
@@ -60,11 +61,11 @@ class SaveTimer:
         self.saved(step)
 
     def saved(self, step: int) -> None:
-        """There is a checkpoint of this step."""
+        """Restart the timer, because a checkpoint of this step was saved."""
         self._step, self._time, self._ask_at = step, time.monotonic(), step + 1
 
     def asks(self, step: int) -> bool:
-        """Return True if :meth:`due` talks to the other ranks at this step."""
+        """Return True if :meth:`due` communicates with the other ranks at this step."""
         return self._every_s is not None and step >= self._ask_at
 
     def due(self, step: int) -> bool:
@@ -80,7 +81,7 @@ class SaveTimer:
 
 
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
-    """Return the task's scores of the held-out samples, shared as ``plan`` shares a batch.
+    """Return the task's scores of the held-out samples, split among ranks as in ``plan``.
 
     The average of the parameters is evaluated too, if there is one, as ``ema_...``.
     """
@@ -110,8 +111,8 @@ def _scores(
         world: the ranks.
         job: the objects of the training.
         plan: the shares of the ranks.
-        then: position at which training goes on; None: do not prepare for it. Its first samples are
-            read while the device still evaluates.
+        then: position at which training continues, whose first samples are read while the device
+            still evaluates; None: read none in advance.
     """
     parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
     say = world.supervisor.set_status
@@ -139,10 +140,13 @@ def _scores(
 
 @dataclass(frozen=True)
 class _Unread:
-    """A step that was launched.
+    """A step that was launched, and whose outcome is not read yet.
 
     Attributes:
-        batch: its plan. indices: of this rank's samples. before: where training stood.
+        batch: plan of its batch.
+        launched: the step on the device.
+        indices: indices of this rank's samples.
+        before: position of the training before the step.
         rate: the learning rate.
     """
 
@@ -178,16 +182,16 @@ class Loop:
         self._agreement = Agreement(job, recorder)
         self._state, self._rescue = state, rescue
         self._timer = SaveTimer(job.config.save_every, state.step)
-        self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
-        self._timed: Timed | None = None  # the last step of which all is known, until it is judged
-        self._proposal: Proposal | None = None  # of another split
+        self._plan = job.plan  # plan of a full batch; the last batch of an epoch may be smaller
+        self._timed: Timed | None = None  # the last step with known times, until it is judged
+        self._proposal: Proposal | None = None  # a proposed split
         self._unread: _Unread | None = None  # the last step, until its outcome is read
         self._growth = LoaderGrowth(job.loader.workers, job.loader.most_workers)
         self._profiler = profiler
         job.engine.clock.on_phase, job.engine.clock.at_once = self._enter, recorder.at_once
 
     def run(self) -> EpochRecord:
-        """Train to the end; returns the last evaluation."""
+        """Train to the end; return the last evaluation."""
         with explain_workers(self._job.loader.workers):
             evaluated = self._evaluation_before()
             while not self._job.length.ended(self._state):
@@ -197,9 +201,10 @@ class Loop:
         return evaluated
 
     def _epoch(self) -> bool:
-        """Train on the rest of the epoch, or until another plan cuts it anew.
+        """Train on the rest of the epoch, or until a new plan changes its batches.
 
-        Return True if the epoch or the run has ended.
+        Returns:
+            True if the epoch or the run has ended.
         """
         job, epoch = self._job, self._state.epoch
         job.engine.clock.restart()
@@ -208,7 +213,7 @@ class Loop:
             if not self._world.supervisor.begin_step(self._state.step):
                 if self._read():
                     pause(self._world, job, self._state, partial(self._save, asked=True))
-                break  # from a checkpoint again
+                break  # all ranks have returned to a checkpoint
             indices = self._accumulate(batch, micro_batches)
             if not self._read():
                 job.engine.drop_gradients()
@@ -220,13 +225,13 @@ class Loop:
         return self._state.epoch > epoch or job.length.ended(self._state)
 
     def _accumulate(self, batch: Plan, micro_batches: Iterator[tuple[Batch, bool]]) -> list[int]:
-        """Compute this rank's gradient of one global batch; returns the indices of its samples."""
+        """Compute this rank's gradient of one global batch; return the indices of its samples."""
         job, indices = self._job, list[int]()
         self._profiler.before(self._state.step)
         if self._unread is None:
             self._rescue.mark_consistent(self._state, self._plan)
         self._world.supervisor.step = self._state.step
-        # Drop-out differs between ranks and steps, and a step that is taken again has its own.
+        # Drop-out differs between ranks and steps. A repeated step has the same drop-out again.
         seed_random(
             make_seed(job.config.seed, dist.get_rank(), self._state.step), job.engine.device
         )
@@ -242,7 +247,8 @@ class Loop:
     def _launch(self, batch: Plan, indices: list[int]) -> bool:
         """Launch one step of all ranks on the device, after the host's own work.
 
-        Return True if the next step is to be accumulated before the outcome is read.
+        Returns:
+            True if the next step is to be accumulated before the outcome is read.
         """
         job, before = self._job, self._state
         # The host has time: the device is still computing.
@@ -262,7 +268,7 @@ class Loop:
     def _may_read_late(self) -> bool:
         """Return True if nothing before the next step depends on the outcome of this one.
 
-        All ranks return one value.
+        All ranks return the same value.
         """
         job, state = self._job, self._state
         between = (
@@ -275,29 +281,29 @@ class Loop:
     def _read(self) -> bool:
         """Read the outcome of the launched step, if there is one, and act on it.
 
-        The method helps if memory ran out or numbers are not finite, writes the record, saves a
-        checkpoint, and changes the split.
+        The method reacts to exhausted memory and to numbers that are not finite, writes the record,
+        saves a checkpoint, and changes the split.
 
         Returns:
-            True if the epoch goes on as it is cut now.
+            True if the epoch continues with the batches as they are.
         """
         if (unread := self._unread) is None:
             return True
         self._unread = None
         job, before, batch = self._job, unread.before, unread.batch
         result = unread.launched.read()
-        self._world.supervisor.check_group()  # of a broken one it may be anything
+        self._world.supervisor.check_group()  # in a broken group the outcome may be anything
         if result.oom_ranks:
             if result.retry:
                 self._state = before
             self._shrink(batch, result, before.step)
             if result.retry:
-                return False  # the same samples, as the new plan cuts them
+                return False  # the same samples again, split by the new plan
         check_numbers(job, self._plan, before, result, unread.indices)
         self._timed = self._profiler.after(self._recorder.step(before, unread.rate, batch, result))
         self._rescue.mark_consistent(self._state, self._plan, unread.launched.wait)
         if not self._save():
-            return False  # from the checkpoint again
+            return False  # all ranks have returned to a checkpoint
         self._add_loaders()
         changed = self._replan() or bool(result.oom_ranks)
         return not job.length.ended(self._state) and not (
@@ -305,24 +311,24 @@ class Loop:
         )
 
     def _shrink(self, batch: Plan, result: StepResult, step: int) -> None:
-        """Go on with smaller micro-batches on ranks whose memory has ended."""
+        """Continue with smaller micro-batches on ranks whose memory ran out."""
         # Local SGD reports this late: the batch may have changed since.
         tried = batch if result.retry else self._plan
         less = shrink_micro_batches(tried, self._job, result, self._recorder, step)
         self._plan = replace(self._plan, max_micro_batch=less.max_micro_batch)
         self._job.engine.reconfigure(self._plan)
         self._job.watch.limit(self._plan.max_micro_batch)
-        self._proposal = None  # it was of larger ones
+        self._proposal = None  # it assumed larger micro-batches
 
     def _judge(self) -> None:
-        """Ask whether another split fits better, now that it is known how long each rank took."""
+        """Check whether another split fits better, once the time that each rank took is known."""
         timed, self._timed, self._proposal = self._timed, None, None
         if timed is None or timed.plan.global_batch not in self._job.length.full_batches:
-            return  # a ragged batch says nothing
+            return  # a smaller batch cannot be compared
         self._proposal = self._job.watch.step(timed.ready_s, timed.plan.counts, self._plan.counts)
 
     def _replan(self) -> bool:
-        """Split the batch anew where that was proposed; whether it is."""
+        """Change the split if another one was proposed; return True if it was."""
         if self._proposal is None:
             return False
         self._plan = rebalance(self._plan, self._proposal, self._recorder, self._state)
@@ -355,7 +361,10 @@ class Loop:
         """Compare the state of all ranks, and save it if a checkpoint is due.
 
         A checkpoint is due by its interval, or when a user has asked for one. The state is also
-        compared at the end of the run. Return False if all ranks have gone back to a checkpoint.
+        compared at the end of the run.
+
+        Returns:
+            False if all ranks have returned to an earlier checkpoint.
         """
         job, state = self._job, self._state
         job.checkpoints.check()
@@ -377,10 +386,10 @@ class Loop:
         return True
 
     def _evaluation_before(self) -> EpochRecord | None:
-        """Return the evaluation that belongs to the position at which the run goes on.
+        """Return the evaluation that belongs to the position at which the run continues.
 
-        The evaluation is made now if the run was stopped between the checkpoint and its evaluation.
-        None: no evaluation is due.
+        If the run was stopped between the checkpoint and its evaluation, the evaluation is made
+        now. The result is None if no evaluation is due.
         """
         if not self._job.length.evaluates(self._state):
             return None

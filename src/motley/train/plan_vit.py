@@ -1,11 +1,11 @@
-"""Say who would do how much of every step, and how fast that would be; nothing is trained.
+"""Show how a step would be split among the ranks, and how fast it would be; nothing is trained.
 
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/plan_vit.py
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/plan_vit.py --batch-size 512
 
-Takes the options of train_vit.py, but for --strategy and --offload. Measures each rank's speed
-(remembered between runs) and one all-reduce, splits the batch, and predicts this and other ways
-to do it.
+Takes the options of train_vit.py, except for --strategy and --offload. Measures each rank's speed
+(remembered between runs) and one all-reduce, splits the batch, and predicts the speed of this split
+and of others.
 """
 
 import sys
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Plan as the command line asks."""
+    """Show the plan for the options on the command line."""
     config = read_config(training_parser(str(__doc__)))
     from motley.train.summary import show_plan  # see motley.train.train_model.train_script
 
@@ -42,7 +42,7 @@ def plan_shares(
     arguments: Sequence[str] | None = None,
     **options: Any,
 ) -> "Planned":
-    """Measure all ranks and plan who computes how many samples of a step; nothing is trained.
+    """Measure all ranks and plan how many samples of a step each computes; nothing is trained.
 
     Every rank of ``mpirun -np 2 motley run SCRIPT.py`` calls it once::
 
@@ -55,7 +55,7 @@ def plan_shares(
         **options: as in :func:`motley.train_model`, without ``shares``.
 
     Returns:
-        The plan: ``plan.counts`` samples of each rank, ``forecast.step_s`` seconds a step,
+        The plan: ``plan.counts`` samples of each rank, ``forecast.step_s`` seconds per step,
         ``forecast.samples_per_s``, and ``advice`` in words.
 
     A wrong option ends the process with status 2 and a line that names it.

@@ -1,7 +1,8 @@
-"""``--profile``: torch's profiler on some ranks in some steps; their traces lie in one picture.
+"""The option ``--profile``: torch's profiler on some ranks in some steps.
 
-The clocks of ranks differ. An exchange of all ends on no rank before it has begun on every other,
-which bounds how much: of each pair of clocks from both sides, the tighter the shorter it takes.
+The traces of all profiled ranks can be put into one picture, although the clocks of ranks differ.
+An all-gather ends on no rank before it has begun on every other rank. This fact bounds the offset
+of each pair of clocks from both sides. Shorter exchanges give tighter bounds.
 """
 
 import json
@@ -31,7 +32,7 @@ from motley.text import typed_command
 from motley.train.recorder import Recorder, Timed
 
 _EXCHANGES = 40
-_JUDGED_BY = 20  # steps: who is the slowest, whatever disturbs one of them
+_JUDGED_BY = 20  # steps whose median finds the slowest rank, even if one step is disturbed
 
 
 def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
@@ -58,7 +59,7 @@ def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
 
 
 class StepProfiler:
-    """Profiler of chosen ranks; a context manager, which all ranks enter.
+    """A profiler of chosen ranks; a context manager, which all ranks enter.
 
     Args:
         config: the options.
@@ -83,9 +84,9 @@ class StepProfiler:
         self._group, self._folder, self._recorder, self._say = group, folder, recorder, say
         self._beside_first = group.rank is not None and machines[group.rank] == machines[0]
         self._ready: deque[tuple[float, ...]] = deque(maxlen=_JUDGED_BY)
-        self._chosen: list[int] = []  # of the group, while they are profiled
-        self._disturbed = False  # the step before
-        self._running: profile | None = None  # on this one
+        self._chosen: list[int] = []  # numbers in the group, while they are profiled
+        self._disturbed = False  # True if profiling has slowed the previous step
+        self._running: profile | None = None  # on this rank
         self._step, self._phase = ExitStack(), ExitStack()  # spans that are open
         self._clock, self._base_ns = TraceClock(0.0, 0.0), 0
 
@@ -104,7 +105,7 @@ class StepProfiler:
             self._close()
 
     def before(self, step: int) -> None:
-        """Mark the begin of a step; all ranks call it."""
+        """Mark the beginning of a step; all ranks call it."""
         steps = self._steps
         if steps is None:
             return
@@ -117,19 +118,19 @@ class StepProfiler:
                 self._step.enter_context(record_function(step_span_name(step)))
 
     def enter(self, phase: Phase) -> None:
-        """Mark the begin of another phase of this rank."""
+        """Mark the beginning of another phase of this rank."""
         if self._running is not None:
             self._phase.close()
             self._phase.enter_context(record_function(phase.key))
 
     def after(self, timed: Timed | None) -> Timed | None:
-        """End a step.
+        """End a step, and return the previous step if its times are valid.
 
         Args:
-            timed: the one before it.
+            timed: the previous step.
 
         Returns:
-            The step before; None where profiling has made some ranks slower in it.
+            ``timed``, or None if profiling has made some ranks slower in that step.
         """
         self._close_spans()
         disturbed, self._disturbed = self._disturbed, bool(self._chosen)
@@ -152,11 +153,15 @@ class StepProfiler:
         if self._beside_first:
             self._clock = TraceClock(0.0, 0.0)  # one clock
         if self._group.rank in self._chosen:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs its own begin and end
+            os.environ.setdefault(
+                "KINETO_LOG_LEVEL", "99"
+            )  # otherwise kineto logs its start and end
             kinds = [ProfilerActivity.CPU]
             if self._group.device.type == "cuda":
                 kinds.append(ProfilerActivity.CUDA)
-            self._running = profile(activities=kinds, acc_events=True)  # else it warns of cycles
+            self._running = profile(
+                activities=kinds, acc_events=True
+            )  # without acc_events it warns about cycles
             self._running.start()
 
     def _close_spans(self) -> None:
@@ -164,7 +169,7 @@ class StepProfiler:
         self._step.close()
 
     def _end(self) -> None:
-        """Write the traces, and say where they are; all ranks call it."""
+        """Write the traces, and report where they are; all ranks call it."""
         if not self._chosen or self._steps is None:
             return
         first, last = self._steps.first + 1, self._steps.end  # as people count, from 1
@@ -210,10 +215,11 @@ class StepProfiler:
 
 
 def compare_clocks() -> tuple[TraceClock, int]:
-    """Return this rank's clock against the first one's; all ranks call it.
+    """Estimate the offset of this rank's clock from rank 0's; all ranks call it.
 
     Returns:
-        The clock, and a time of the first rank's that all know: whole seconds, in nanoseconds.
+        The offset with its error, and the base of all times: whole seconds of rank 0's clock, in
+        nanoseconds.
     """
     base_ns = int(all_gather_floats([time.time_ns() // 10**9])[0][0]) * 10**9
     own: list[tuple[float, float]] = []
@@ -228,10 +234,14 @@ def compare_clocks() -> tuple[TraceClock, int]:
 def estimate_offset(
     first: Sequence[tuple[float, float]], own: Sequence[tuple[float, float]]
 ) -> TraceClock:
-    """Return the offset between two clocks, from the begin and end of each exchange by both.
+    """Return the offset between two clocks, from the begin and end of each exchange on both.
 
-    No exchange ends on one before it has begun on the other. Source: Cristian, Probabilistic clock
-    synchronization, 1989, for the common times of the same messages.
+    An exchange cannot end on one rank before it has begun on the other. Source: Cristian,
+    Probabilistic clock synchronization, 1989, for the common times of the same messages.
+
+    Args:
+        first: begin and end of each exchange by rank 0's clock, in seconds.
+        own: the same by this rank's clock.
     """
     least = max(mine[0] - theirs[1] for theirs, mine in zip(first, own, strict=True))
     most = min(mine[1] - theirs[0] for theirs, mine in zip(first, own, strict=True))

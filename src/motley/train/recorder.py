@@ -40,47 +40,47 @@ from motley.records.training import EMA, MOST_WRITERS, EpochRecord, StepRecord, 
 from motley.tasks.task import Task
 from motley.text import clock, format_rate
 
-_WARM_UP = 2  # steps that say nothing yet
-_STEPS = 8  # whose median does
-_CHANGED = 1.5  # times longer, or shorter, a step is by the wire alone: that is another wire
-_WRONG = 3.0  # times: figures that foretell so badly were disturbed when they were measured
+_WARM_UP = 2  # steps that are not compared
+_STEPS = 8  # steps whose median is compared
+_CHANGED = 1.5  # factor in the time of a step, caused by the wire, that shows that the wire changed
+_WRONG = 3.0  # factor of error that shows that the figures were disturbed while being measured
 
 
 class FirstSteps:
     """A comparison of the wire of a run's first steps with the forecast.
 
-    The figures of the forecast are kept for the next start if they agree.
+    If they agree, the figures behind the forecast are stored for the next start.
 
     Args:
-        memory: the figures to keep; None: nothing is compared.
+        memory: the figures to store; None: nothing is compared.
         forecast: the forecast; None: nothing is compared.
     """
 
     def __init__(self, memory: WireMemory | None = None, forecast: Forecast | None = None) -> None:
         self._memory, self._forecast = memory, forecast
         self._seen = 0
-        self._took_s: list[float] = []  # of steps, as they would be with the wire of now
+        self._took_s: list[float] = []  # seconds of steps with the present wire
 
     def step(self, record: StepRecord) -> str:
         """Add a step of the first rank that trains.
 
         Returns:
-            A note for the user; mostly none.
+            A note for the user; mostly empty.
         """
         if self._memory is None or self._forecast is None:
             return ""
         if record.n_global != self._forecast.global_batch:
-            return ""  # a ragged one
+            return ""  # a smaller batch
         self._seen += 1
         if self._seen > _WARM_UP:
             self._took_s.append(_took_s(record, self._forecast))
         return self.end() if len(self._took_s) == _STEPS else ""
 
     def end(self) -> str:
-        """Finish: the run ends well, or was watched for long enough.
+        """Finish the comparison, because the run ends well or enough steps were seen.
 
         Returns:
-            A note for the user; mostly none.
+            A note for the user; mostly empty.
         """
         memory, self._memory = self._memory, None
         if memory is None or self._forecast is None:
@@ -108,7 +108,7 @@ class FirstSteps:
 def _took_s(record: StepRecord, forecast: Forecast) -> float:
     """Return the seconds of a step if ranks computed as predicted.
 
-    An engine that cannot separate computing from sending gives the seconds of the whole step.
+    If an engine cannot separate computing from sending, return the seconds of the whole step.
     """
     if record.t_comm is None:
         return record.n_global / record.samples_per_s
@@ -116,12 +116,12 @@ def _took_s(record: StepRecord, forecast: Forecast) -> float:
 
 
 class Reporter:
-    """Printer of one run's progress.
+    """A printer of one run's progress.
 
     Args:
         task: the task, with the unit and the metrics that are printed.
         total_steps: steps of the whole run.
-        done_steps: steps that are taken already.
+        done_steps: steps that are done already.
         interval: seconds between plain lines.
         silent: print nothing (every rank but 0).
     """
@@ -145,7 +145,7 @@ class Reporter:
             self._bar.start()
 
     def begin(self, done_steps: int) -> None:
-        """Go on, or go back, to where so many steps are taken."""
+        """Start to report from the position after ``done_steps`` steps."""
         self._first, self._started = done_steps, time.monotonic()
 
     def step(self, record: StepRecord) -> None:
@@ -184,25 +184,23 @@ class Reporter:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._on_terminal:
             self._bar.stop()
 
 
 def console() -> Console:
-    """Where tables go: styled and as wide as a person's terminal, plain and 140 wide in a log."""
+    """Return the console for tables: styled on a user's terminal, plain and 140 wide in a log."""
     if on_terminal():
         return Console()
     return Console(force_terminal=False, no_color=True, width=140)
 
 
 def on_terminal() -> bool:
-    """Return True if a person watches.
+    """Return True if standard output is a user's terminal.
 
-    Standard output is a terminal in this case, and not one that mpirun made up.
-
-    Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output, wherever
-    that goes; its own shows whether a person is there.
+    Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output. A rank therefore looks
+    at the standard output of its parent process.
     """
     if not sys.stdout.isatty():
         return False
@@ -215,16 +213,16 @@ def on_terminal() -> bool:
     return output.startswith(("/dev/pts/", "/dev/tty"))
 
 
-_LAST_WORDS_S = 2.0  # that a line may take which is being written when the job has to end
+_LAST_WORDS_S = 2.0  # that a line being written may still take when the job has to end
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A step of which all know how long each rank took.
+    """A step for which all ranks know the time that each rank took.
 
     Attributes:
-        plan: of its batch.
-        ready_s: by rank, data and compute until the rank's own gradient was ready, seconds.
+        plan: plan of its batch.
+        ready_s: by rank, seconds for data and compute until the rank's own gradient was ready.
     """
 
     plan: Plan
@@ -233,9 +231,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A step that waits for its times.
+    """A step whose times are not read yet.
 
     Attributes:
+        record: its record, without times.
+        laps: its times on the device.
+        plan: plan of its batch.
         unsound: launched ranks whose own gradient was not finite.
     """
 
@@ -246,14 +247,14 @@ class _Taken:
 
 
 class Recorder:
-    """Writes this rank's step records; on rank 0 also evaluations, events and progress.
+    """The writer of this rank's step records; on rank 0 also of evaluations, events and progress.
 
-    In a group of many ranks the first alone writes steps, with its knowledge of the others: a
-    thousand files of the same losses are of no use.
+    In a large group rank 0 alone writes steps, with its knowledge of the others, because a
+    thousand files with the same losses would be useless.
 
     Attributes:
-        progress: of the training, for the GPU log.
-        at_once: a step's times are known with its end, on all ranks: none has a GPU.
+        progress: progress of the training, for the GPU log.
+        at_once: True if no rank has a GPU, so a step's times are known when it ends.
         last: the record of this rank's last step of which all times are known; None before it.
     """
 
@@ -298,7 +299,7 @@ class Recorder:
         self._writing = threading.RLock()
         self._task = task
         self._reporter = Reporter(task, total, done, config.log_interval, silent=rank != 0)
-        if group.device.type == "cuda":  # what was measured for the plan does not count
+        if group.device.type == "cuda":  # the measurements for the plan do not count
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync
         self._pending: _Taken | None = None
@@ -307,7 +308,7 @@ class Recorder:
         self._scale: float | None = None  # of the last step
         self._compiles = compiles
         self._first_steps = first_steps or FirstSteps()
-        self._local = False  # ranks meet after some steps alone
+        self._local = False  # True if ranks take some steps alone between two all-reduces
         self._seconds: deque[float] = deque(maxlen=32)
         self.progress = Progress()
 
@@ -316,20 +317,21 @@ class Recorder:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds in which some rank should move within a step; see motley.membership.detector."""
-        # First steps build kernels; a compiled model is built again for each size of batch. And
-        # a usual local step says nothing of the one that waits for the wire.
+        """Seconds in which some rank should make progress during a step; see detector.py."""
+        # First steps build kernels, and a compiled model is built again for each batch size. The
+        # time of a local step does not predict that of a step with an all-reduce.
         if self._compiles or self._local or len(self._seconds) < 3:
             return PROGRESS_TIMEOUT_S
         return step_timeout_s(median(self._seconds))
 
     def step(self, state: TrainState, lr: float, plan: Plan, result: StepResult) -> Timed | None:
-        """Take a step that was just given to the device; its record is due when the next one is.
+        """Add a step that was just launched on the device, and complete the previous one.
 
-        By then the device has done it, so reading its times waits for nothing, and the other ranks'
-        times have come along with the next step's exchange. :meth:`write` writes the record. On a
-        CPU no device computes meanwhile, and the next backward pass may wait for a slow rank, so
-        the record is written at once. Where no rank has a GPU, it is due and written now.
+        A step's record is complete when the next step is added. By then the device has finished it,
+        so reading its times does not block. The other ranks' times have arrived with the next
+        step's exchange. :meth:`write` writes the record. On a CPU rank the record is written at
+        once, because the next backward pass may wait for a slow rank. If no rank has a GPU, this
+        step itself is completed now.
 
         Args:
             state: position before the step.
@@ -367,10 +369,10 @@ class Recorder:
         self.write()
 
     def last_words(self) -> None:
-        """Write all steps that were taken, without the times of other ranks, as the run ends now.
+        """Write all steps so far, without the times of other ranks, since the run ends now.
 
-        Another thread calls this method. The thread of the training may be writing at the time, or
-        be stuck in a disk.
+        Another thread calls this method. The training thread may be writing at the time, or be
+        blocked by a disk.
         """
         if self._writing.acquire(timeout=_LAST_WORDS_S):
             try:
@@ -380,7 +382,7 @@ class Recorder:
                 self._writing.release()
 
     def _complete(self, ready_s: tuple[float, ...]) -> Timed | None:
-        """Write the step that waits, now that each rank's ``ready_s`` is known."""
+        """Complete the pending step with each rank's ``ready_s``; return it, or None."""
         with self._writing:
             self.write()
             if self._pending is None:
@@ -390,7 +392,7 @@ class Recorder:
             return Timed(taken.plan, ready_s) if ready_s and all(ready_s) else None
 
     def write(self) -> None:
-        """Write the step that is due; called where the device has enough to do meanwhile."""
+        """Write the completed step; called while the device has enough work."""
         with self._writing:
             self._write()
 
@@ -422,7 +424,7 @@ class Recorder:
         self._say_links(self._first_steps.step(record))
         self._reporter.step(record)
         self.progress = Progress(record.epoch, record.step, record.t_compute)
-        if self._rank == 0:  # all know of it
+        if self._rank == 0:  # all ranks have the same values
             if record.overflow:
                 self._run.event("overflow", step=record.step, loss_scale=record.loss_scale,
                                 ranks=taken.unsound)  # fmt: skip
@@ -437,9 +439,9 @@ class Recorder:
         self._reporter.epoch(record)
 
     def evaluation_at(self, step: int) -> EpochRecord | None:
-        """Return the recorded evaluation after so many steps, or None; all ranks call this method.
+        """Return the recorded evaluation after ``step`` steps, or None; all ranks call it.
 
-        The record is of this run, or of the one that it continues.
+        The record is of this run, or of the run that it continues.
         """
         here = self._run.read_evaluations() if self._rank == 0 else []
         result = next((record for record in reversed(here) if record["step"] == step), None)
@@ -447,7 +449,7 @@ class Recorder:
         return known and EpochRecord.from_json(known)
 
     def _open(self, done: int) -> None:
-        """Without what is recorded of later steps, which will be taken again."""
+        """Open the files of records, without those of later steps, which will be repeated."""
         folder = self._run.folder
         folder.drop_after(done, self._launched, self._ranks, self._diverges)
         writes = self._rank == 0 or not self._many
@@ -461,19 +463,19 @@ class Recorder:
             self._epochs.close()
 
     def go_back(self, done: int) -> None:
-        """Go on where so many steps are taken, as a resumed run does."""
+        """Continue after ``done`` steps, as a resumed run does."""
         self._close()
         self._open(done)
         self._reporter.begin(done)
 
     def note(self, kind: str, text: str, **content: Any) -> None:
-        """Record what all ranks know, and say it."""
+        """Record and print a note that all ranks have."""
         if self._rank == 0:
             self._run.event(kind, text=text, **content)
             self._reporter.print_line(text)
 
     def note_own(self, kind: str, text: str, **content: Any) -> None:
-        """Record and print what this rank alone knows."""
+        """Record and print a note of this rank alone."""
         words = f"rank {self._launched} on {socket.gethostname()}: {text}"
         self._run.event(kind, text=words, **content)
         self._reporter.print_line(words)
@@ -490,7 +492,7 @@ class Recorder:
         Args:
             evaluated: the last evaluation.
             epoch_samples: samples that are trained on in an epoch.
-            peaks: predicted peak of memory of each rank, MiB; empty if there is no prediction.
+            peaks: peak of memory of each rank, MiB; empty if it was not predicted.
         """
         seconds = time.monotonic() - self._run.trains_since
         return {
@@ -501,8 +503,8 @@ class Recorder:
         }  # fmt: skip
 
     def __exit__(self, failed: object, *_: object) -> None:
-        """Close all files and take the progress bar away."""
-        with contextlib.suppress(RuntimeError):  # of a device that fails: it was said already
+        """Close all files and remove the progress bar."""
+        with contextlib.suppress(RuntimeError):  # a failing device was reported already
             self.last_words()
         if failed is None:
             self._say_links(self._first_steps.end())
@@ -511,7 +513,7 @@ class Recorder:
 
 
 def memory_peak(device: torch.device) -> float:
-    """MiB: of the GPU's allocations, or of this process's own memory."""
+    """Return the peak in MiB of the GPU's allocations, or of this process's memory on a CPU."""
     if device.type == "cuda":
         # max_memory_allocated returns the same, but first makes a flat table of all statistics.
         known = torch.cuda.memory_stats_as_nested_dict(device)

@@ -1,12 +1,12 @@
 """The state of the last finished step, after a rank has died.
 
-The surviving ranks hold all of it. They save it, or go on with it without a restart.
+The surviving ranks hold all of it. They save it, or continue with it without a restart.
 
-The training's thread is blocked then, in a collective that never ends, so the watching thread
-reads the state. The state is whole if the training's thread has changed nothing meanwhile. The
-training's thread counts its changes: the count is odd during one. Where it is not blocked, as in
-steps of a rank alone, it waits before the next one. The survivors take the unfinished step again,
-with the same samples.
+At that time the training thread is blocked in a collective that never ends, so the watching thread
+reads the state. The state is consistent if the training thread has changed nothing meanwhile. The
+training thread counts its changes: the count is odd during one. If it is not blocked, as in local
+steps, it waits for the reader before the next step. The survivors repeat the unfinished step with
+the same samples.
 """
 
 import contextlib
@@ -39,34 +39,38 @@ from motley.plan.plan import Plan, make_plan
 from motley.plan.speeds import SpeedTable
 from motley.train.setup import Job, StartedJob
 
-_WAIT_S = 3.0  # for the training's thread to finish a step that it has begun to take
-_LOOK_S = 0.02  # between looks; longer than a GPU's step is under way unknown to the host
+_WAIT_S = 3.0  # for the training thread to finish the update that it has started
+_LOOK_S = 0.02  # between checks; longer than a GPU's update runs before the host notices it
 
 
 class Rescue:
-    """The state of a job that one rank can save, or keep to go on with.
+    """The state of a job that one rank can save, or copy to continue with.
 
     Args:
         job: the objects of the training.
         state: position of the training.
 
     Attributes:
-        possible: this rank holds all of it, and it is worth to be kept.
-        kept: the result of :meth:`keep`; it stands for the job from then on.
+        possible: True if this rank holds all of the state, and the task saves checkpoints.
+        kept: the result of :meth:`keep`, which replaces the job from then on.
     """
 
     def __init__(self, job: Job, state: TrainState) -> None:
         self._state, self._plan, self._version = state, job.plan, 0
         self._engine: Engine | None = job.engine
-        self._launched: tuple[TrainState, LaunchedStep] | None = None  # and not read yet
-        self._settle: Callable[[], object] = lambda: None  # waits for the device to be there
+        self._launched: tuple[TrainState, LaunchedStep] | None = (
+            None  # a launched step whose outcome is not read yet
+        )
+        self._settle: Callable[[], object] = lambda: (
+            None
+        )  # waits until the device has done the last step
         self._taking = threading.Lock()
         self._checkpoints, self._config = job.checkpoints, job.saved_config
         self.possible = job.engine.rescuable and job.length.save_every != 0
         self.kept: KeptState | None = None
 
     def launched(self, state: TrainState, step: LaunchedStep) -> None:
-        """Set the state after a step that the device has begun.
+        """Set the state after a step that the device has started.
 
         The host reads the outcome later, and then calls :meth:`mark_consistent`.
         """
@@ -74,7 +78,7 @@ class Rescue:
         self.mark_unchanged()
 
     def changing(self) -> None:
-        """Parameters, or what belongs to them, begin to change."""
+        """Mark the beginning of a change of the parameters or of the state that belongs to them."""
         self._version += 1 - self._version % 2
 
     def mark_consistent(
@@ -94,16 +98,16 @@ class Rescue:
             pass
 
     def mark_unchanged(self) -> None:
-        """They are as they were before :meth:`changing`, as far as they belong to a step."""
+        """Mark the end of a change that left the state as before :meth:`changing`."""
         self._version += 2 - self._version % 2
 
     def save(self) -> str:
-        """Write a checkpoint of the last finished step; from the watching thread.
+        """Write a checkpoint of the last finished step. Called from the watching thread.
 
         Returns:
-            A sentence for people; empty where nothing was left to do.
+            A sentence for the user; empty if there was nothing to save.
         """
-        with contextlib.suppress(MotleyError):  # of that one: this is another
+        with contextlib.suppress(MotleyError):  # an error of the previous checkpoint
             self._checkpoints.wait()
         launched = self._launched
         state = launched[0] if launched and self._was_taken() else self._state
@@ -111,7 +115,7 @@ class Rescue:
         if step == 0 or self._is_saved(step):
             return ""
         saved = self.kept or self._take()
-        # 0 ranks: state that a rank held alone, such as its error feedback, is lost with it.
+        # 0 ranks: state that each rank holds alone, such as error feedback, is not saved.
         progress = make_progress(
             saved.state, 0, saved.scale, self._config, saved.engine_state.plain
         )
@@ -119,13 +123,17 @@ class Rescue:
         return f"saved as of step {saved.state.step}"
 
     def keep(self) -> None:
-        """Have :attr:`kept` in place of the engine; from the watching thread."""
+        """Replace the engine by a copy of its state. Called from the watching thread."""
         if self.kept is None:
             self.kept = self._take()
-            self._engine = None  # its memory is of use to the next
+            self._engine = None  # frees memory for the next engine
 
     def _take(self) -> KeptState:
-        """Return a copy of the last finished step; MotleyError if there is none in time."""
+        """Return a copy of the state after the last finished step.
+
+        Raises:
+            MotleyError: the training thread did not finish its change in time.
+        """
         deadline, engine = time.monotonic() + _WAIT_S, self._engine
         assert engine is not None
         with self._taking:
@@ -152,7 +160,7 @@ class Rescue:
         raise MotleyError("it was not finished in time")
 
     def _was_taken(self) -> bool | None:
-        """Return True if the device has taken a step of which the host has not read yet."""
+        """Return True if the device has done a step whose outcome the host has not read yet."""
         launched = self._launched
         return launched[1].taken() if launched else None
 
@@ -164,7 +172,7 @@ class Rescue:
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """In a stream of its own: in the usual one the copy would wait for the lost rank too."""
+    """Run the context in a new CUDA stream, since the usual stream waits for the lost rank."""
     if device.type != "cuda":
         yield
         return
@@ -173,7 +181,7 @@ def _beside(device: torch.device) -> Iterator[None]:
 
 
 def arm_rescue(world: World, begun: StartedJob, shared: bool) -> Rescue:
-    """Let a run with checkpoints lose no finished step together with a rank.
+    """Let surviving ranks save the last finished step when a rank is lost.
 
     Args:
         world: the ranks.
@@ -193,13 +201,13 @@ def arm_rescue(world: World, begun: StartedJob, shared: bool) -> Rescue:
 def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -> None:
     """Save, all ranks together, and end the job at a step boundary.
 
-    All ranks have agreed to end here, because a host leaves or is taken back.
+    All ranks have agreed to end here, because a host leaves or is to be added again.
 
     Args:
         world: the ranks.
         job: the objects of the training.
         state: position of the training.
-        save: saves at ``state``. False: all ranks have gone back to a checkpoint, and this function
+        save: saves at ``state``. False: all ranks have returned to a checkpoint, and this function
             returns.
     """
     text = ""
@@ -219,11 +227,12 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Continuation:
-    """Where those who are left begin.
+    """The group, plan and state with which the survivors of a lost rank start.
 
     Attributes:
-        group: of them, joined. planned: a plan for them.
-        state: the state that this rank holds; None where it was left out of training.
+        group: process group of the survivors, which this rank has joined.
+        planned: a plan for the survivors.
+        state: the state that this rank holds; None if it took no part in training.
     """
 
     group: ProcessGroup
@@ -232,10 +241,11 @@ class Continuation:
 
 
 class GroupRebuild:
-    """One rank's part in going on.
+    """One rank's part in forming a new group after a loss.
 
     Attributes:
-        world: of those who are left. config: for them; options may have a value for each rank.
+        world: the surviving ranks.
+        config: options for the survivors; an option may have one value per rank.
     """
 
     def __init__(self, world: World, config: Config) -> None:
@@ -245,19 +255,19 @@ class GroupRebuild:
         }
         self._before = connections()
         self._group: ProcessGroup
-        self._speeds: tuple[SpeedTable, ...] = ()  # of its ranks
-        self._places: list[int] = []  # of its ranks, in the plan that is kept
+        self._speeds: tuple[SpeedTable, ...] = ()  # of the group's ranks
+        self._places: list[int] = []  # of the group's ranks, in the plan that is kept
         self._rescue: Rescue | None = None
 
     def ready(
         self, group: ProcessGroup, planned: Planned, rescue: Rescue | None, shared: bool
     ) -> None:
-        """Declare that this rank can go on without a lost one from now on; all ranks call it.
+        """Declare that this rank can continue without a lost one from now on; all ranks call it.
 
         Args:
             group: process group of the ranks that train.
             planned: the plan.
-            rescue: the state to go on with; None: this rank is left out of training.
+            rescue: the state to continue with; None: this rank takes no part in training.
             shared: True if all ranks see the disk that the run is recorded on.
         """
         without_first = self._can_lose_first(shared)
@@ -275,25 +285,26 @@ class GroupRebuild:
         abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
 
     def _can_lose_first(self, shared: bool) -> bool:
-        """Return True if the next rank can replace rank 0; all ranks call this method.
+        """Return True if rank 1 can replace rank 0; all ranks call this method.
 
-        The next rank must have the disk of rank 0, and the ranks must be free to meet at any
-        address.
+        Rank 1 must see the disk of rank 0, and no fixed address may be set for the process group.
         """
         fixed, machines = self.world.has_fixed_master(), self.world.machines
         return len(machines) > 1 and (machines[1] == machines[0] or (shared and not fixed))
 
     def get_survivors(self, error: Exception) -> Survivors:
-        """Return the survivors to go on with after an error.
+        """Return the survivors to continue with after an error.
 
-        The job ends if no rank is lost, or if the survivors cannot go on.
-
-        Release the objects that the error still holds of the old group before :meth:`go_on`.
+        The job ends if no rank is lost, or if the survivors cannot continue. Release the objects of
+        the old group that the error still holds before calling :meth:`go_on`.
         """
         return self.world.supervisor.get_survivors(error)
 
     def go_on(self, survivors: Survivors) -> Continuation:
-        """Form a group with them; all of them call it, and again if one of them is lost here."""
+        """Make a group of the survivors; all of them call it.
+
+        If one of them is lost meanwhile, the remaining ones call it again.
+        """
         self.world = self.world.without_lost(survivors)
         numbers, workers = self.world.numbers, self._group.workers
         stay = [at for at, worker in enumerate(workers) if worker.rank in numbers]
@@ -303,7 +314,7 @@ class GroupRebuild:
         self._speeds = tuple(self._speeds[at] for at in stay if self._speeds)
         if dist.is_initialized():
             leave_process_group()
-        release_all()  # what trained before was set aside
+        release_all()  # set_aside() had excluded the old objects from garbage collection
         self._before = connections()
         saved = self._rescue.kept if self._rescue else None
         own = None if saved is None else (saved.state.step, saved.plan)
@@ -315,7 +326,7 @@ class GroupRebuild:
 
 
 def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:
-    """Return the plan of the same batch for these of its ranks alone, cut by the same speeds."""
+    """Return the plan of the same batch for the ranks ``stay`` alone, split by the same speeds."""
     wire = replace(plan.wire, slow_rank=None) if len(stay) > 1 else EXACT
     shares = [plan.shares[rank] for rank in stay]
     sizes = [plan.max_micro_batch[rank] for rank in stay]
@@ -326,7 +337,7 @@ def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:
 
 
 def config_for_survivors(config: Config, stay: list[int]) -> Config:
-    """Return the same options for these of its ranks alone."""
+    """Return the options with per-rank values of the ranks ``stay`` alone."""
     names = ("shares", "micro_batch", "precision")
     changes: dict[str, Any] = {
         name: value.only(stay) for name in names if (value := getattr(config, name)) is not None

@@ -3,8 +3,8 @@
 The scale is the largest that does not overflow, less a margin. The last message of a run names the
 layer and the samples of a gradient that overflows.
 
-A scale that is too high costs skipped steps at the start (from 2^32 about fourteen), one that is
-too low costs small gradients. Both are seen on the first real batches.
+If the scale is too high, steps are skipped at the start (from 2^32 about fourteen). If it is too
+low, small gradients become zero. The search therefore tries scales on the first real batches.
 """
 
 import itertools
@@ -30,12 +30,12 @@ _SHOWN = 8  # samples, at most
 
 @dataclass(frozen=True)
 class Overflow:
-    """Where values first are not finite.
+    """The first place where values are not finite.
 
     Attributes:
-        layer: of the network, as torch names its modules or parameters.
+        layer: layer or parameter of the network, by its name in torch.
         values: ``activations``, ``gradient`` of these, or ``weight gradient``.
-        samples: indices in the data set; none where a sum over samples overflows.
+        samples: indices in the data set; empty if only the sum over samples overflows.
     """
 
     layer: str
@@ -77,7 +77,7 @@ def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> 
 def _first(
     model: TaskModel, weights: dict[str, Tensor], batch: Batch, factor: float
 ) -> Overflow | None:
-    """Return the first layer in one micro-batch, in the order of computation."""
+    """Return the first layer of a micro-batch that is not finite, in the order of computation."""
     result: list[Overflow] = []
 
     def look(layer: str, what: str, values: Any) -> None:
@@ -101,7 +101,7 @@ def _first(
     ]
     try:
         with warnings.catch_warnings():
-            # The first layer's input needs no gradient, and torch says so.
+            # The first layer's input needs no gradient, and torch warns about that.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
             losses = torch.func.functional_call(model, weights, (batch.data,))
             torch.autograd.backward([losses.sum() * factor])
@@ -128,15 +128,18 @@ _BATCHES = 2  # global batches that are tried
 
 
 def search_scale(group: ProcessGroup, loader: Loader, model: TaskModel, plan: Plan) -> float:
-    """Find the loss scale on the first global batches of the first epoch."""
+    """Return the loss scale that suits the first global batches of the first epoch.
+
+    All ranks of the group call this function.
+    """
     assert group.rank is not None
     wire = plan.wire.dtype == "fp16"
     fp16, batches = wire or group.precisions[group.rank] == "fp16", list[tuple[Batch, float]]()
     if fp16:
-        # The first ones may be smaller than the plan's: a batch grows, or the data are few.
+        # The first batches may be smaller than the plan's, if the batch grows or data are few.
         for first, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):
-            # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not; and
-            # a sum on the wire may be so many times a rank's part.
+            # DeepSpeed multiplies a loss by the number of ranks before the wire; DDP does not. A
+            # sum on the wire may also be as many times larger than a rank's part.
             weight = group.size / (first.global_batch * model.task.weight)
             batches += [(batch, weight) for batch, _ in micro_batches]
     return find_scale(model, batches, fp16, wire)
@@ -150,11 +153,11 @@ def find_scale(
 ) -> float:
     """Return the scale that all ranks start with; all ranks of the group call this function.
 
-    Parameters and random numbers are left unchanged.
+    Parameters and random state are left unchanged.
 
     Args:
         model: the model.
-        batches: this rank's first micro-batches, and the factor of a sample's loss in each besides
+        batches: this rank's first micro-batches, each with the factor of a sample's loss besides
             the scale.
         fp16: True if this rank computes or sends in fp16. Other ranks have nothing to try.
         wire: True if this rank sends in fp16.
@@ -162,7 +165,7 @@ def find_scale(
     power = HIGHEST
     if fp16:
         random = random_state(next(model.parameters()).device)
-        low, high = 0, HIGHEST + 1  # low is taken for good, high for bad
+        low, high = 0, HIGHEST + 1  # low is assumed not to overflow, high to overflow
         while high - low > 1:
             middle = (low + high) // 2
             if _overflows(model, batches, 2.0**middle, wire):
@@ -178,9 +181,9 @@ def find_scale(
 def _overflows(
     model: TaskModel, batches: Sequence[tuple[Batch, float]], scale: float, wire: bool
 ) -> bool:
-    """Return True if a gradient is not finite, before or after it is sent.
+    """Return True if a gradient is not finite, in this precision or in that of the wire.
 
-    The gradient of each batch is checked, and of all together.
+    The batches' gradients are added up first.
     """
     model.zero_grad(set_to_none=True)
     for batch, weight in batches:

@@ -1,6 +1,6 @@
-"""The objects that training needs, put together once.
+"""The setup of the objects that training needs.
 
-They are data, length, room for checkpoints, model, engine and schedule.
+They are data, length, budget of disk space, model, engine and schedule.
 """
 
 import dataclasses
@@ -46,9 +46,14 @@ class Budget:
     """The time and disk space of a run.
 
     Attributes:
-        steps: that are left. step_s: of each, forecast; None where nothing was measured.
-        checkpoint: bytes of one. saves: that are going to be made. keep: that stay.
-        there: that are on the disk already, and give way. free: bytes, in ``folder``.
+        steps: number of steps left.
+        step_s: forecast seconds per step; None if nothing was measured.
+        checkpoint: bytes of one checkpoint.
+        saves: number of checkpoints that are going to be saved.
+        keep: number of checkpoints that stay on the disk.
+        there: number of checkpoints that are on the disk already, and will be replaced.
+        free: free bytes of the disk.
+        folder: folder of the checkpoints.
     """
 
     steps: int
@@ -62,11 +67,11 @@ class Budget:
 
     @property
     def needed(self) -> float:
-        """Bytes of the disk, at most: a new checkpoint is whole before the oldest goes."""
+        """Bytes of disk at most. A new checkpoint is complete before the oldest is removed."""
         return self.checkpoint * min(self.saves, max(1, self.keep + 1 - self.there))
 
     def check(self) -> None:
-        """MotleyError if the disk is too small."""
+        """Raise MotleyError if the disk is too small."""
         if self.needed <= self.free:
             return
         fewer = replace(self, keep=1).needed < self.needed
@@ -78,7 +83,7 @@ class Budget:
         )
 
     def sentence(self) -> str:
-        """For the log."""
+        """Return a sentence for the log."""
         taken = f"{self.steps:,} steps"
         if self.step_s is not None:
             taken += f" should take {clock(self.steps * self.step_s)}, and evaluations"
@@ -106,7 +111,7 @@ def make_budget(
         state: position of the training.
         checkpoint: bytes of a checkpoint.
         keep: number of checkpoints to keep.
-        step_s: seconds of a step, as in Budget.
+        step_s: forecast seconds per step, or None.
     """
     checkpoints.sweep()
     return Budget(
@@ -119,12 +124,12 @@ def make_budget(
 def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> float:
     """Estimate the size of one checkpoint in bytes.
 
-    A checkpoint has parameters, buffers, optimizer state, their average, and the state of the wire
-    on each rank.
+    A checkpoint has parameters, buffers, optimizer state, the average of the parameters, and the
+    state of the wire on each rank.
 
     Args:
-        numbers: numbers in the model.
-        trained: numbers that are trained. Only these have further state.
+        numbers: number of elements in the model's parameters and buffers.
+        trained: number of elements that are trained. Only these have further state.
         config: the options.
         plan: the plan, whose wire mode may keep copies on each rank.
     """
@@ -142,10 +147,13 @@ def _size(number: float) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model before an engine cuts it, folded or not; see motley.train.setup.Job.
+    """The sizes of a model before an engine shards it.
 
     Attributes:
-        parameters: ``trained`` or not.
+        numbers: number of elements in parameters and buffers.
+        parameters: number of elements in parameters, trained or not.
+        trained: number of elements that are trained.
+        gradient_bytes: bytes of a gradient on the wire.
     """
 
     numbers: int
@@ -165,7 +173,7 @@ class Sizes:
         )  # fmt: skip
 
     def notes(self) -> list[Note]:
-        """Return a note on parameters that stay as they are."""
+        """Return a note on frozen parameters, in a list; empty if there are none."""
         if self.trained == self.parameters:
             return []
         text = (
@@ -177,7 +185,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class JobParts:
-    """The parts of a job that are made before its engine; see motley.train.setup.Job."""
+    """The parts of a job that are made before its engine; see :class:`Job`."""
 
     config: Config
     plan: Plan
@@ -188,12 +196,20 @@ class JobParts:
     notes: list[Note]
 
     def state(self, folders: list[Path]) -> TrainState | None:
-        """Where the run is going to begin; see motley.checkpoint.resume.find_state."""
+        """Return the position at which the run will start; None if no checkpoint is readable.
+
+        Args:
+            folders: checkpoints to continue from, the newest first.
+        """
         result = find_state(folders)
         return result and self.length.at(result)
 
     def budget(self, state: TrainState, planned: Planned) -> Budget:
-        """Return the budget of the rest of the run; on the rank that writes."""
+        """Return the budget of the rest of the run, on the rank that writes.
+
+        Raises:
+            MotleyError: the disk is too small.
+        """
         size = checkpoint_bytes(self.sizes.numbers, self.sizes.trained, self.config, self.plan)
         step_s = planned.forecast.step_s if planned.forecast else None
         result = make_budget(self.checkpoints, self.length, state, size, self.config.keep, step_s)
@@ -204,7 +220,7 @@ class JobParts:
 def make_ready(
     run: Run, group: ProcessGroup, planned: Planned, config: Config, model: TaskModel
 ) -> JobParts:
-    """All that needs no engine; every rank that trains calls it."""
+    """Make the parts of a job that need no engine; every rank that trains calls it."""
     assert group.rank is not None
     plan = planned.plan
     most = max(plan.micro_batches[group.rank], default=0)
@@ -235,7 +251,7 @@ def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
 
 
 def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
-    """Return the notes of all ranks' loaders, each on its own host's memory."""
+    """Return the notes of all ranks' loaders on the memory of their hosts."""
     message = zip(group.workers, all_gather_object(loader.note), strict=True)
     return [
         ("loader_memory", f"rank {worker.rank} on {worker.host}: {text}", {"rank": worker.rank})
@@ -243,21 +259,31 @@ def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
     ]  # fmt: skip
 
 
-# Takes the speeds and the kinds of all ranks.
+# A function that makes a monitor from the speeds and the kinds of all ranks.
 MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that training needs, made once by :func:`assemble`.
+    """All objects that training needs, made by :func:`assemble`.
 
     Attributes:
-        numbers: in the model, its buffers included. trained: of these.
-        gradient_bytes: what a gradient takes on the wire, each time that it is sent.
-        length: where this run ends, and when it saves.
-        saved_config: what a checkpoint keeps of the options.
-        notes: what was found while it was made, for the records.
-        watch: proposes another split when this one fits no more.
+        config: the options.
+        run: the run.
+        plan: plan of a full batch.
+        loader: loader of samples.
+        model: the model.
+        engine: the engine.
+        schedule: schedule of the learning rate.
+        checkpoints: checkpoints of the run.
+        numbers: number of elements in the model's parameters and buffers.
+        trained: number of elements that are trained.
+        gradient_bytes: bytes of a gradient on the wire, each time that it is sent.
+        length: end of this run, and steps at which it saves.
+        saved_config: options in the form that a checkpoint stores.
+        notes: notes on the setup, for the records.
+        workers: the ranks that train.
+        watch: proposes another split when this one does not fit any more.
     """
 
     config: Config
@@ -278,10 +304,10 @@ class Job:
     watch: ReplanMonitor
 
     def resume(self, folders: list[Path]) -> tuple[TrainState, list[str]]:
-        """Continue from the first whole checkpoint of ``folders``; all ranks call it.
+        """Continue from the first intact checkpoint of ``folders``; all ranks call it.
 
         Returns:
-            The result of motley.checkpoint.resume.resume.
+            The position of the training, and notes for the user.
         """
         position, notes = resume(
             self.engine, folders, self.config, self.saved_config, self.engine.device
@@ -291,11 +317,14 @@ class Job:
 
 @dataclass(frozen=True)
 class StartedJob:
-    """A job, and where it goes on.
+    """A job, and the position at which it continues.
 
     Attributes:
-        notes: of the resume, and of the job. budget: on the rank that writes.
-        first_steps: what the wire is held against, there.
+        job: the job.
+        state: position of the training.
+        notes: notes on the resume and on the setup.
+        budget: time and disk space; on the rank that writes, else None.
+        first_steps: comparison of the first steps with the forecast.
     """
 
     job: Job
@@ -305,13 +334,15 @@ class StartedJob:
     first_steps: FirstSteps
 
     def take_over(self, shared: bool) -> None:
-        """Make the run's folder this run's, on the rank that writes.
+        """Set the run's folder for checkpoints, and set aside later ones on the rank that writes.
 
         Args:
-            shared: all ranks see its disk.
+            shared: True if all ranks see its disk.
         """
         self.job.checkpoints.in_parts = shared and self.job.model.by_blocks is not None
-        place = self.job.checkpoints.path = self.job.run.folder.checkpoints  # since it has begun
+        place = self.job.checkpoints.path = (
+            self.job.run.folder.checkpoints
+        )  # its name is fixed since the start
         if self.budget is not None:
             print(f"  {dataclasses.replace(self.budget, folder=place).sentence()}", flush=True)
             self.job.checkpoints.set_aside_after(self.state.step)
@@ -328,7 +359,7 @@ def begin(
     initial: Sequence[str],
     kept: KeptState | None = None,
 ) -> StartedJob | None:
-    """Put a job together and load the state that it continues; None on a rank that is left out.
+    """Make the job and load the state that it continues; return None on a rank that is left out.
 
     Args:
         run: the run.
@@ -339,7 +370,7 @@ def begin(
         model: the model; None on a rank that is left out.
         monitor: makes the monitor that proposes another split.
         initial: notes for the user on the initial weights.
-        kept: state that this rank has kept of a larger group; None: no rank was lost.
+        kept: state that this rank has copied from a larger group; None: no rank was lost.
     """
     if group.rank is None or model is None:
         return None
@@ -348,7 +379,7 @@ def begin(
     ready = make_ready(run, group, planned, config, model)
     writes = group.rank == 0 and kept is None
     foreseen = ready.state(run.resume_from) if writes else None
-    # Before the engine is built, which may take minutes.
+    # The disk is checked before the engine is built, which may take minutes.
     budget = ready.budget(foreseen, planned) if foreseen else None
     job = assemble(ready, run, group, planned, engine_factory, model, monitor, fresh)
     if kept is not None:
@@ -404,7 +435,7 @@ def assemble(
         engine_factory: makes the engine.
         model: the model.
         monitor: makes the monitor that proposes another split.
-        fresh: True if no earlier state is continued, as a loss scale.
+        fresh: True if no earlier state, with its loss scale, is continued.
     """
     assert group.rank is not None
     config, plan, loader, sizes = ready.config, ready.plan, ready.loader, ready.sizes
@@ -428,7 +459,7 @@ def assemble(
         release()
     if not engine_factory.traits.fills_model:
         model.fill(model.net)
-    engine = engine_factory(  # some leave no rank a whole parameter
+    engine = engine_factory(  # afterwards a rank may hold no whole parameter
         model,
         EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),
     )
@@ -451,7 +482,7 @@ def _watch(
     engine: Engine,
     workers: Sequence[Rank],
 ) -> ReplanMonitor:
-    # Where every pass waits for all ranks, each seems to take as long as the slowest.
+    # If every pass waits for all ranks, each rank seems to take as long as the slowest.
     watches = config.replan == "auto" and not engine.equal_micro_steps
     most = planned.plan.max_micro_batch
     devices = [

@@ -1,7 +1,7 @@
-"""A run, from the ranks that are there to the last record. Read :func:`train` from top to bottom.
+"""A run, from the launched ranks to the last record. Start reading at :func:`train`.
 
-A run is: the ranks that take part, the data, the model, the plan; then the loop; then its result.
-Where a rank is lost and the others can go on, the same again with the survivors.
+A run chooses the ranks that take part, opens the data and the model, makes a plan, runs the loop,
+and records the result. If a rank is lost and the others can continue, they do all this again.
 """
 
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def train_or_continue(world: World, given: Config, strategies: Mapping[str, Stra
     return result.folder.path
 
 
-_LAST_SAVE_S = 5.0  # that a checkpoint may take which is being written when the job has to end
+_LAST_SAVE_S = 5.0  # that a checkpoint being written may still take when the job has to end
 
 
 def train(
@@ -82,9 +82,9 @@ def train(
     Args:
         world: the ranks.
         config: the options.
-        engine_factory: the engine that the user has chosen, or an engine of one's own.
-        make_model: a class of one's own, which wraps the network.
-        monitor: decides when another split is proposed.
+        engine_factory: makes the engine that the user has chosen, or the caller's own.
+        make_model: class that wraps the network, for callers with their own.
+        monitor: makes the monitor that decides when another split is proposed.
         run: the run; None: find it by the options.
     """
     run = run or Run.find(world, config)
@@ -113,7 +113,7 @@ def train_with(
     """Train to the end with all present ranks.
 
     Args:
-        survivor: this rank, which can go on after others are lost.
+        survivor: this rank's part in continuing after a loss.
         survivors: the survivors of the last group; None: no rank is lost.
         run: the run.
         keeper: keeper of compiled code.
@@ -132,7 +132,7 @@ def train_with(
         group = join_process_group(world, config.precision, config.hosts, config.bind)
     world.clock.lap("group")
 
-    # All that can be wrong with the options is said before the run's records are touched.
+    # Every error in the options is raised before the run's records are changed.
     model = open_model(group, config, make_model, traits)
     notes, saved = list[str](), None
     if continuation is not None:
@@ -159,7 +159,7 @@ def train_with(
         survivor.ready(group, planned, rescue, shared)
         train_begun(world, run, keeper, group, begun, rescue)
     else:  # this rank is left out, and waits for the others
-        model = None  # its memory is of use to others
+        model = None  # frees its memory for other programs
         release()
         survivor.ready(group, planned, None, shared)
         with gpu_logger(world, group, run.folder, interval=config.gpu_log_interval):
@@ -175,7 +175,7 @@ def train_begun(
     rescue: Rescue,
 ) -> None:
     """Train a job to its end, and record it; every rank that trains calls it."""
-    release_groups()  # those that were measured
+    release_groups()  # groups that were used for measurements
     job = begun.job
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
     line = make_resume_line(run.folder)
@@ -206,14 +206,17 @@ def train_begun(
 
 
 def memory_peaks(job: Job) -> list[float]:
-    """Return the most that each rank held, MiB, where that was foreseen; all that train call it."""
+    """Return the peak memory of each rank in MiB; all ranks that train call it.
+
+    The result is empty if no peak was predicted.
+    """
     if job.model.by_blocks is None:
         return []
     return [peak for (peak,) in all_gather_floats([memory_peak(job.engine.device)])]
 
 
 def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
-    """Write what this rank has not written yet."""
+    """Write all records and the checkpoint that this rank has not written yet."""
     try:
         recorder.last_words()
     finally:
@@ -221,7 +224,7 @@ def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
 
 
 def how_to_continue(line: str, checkpoints: Checkpoints, save_every: int | None) -> str:
-    """Say what is saved of a run that is stopped, and by which line it is continued."""
+    """Return a sentence on the saved state of a stopped run, and the line that continues it."""
     if save_every == 0:
         return "nothing of it is saved, for this task keeps no checkpoints"
     result = checkpoints.list_folders()

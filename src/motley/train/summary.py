@@ -1,7 +1,7 @@
 """The summary of a run before it starts, for run.json and for the terminal.
 
-The summary has the expected time, and the disk space of the checkpoints. The tables of a plan that
-is only shown are made here too.
+The summary has the expected time, and the disk space of the checkpoints. The tables for a plan
+without a training are made here too.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from motley.train.command_line import make_resume_line
 from motley.train.recorder import console
 from motley.train.setup import Job
 
-_JUDGED = 10  # steps; fewer say nothing of a run
+_JUDGED = 10  # steps; a shorter run is not judged
 
 
 def make_records(
@@ -102,11 +102,11 @@ def make_records(
 
 
 def print_verdict(run: Run) -> None:
-    """Say what a run that ends reached, and what would be faster; the first rank calls it."""
+    """Print the speed that a run reached, and faster alternatives; rank 0 calls it."""
     try:
         training = read_training(run.folder, last=True).last_launch()
     except MotleyError:
-        return  # it had no step left to take
+        return  # there was no step left to train
     if training is None or len(training.lead) < _JUDGED:
         return
     for sentence in run_verdict(training, co2_per_kwh=None).sentences():
@@ -116,13 +116,13 @@ def print_verdict(run: Run) -> None:
 
 
 def _measured_earlier(planned: Planned) -> float | None:
-    """When links and wires were measured, seconds since the epoch; None: at this start."""
+    """Return when links and wires were measured, in seconds since 1970; None: at this start."""
     memory = planned.memory
     return memory.figures.measured if memory and memory.is_old else None
 
 
 def _of_two_makers(group: ProcessGroup, predicted: Forecast | None) -> str:
-    """Why GPUs do not send from their own memory, and what that costs."""
+    """Return a sentence on why gradients of GPUs of two makers are sent from the hosts' memory."""
     costs = ""
     if predicted:
         costs = (
@@ -138,7 +138,7 @@ def _of_two_makers(group: ProcessGroup, predicted: Forecast | None) -> str:
 def print_summary(
     world: World, run: Run, group: ProcessGroup, planned: Planned, plan: Plan, config: Config
 ) -> None:
-    """Say on rank 0 who trains what and how."""
+    """Print the summary of the run on rank 0: the ranks, their shares, and the forecast."""
     if world.rank != 0:
         return
     predicted = planned.forecast
@@ -183,14 +183,21 @@ def print_summary(
 
 
 def show_plan(world: World, config: Config) -> None:
-    """Plan on all ranks, print on rank 0."""
+    """Plan on all ranks, and print the plan on rank 0."""
     group, planned = plan_only(world, config)
     if world.rank == 0:
         _show(group, planned, group.machines(world), get_task(config))
 
 
 def _show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: Task) -> None:
-    """One row a rank, each on one of ``machines``; then one row for each other way."""
+    """Print one row per rank, and one row per alternative to the plan.
+
+    Args:
+        group: process group of the ranks that train.
+        planned: the plan.
+        machines: machine of each rank.
+        task: the task.
+    """
     plan, predicted, out = planned.plan, planned.forecast, console()
     assert predicted is not None
     table = Table("rank", "host", "device", "precision", "why", box=None, pad_edge=False)
@@ -237,7 +244,7 @@ def _show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: 
 
 
 def _show_links(links: Links) -> None:
-    """One row a host."""
+    """Print one row per host."""
     table = Table("host", box=None, pad_edge=False)
     for name in ("sends, MB/s", "receives, MB/s", "latency, ms"):
         table.add_column(name, justify="right")

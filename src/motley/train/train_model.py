@@ -1,4 +1,4 @@
-"""Train any model on all ranks: with torch.distributed, or with DeepSpeed where --stage is given.
+"""Train any model on all ranks: with torch.distributed, or with DeepSpeed if --stage is given.
 
     mpirun -np 5 --hostfile hosts.txt motley train --task text --epochs 2
     mpirun -np 5 --hostfile hosts.txt motley train --task mine.py --strategy fsdp
@@ -26,7 +26,7 @@ _OF_ZERO = {"stage", "deepspeed_config"}
 
 
 def main() -> None:
-    """Train as the command line asks."""
+    """Train with the options on the command line."""
     _train(str(__doc__), sys.argv[1:])
 
 
@@ -44,22 +44,21 @@ def train_model(
         @dataclass
         class Lines(motley.Task): ...
 
-
         if __name__ == "__main__":
             folder = motley.train_model(Lines(width=128), epochs=5, lr=3e-4)
 
     Args:
-        task: a task, its class, a built-in one's name, or a Python file with one. Each rank makes
-            it again from the same options, so its class is defined in a file.
-        arguments: words of the command line, by default those of this process. They count more
-            than ``options``, and these more than a file of ``--config``. ``--resume auto`` among
+        task: a task, its class, a built-in one's name, or a Python file with one. The class must be
+            defined in a file, because each rank creates the task again from the same options.
+        arguments: words of the command line, by default those of this process. They override
+            ``options``, which override a file of ``--config``. ``--resume auto`` among
             them continues an interrupted run.
-        options: of ``motley train``, with underscores: ``batch_size=256``, ``shares=[5, 3]``,
-            ``stage=3``.
+        options: options of ``motley train``, with underscores: ``batch_size=256``, ``shares=[5,
+            3]``, ``stage=3``.
 
     Returns:
         The folder of the run's records, which :func:`motley.records.load` reads. Rank 0 completes
-        them last.
+        the records last.
 
     A wrong option ends the process with status 2 and a line that names it. A failure in training
     ends all ranks.
@@ -76,17 +75,17 @@ def train_model(
 
 
 def train_script(package: str, description: str, words: Sequence[str] | None = None) -> Path:
-    """Train as the command line asks; return the folder of the records.
+    """Train with the options on the command line; return the folder of the records.
 
     Args:
-        package: whose strategies are known: motley.engines.strategies.TORCH or ZERO.
-        description: the script's docstring, which holds the examples.
-        words: the command line; None: this process's.
+        package: motley.engines.strategies.TORCH or ZERO, whose strategies the script has.
+        description: the script's docstring, which has the examples.
+        words: words of the command line; None: those of this process.
     """
     strategies = known_strategies(package)
     config = read_config(training_parser(description, strategies), words)
-    # Torch after the command line, so that -h and a wrong option are answered at once; and before
-    # run(), which sets aside from Python's search for garbage what was imported by then.
+    # Torch is imported after the command line is read, for quick answers to -h and a wrong option.
+    # The import comes before run(), which excludes the imported objects from garbage collection.
     from motley.train.start import train_or_continue
 
     folders = list[Path]()
@@ -102,15 +101,15 @@ def _train(description: str, words: Sequence[str]) -> Path:
 
 
 def _choose_package(words: Sequence[str]) -> str:
-    """Return TORCH, or ZERO where an option of DeepSpeed is among the words."""
+    """Return ZERO if an option of DeepSpeed is among the words, else TORCH."""
     names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words}
     return ZERO if _OF_ZERO & names else TORCH
 
 
 def _named_in_file(words: Sequence[str]) -> set[str]:
-    """Return the options of the file that ``--config`` names."""
+    """Return the names of the options in the file that ``--config`` names."""
     try:
         path, _ = split_config(words)
         return set(ConfigFile.read(path).values) if path else set()
-    except MotleyError:  # which reading the command line says better
+    except MotleyError:  # read_config() reports the error
         return set()

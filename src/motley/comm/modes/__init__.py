@@ -1,7 +1,8 @@
-"""The kinds of ``--wire``: a file here adds one by listing it under ``MODES``.
+"""The kinds of ``--wire``: a module in this package adds kinds by listing them in ``MODES``.
 
-A kind is a subclass of motley.plan.wire.WireMode: how it is written, what it sends, what it costs,
-what it needs, how it adds up. ``-h``, the planner and the matrix learn of it from there.
+A kind is a subclass of motley.plan.wire.WireMode, with its spelling, the data that it sends, its
+cost, its needs and its way of adding up. ``-h``, the planner and the matrix of runs use all
+kinds in the list.
 """
 
 import dataclasses
@@ -20,11 +21,15 @@ def modes() -> dict[str, type[WireMode]]:
 
 
 def parse_wire(text: str) -> WireMode | None:
-    """Read ``--wire``; None for auto."""
+    """Return the mode that a value of ``--wire`` stands for; None for auto.
+
+    Raises:
+        MotleyError: there is no such mode.
+    """
     if text == "auto":
         return None
     text, slash, number = text.partition("/leaf")
-    if slash:  # as the plan writes it
+    if slash:  # the plan writes this form
         mode = parse_wire(text)
         if mode is None or mode.addition is not Addition.NUMBERS or not number.isdecimal():
             raise MotleyError(f"--wire {text}{slash}{number}: write it as in exact/leaf4")

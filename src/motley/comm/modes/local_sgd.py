@@ -1,4 +1,4 @@
-"""Local SGD: no gradients travel, but now and then parameters."""
+"""Local SGD: ranks do not send gradients, but average their parameters now and then."""
 
 import dataclasses
 import re
@@ -15,10 +15,10 @@ LOST_POINTS = {2: (0.3, 5), 4: (0.5, 8), 8: (0.3, 8)}  # see WireMode, by steps
 
 @dataclass(frozen=True)
 class LocalSgd(WireMode):
-    """Each rank takes steps of its own, then parameters are averaged.
+    """The mode in which each rank takes local steps between averaging rounds of the parameters.
 
     Attributes:
-        steps: between two averaging rounds.
+        steps: number of steps from one averaging round to the next.
     """
 
     name, usage = "local", "local:H"
@@ -41,7 +41,7 @@ class LocalSgd(WireMode):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """See WireMode: the fewest steps that hide the wire."""
+        """Return the mode with the fewest steps that hide the wire. See WireMode."""
         return [cls(steps) for steps in _OFFERED if steps >= part][:1]
 
     @property
@@ -71,7 +71,7 @@ class LocalSgd(WireMode):
         return EXACT if self.steps == 1 else self
 
     def cost_from(self, exact: AllReduceCost) -> AllReduceCost:
-        """See WireMode: as many bytes."""
+        """Return the cost, with as many bytes as the exact mode. See WireMode."""
         return dataclasses.replace(exact, sync_every=self.steps)
 
     def __str__(self) -> str:

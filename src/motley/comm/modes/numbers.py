@@ -21,7 +21,7 @@ class Exact(WireMode):
 
     @classmethod
     def parse(cls, number: str) -> Self:
-        """See WireMode; there is no number."""
+        """Return the mode, which takes no number. See WireMode."""
         return cls()
 
     @classmethod
@@ -83,7 +83,7 @@ class Fp16(Bf16):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """See WireMode: where a rank computes in it there is a loss scale anyway."""
+        """Return this mode if a rank computes in fp16, since there is a loss scale anyway."""
         return (FP16,) if "fp16" in precisions else ()
 
 

@@ -1,4 +1,4 @@
-"""PowerSGD: two thin matrices in place of each gradient's.
+"""PowerSGD: two thin matrices in place of each gradient matrix.
 
 After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
 """
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from motley.plan.wire import Addition, WireMode
 
-# The default rank: 4 lost three times as many points, and was 4 % faster
+# The default rank. Rank 4 lost three times as many points, and was 4 % faster
 # (benchmarks/results/tesla_replay_512.json).
 _OFFERED = 8
 LOST_POINTS = {1: (6.4, 5), 4: (1.0, 16), 8: (0.3, 8)}  # see WireMode, by rank
@@ -20,11 +20,11 @@ LOST_POINTS = {1: (6.4, 5), 4: (1.0, 16), 8: (0.3, 8)}  # see WireMode, by rank
 
 @dataclass(frozen=True)
 class PowerSgd(WireMode):
-    """Two thin matrices in place of a gradient's, whose error is sent in later steps.
+    """The mode that sends two thin matrices per gradient. Later steps send their error.
 
     Attributes:
-        rank: of these matrices.
-        rounded: they are rounded to bf16 on the way.
+        rank: rank of these matrices.
+        rounded: True if they are rounded to bf16 on the way.
     """
 
     name, usage = "powersgd", "powersgd:R"
@@ -68,11 +68,14 @@ class PowerSgd(WireMode):
         return LOST_POINTS.get(self.rank)
 
     def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """See WireMode; as torch's hook, which leaves alone what would not become half as large."""
+        """Return the bytes sent for gradients of these shapes. See WireMode.
+
+        Like torch's hook, the mode compresses only gradients that become at most half as large.
+        """
         return super().count_bytes([(self.thin(shape) or math.prod(shape),) for shape in shapes])
 
     def thin(self, shape: Sequence[int]) -> int | None:
-        """Return the elements sent for a gradient of this shape; None: it is sent as it is."""
+        """Return the number of elements sent for a gradient; None: it is not compressed."""
         high, whole = shape[0] if shape else 1, math.prod(shape)
         wide = whole // high
         numbers = (high + wide) * min(high, wide, self.rank)
@@ -81,7 +84,7 @@ class PowerSgd(WireMode):
     def in_job(self, precisions: Collection[str]) -> WireMode:
         """Return the mode with rounding if some rank rounds anyway. See WireMode.
 
-        The matrices are rounded to bf16, because a matrix times the loss scale could leave fp16's
+        The matrices are rounded to bf16, because a matrix times the loss scale could exceed fp16's
         range.
         """
         rounds = not {"bf16", "fp16"}.isdisjoint(precisions)

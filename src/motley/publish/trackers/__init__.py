@@ -1,7 +1,7 @@
-"""Trackers that a run is published to: a file here adds one by listing it under ``TRACKERS``.
+"""Trackers for runs: a module in this package adds trackers by listing them in ``TRACKERS``.
 
-Each is a subclass of :class:`Tracker`; ``--to`` and ``-h`` of plots/publish.py learn of
-it from there.
+Each is a subclass of :class:`Tracker`. ``--to`` and ``-h`` of plots/publish.py offer all trackers
+in these lists.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +17,14 @@ from motley.registry import entries
 
 @dataclass(frozen=True)
 class Published:
-    """The run.
+    """A run that is published.
 
     Attributes:
-        folder: of its records, absolute.
-        project: what the tracker groups runs by.
-        started: seconds since the epoch; of a run that was resumed, when it was first published.
-        parameters: what it was asked to do, and on what.
+        folder: folder of its records, absolute.
+        project: name by which the tracker groups runs.
+        started: start of the run, seconds since the epoch. For a resumed run, the start of the
+            launch that was published first.
+        parameters: options, versions, hosts and plan of the run.
     """
 
     folder: RunFolder
@@ -40,14 +41,15 @@ class Published:
 class Tracker(ABC):
     """A run in a tracker, which is opened, given rows and notes in order, and closed.
 
-    A subclass is listed under ``TRACKERS`` of its module, and imports its package when
-    :meth:`check` or the constructor is called, not before.
+    A subclass is listed under ``TRACKERS`` of its module, and imports its package only when
+    :meth:`check` or the constructor is called.
 
     Attributes:
-        name: of ``--to``. says: where it publishes to, for ``-h``.
-        settles_s: seconds after which published rows are sure to last though this process be
-            killed; None: when it is closed.
-        anew: the tracker has nothing of the run yet, and everything is to be published.
+        name: value of ``--to``.
+        says: destination of the records, for ``-h``.
+        settles_s: seconds after which published rows are sure to last even if this process is
+            killed; None: only :meth:`close` ensures that.
+        anew: True if the tracker has nothing of the run yet, so that all records are published.
         look: the command or address that shows the run.
     """
 
@@ -64,7 +66,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def __init__(self, run: Published, memory: JsonDict) -> None:
-        """Go on with a run that was published before, or begin one.
+        """Continue with a run that was published before, or start a new one.
 
         Args:
             run: the run.
@@ -74,7 +76,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def memory(self) -> JsonDict:
-        """Return the state to go on from after the last rows, as JSON; also once it is closed."""
+        """Return the state to continue from after the last rows, as JSON; also after closing."""
 
     @abstractmethod
     def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
@@ -82,7 +84,7 @@ class Tracker(ABC):
 
         Args:
             steps: rows of steps and of evaluations.
-            samples: rows of devices, at times of their own.
+            samples: rows of devices, with their own times.
             notes: notes on events.
         """
 
@@ -91,7 +93,7 @@ class Tracker(ABC):
         """End the run in the tracker.
 
         Args:
-            status: of the run: running, finished, failed or stopped.
+            status: status of the run: running, finished, failed or stopped.
         """
 
 

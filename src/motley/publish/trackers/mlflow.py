@@ -1,4 +1,4 @@
-"""MLflow: its server where MLFLOW_TRACKING_URI names one, else a file of SQLite beside the run."""
+"""MLflow: the server that MLFLOW_TRACKING_URI names, or an SQLite file beside the run."""
 
 import os
 import re
@@ -34,11 +34,11 @@ class MLflow(Tracker):
     @classmethod
     def check(cls) -> None:
         """See Tracker."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no network is used unasked
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # uses the network by default
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         _module("mlflow")
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            for name in ("sqlalchemy", "alembic"):  # which mlflow-skinny does not bring
+            for name in ("sqlalchemy", "alembic"):  # mlflow-skinny does not require these
                 _module(name)
 
     def __init__(self, run: Published, memory: JsonDict) -> None:
@@ -100,7 +100,7 @@ class MLflow(Tracker):
         before = tags.get(_DESCRIPTION, "").splitlines()
         lines = [*before, *(line for line in lines if line not in before)]
         while sum(map(len, lines)) + len(lines) > _NOTES and len(lines) > 1:
-            del lines[0]  # the last ones say how it ended
+            del lines[0]  # the last lines are kept, since they describe the end of the run
         self._client.set_tag(self._id, _DESCRIPTION, "\n".join(lines)[:_NOTES])
 
     def close(self, status: str) -> None:
@@ -120,7 +120,7 @@ def _line(note: Note) -> str:
 
 
 def _store(path: str) -> str:
-    """Return the address of a file of SQLite."""
+    """Return the address of an SQLite file. Raise MotleyError if MLflow cannot use the path."""
     if re.search(r"[?#%]", path):
         raise MotleyError(
             f"MLflow cannot take {path}: ?, # and % mean something else in an address; name a "

@@ -15,10 +15,10 @@ _PROTO, _HPARAMS = "tensorboard.compat.proto", "tensorboard.plugins.hparams"
 
 
 class TensorBoard(Tracker):
-    """A run in TensorBoard. Each number is at its own time, which TensorBoard's WALL axis shows.
+    """A run in TensorBoard. Each number has its own time, which TensorBoard's WALL axis shows.
 
-    Numbers that a killed process had written without saving its position are cut off the file, and
-    written again.
+    Numbers that a killed process had written without saving its position are removed from the file,
+    and written again.
     """
 
     name, says = "tensorboard", "TensorBoard: a file of events in the run's folder"
@@ -30,7 +30,7 @@ class TensorBoard(Tracker):
 
     def __init__(self, run: Published, memory: JsonDict) -> None:
         """See Tracker."""
-        # Right there, so that TensorBoard calls the run by its folder's name.
+        # In the run's folder itself, so that TensorBoard names the run after the folder.
         self._path = run.folder.path / f"events.out.tfevents.{int(run.started)}.motley"
         if self._path.is_symlink():
             raise MotleyError(f"{self._path} is a symbolic link: remove it")
@@ -115,7 +115,7 @@ class TensorBoard(Tracker):
 
     def close(self, status: str) -> None:
         """See Tracker."""
-        with contextlib.suppress(OSError):  # of a full disk: it was said
+        with contextlib.suppress(OSError):  # a full disk was reported already
             self._writer.close()
 
 

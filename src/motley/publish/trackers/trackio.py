@@ -12,7 +12,7 @@ from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
 from motley.registry import import_extra
 
-_SENT_S = 5.0  # its thread writes twice a second
+_SENT_S = 5.0  # Trackio's thread writes twice per second
 _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 _BAD = ("fault", "lost", "left_out")  # kinds of events that are warnings
 
@@ -20,8 +20,8 @@ _BAD = ("fault", "lost", "left_out")  # kinds of events that are warnings
 class Trackio(Tracker):
     """A run in Trackio. Events are its alerts.
 
-    Devices' samples are at the step that they fell into, with ``seconds`` since the run began:
-    Trackio takes no time for a number.
+    Devices' samples are published at the step in which they were taken, with ``seconds`` since the
+    run started, because Trackio accepts no time for a number.
     """
 
     name, says = "trackio", "Trackio: as TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says, or locally"
@@ -31,7 +31,7 @@ class Trackio(Tracker):
     def check(cls) -> None:
         """See Tracker."""
         if not any(map(os.environ.get, _ELSEWHERE)):
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would ask the hub who this is
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would ask the hub for the user
         _module()
 
     def __init__(self, run: Published, memory: JsonDict) -> None:
@@ -40,7 +40,7 @@ class Trackio(Tracker):
         place = next(filter(None, map(os.environ.get, _ELSEWHERE)), str(trackio.utils.TRACKIO_DIR))
         self._to = {"place": place, "project": run.project}
         self.anew = any(memory.get(name) != value for name, value in self._to.items())
-        # There, a run is known by its name.
+        # Trackio identifies a run by its name.
         unique = f"{run.name}-{secrets.token_hex(2)}"
         self._name = unique if self.anew else str(memory["run"])
         self._level, self._finish = trackio.AlertLevel, trackio.finish
@@ -71,7 +71,7 @@ class Trackio(Tracker):
     def close(self, status: str) -> None:
         """See Tracker."""
         with contextlib.redirect_stdout(io.StringIO()):
-            self._finish()  # not the run's own: it would be finished again at exit
+            self._finish()  # not the run's own finish(), after which Trackio finishes it again
 
 
 def _module() -> Any:

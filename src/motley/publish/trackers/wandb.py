@@ -1,4 +1,4 @@
-"""Weights & Biases; without a network unless WANDB_MODE says so."""
+"""Weights & Biases; without a network unless WANDB_MODE allows it."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
 from motley.registry import import_extra
 
-_ONLINE_S = 60.0  # within which published records have long been sent
+_ONLINE_S = 60.0  # after which published records are sure to have been sent
 _STEPPED = ("all/*", "evaluation/*", "others/*", "rank/*", "event/*")
 _TIMED = ("cpu/*", "gpu/*")
 
@@ -55,7 +55,7 @@ class WandB(Tracker):
         self.look = f"wandb sync --append {sessions}" if offline else "https://wandb.ai"
 
     def _open(self) -> Any:
-        """Open a session. This is done at the first record: an empty session is of no use."""
+        """Open a session at the first record, since an empty session would be useless."""
         run, wandb = self._published, _module()
         self._run = wandb.init(
             project=run.project, id=self._id, name=run.name, resume="allow", mode=self._to["mode"],
