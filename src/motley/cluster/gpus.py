@@ -350,8 +350,9 @@ class GpuSampler:
     """A repeated reading of this machine's GPUs. NVML stays open between two readings.
 
     Args:
-        gputil_every_s: seconds between two calls of GPUtil, where NVML answers or where there is no
-            GPU. GPUs that only GPUtil finds are read through it for each sample.
+        gputil_every_s: seconds between two calls of GPUtil. Where NVML answers, GPUtil only adds
+            the GPUs' names. Where no GPU is known, the call looks for one. While NVML does not
+            answer but GPUtil finds GPUs, GPUtil is called for every sample, whatever this value.
     """
 
     def __init__(self, gputil_every_s: float = GPUTIL_EVERY_S) -> None:

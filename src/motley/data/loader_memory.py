@@ -275,11 +275,12 @@ def explain_workers(workers: int) -> Iterator[None]:
         raise MotleyError(
             f"a loader process on {socket.gethostname()} "
             + (f"found no room in {_SHARED}" if no_room else f"died: {text.splitlines()[0]}")
-            + f"; it is for micro-batches larger than that of the first samples, up to "
-            f"{PREFETCH * workers + _TOGETHER} at once with {workers} processes a rank, and "
-            f"{_text(there.free)} of {_text(there.total)} are free, of the memory "
-            f"{_text(memory.available)} of {_text(memory.total)}; take fewer with --workers (0: "
-            "none), a smaller --micro-batch, or make more room (of a container: --shm-size)"
+            + f"; {_text(there.free)} of {_text(there.total)} are free in {_SHARED}, and "
+            f"{_text(memory.available)} of {_text(memory.total)} of memory. Micro-batches larger "
+            f"than the first ones pass through {_SHARED}, up to "
+            f"{PREFETCH * workers + _TOGETHER} at once with {workers} loader processes per "
+            "rank; take fewer --workers (0: none) or a "
+            f"smaller --micro-batch, or enlarge {_SHARED} (in a container: --shm-size)"
         ) from None
 
 

@@ -281,11 +281,14 @@ def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
 
 
 def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-    """Set the parameters' gradients to these sums; rounded sums are copied into old gradients.
+    """Set each parameter's gradient to its sum over the ranks.
+
+    A sum in the parameter's dtype becomes the gradient itself, without a copy. A sum in another
+    dtype, as after a 16-bit wire, is copied into the existing gradient.
 
     Args:
         parameters: the parameters.
-        sums: sum of the gradients of each parameter.
+        sums: for each parameter, the sum of its gradients.
     """
     rounded = []
     for parameter, summed in zip(parameters, sums, strict=True):

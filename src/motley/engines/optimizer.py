@@ -403,9 +403,10 @@ def schedule_steps(config: Config, length: Length) -> int:
 
 
 def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
-    """Return a sentence if the run ends before the rate has fallen, or before ``--max-steps``.
+    """Return a sentence if the run ends before the end of its schedule, or before ``--max-steps``.
 
-    Otherwise return an empty string.
+    The schedule has not ended if the learning rate has not fallen to its last value. Otherwise
+    return an empty string.
     """
     last = length.last_step(state)
     if config.schedule_ends_with_run and config.max_steps is not None and last < config.max_steps:
@@ -419,8 +420,8 @@ def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
     if length.updates(state) + last - state.step >= total - 1:
         return ""
     return (
-        f"the rate falls until step {total:,}, with epoch {config.epochs}, and --max-steps stops "
-        f"after step {last:,}; without --epochs it falls until --max-steps"
+        f"the learning rate falls until step {total:,}, with epoch {config.epochs}, and "
+        f"--max-steps stops after step {last:,}; without --epochs it falls until --max-steps"
     )
 
 

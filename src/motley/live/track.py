@@ -306,7 +306,10 @@ def since_slower(lead: Track) -> tuple[list[Step], float | None]:
 
 
 def _last_ready(step: Step) -> float | None:
-    """Return the seconds until the last rank was ready, by one rank's record, or None."""
+    """Return the time at which the slowest rank's gradient was ready, from one rank's record.
+
+    The time is in seconds from the start of the step. None: the record does not contain it.
+    """
     if step.ready_s is None:
         return None
     if step.others:

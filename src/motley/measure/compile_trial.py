@@ -65,14 +65,16 @@ class Promise:
         path.write_text(json.dumps({"gain": self.gain, "cost_s": self.cost_s}))
 
     def costs_least(self, passes_s: float, kinds: int) -> float:
-        """Return the least seconds of compiling and timing.
+        """Return the least seconds that compiling and timing can take.
 
-        If the cost was measured, it is returned. Otherwise the result is the time of the timed
-        passes at their highest speed, and a little for compiling.
+        A cost that an earlier compilation measured is returned as it is. Otherwise the timed passes
+        are assumed to run at the largest speed-up that compiling may give, and each kind of block
+        to compile with warm caches.
 
         Args:
             passes_s: seconds of one plain micro-batch of each timed size, added up.
-            kinds: number of kinds of blocks. Blocks of other stages are of another kind.
+            kinds: number of kinds of blocks. Blocks are of one kind if they have the same modules
+                with tensors of the same shapes, so the stages of a Swin usually count as several.
         """
         least_s = PASSES * passes_s / _MOST_FASTER + kinds * _KIND_LEAST_S
         return self.cost_s if self.known else least_s

@@ -58,11 +58,11 @@ class Groups:
 
 
 class Evidence:
-    """The ratios of the last steps in all columns, and the noise in them.
+    """The last steps' ratios of measured to expected time, in columns, and their noise.
 
     Args:
-        groups: columns of equal devices. The noise of a column counts as at least the median of its
-            group.
+        groups: groups of columns whose devices are equal. A column's threshold is at least the
+            median threshold of its group.
         columns: number of columns.
     """
 

@@ -68,16 +68,19 @@ class GatheredMemory:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory of one rank, in MiB.
+    """The memory that one rank needs, in MiB.
 
     Attributes:
         parameters: the rank's part of the parameters.
         gradients: the rank's part of the gradients.
         optimizer: the rank's part of the optimizer state.
-        gathered: largest memory of other ranks' parts, and of gradients in transfer.
-        activations: memory of a micro-batch, with the layers after the model; None: not known.
-        in_host: names of the first three that are in the host's memory.
-        accumulates: gradients of an earlier micro-batch exist when a backward pass starts.
+        gathered: the most that the rank holds at once of other ranks' parts, and of gradients that
+            are being sent.
+        activations: memory that a pass over the largest micro-batch takes beyond the memory between
+            two passes; None: not measured.
+        in_host: names of the parts that are in the host's memory: ``parameters``, ``gradients``,
+            ``optimizer``.
+        accumulates: True if gradients of an earlier micro-batch exist when a backward pass starts.
     """
 
     parameters: float

@@ -98,7 +98,12 @@ class Other:
 
 
 def list_others(training: Training) -> list[Other]:
-    """Return the first, middle and last rank to be ready; empty if each rank has records."""
+    """Return the other ranks whose gradient is ready first, in the middle, and last.
+
+    Each entry is a place in this order: its times are means over the steps, and its label names the
+    rank that has this place most often. The list is empty if each rank writes its own step records;
+    in larger jobs the first rank alone writes them (see motley.records.training.MOST_WRITERS).
+    """
     received = [line for line in training.lead if line.get("others_ready")]
     ranks = len(training.run.get("ranks") or ()) - 1
     result = []

@@ -50,7 +50,10 @@ def greet(world: World) -> None:
 
 
 def lose_one() -> None:
-    """Kill this process if it is the last of several ranks; else print a line if it lives on."""
+    """Kill this process if it is the last of several ranks.
+
+    Every other rank prints a line after 2 s if the launcher has let it live on.
+    """
     for number in (signal.SIGCONT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(1))
     launched = ranks_of_launch()

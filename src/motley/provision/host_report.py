@@ -205,7 +205,7 @@ def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
         temporary=only.get("temporary", ""),
         temporary_write=only.get("temporary_write"),
         repository="tree" in only,
-        same_folder=True if asked.here else _has_own_tree(only, asked),
+        same_folder=True if asked.here else _is_same_folder(only, asked),
         pythons=tuple(each for each in pythons if each.version >= (3, 11) and each.able),
         newest_python=max(pythons, key=lambda python: python.version, default=None),
         environment=only.get("environment"),
@@ -254,7 +254,7 @@ def _interfaces(found: Mapping[str, list[str]]) -> tuple[Interface, ...]:
     return tuple(Interface(each[0], each[1], int((each[2:] or ["32"])[0])) for each in words)
 
 
-def _has_own_tree(only: Mapping[str, str], asked: HostQuery) -> bool | None:
+def _is_same_folder(only: Mapping[str, str], asked: HostQuery) -> bool | None:
     """Return True if a host's repository is this machine's folder, None if unknown."""
     if "tree" not in only or asked.token:
         return "token" in only

@@ -363,10 +363,13 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
 
 
 def verify(host: str) -> tuple[str, str]:
-    """Import the packages and run a kernel on a host; return torch's version and the speeds.
+    """Import the packages and run a kernel on each device of a host.
+
+    Returns:
+        torch's version, and each device's name, precision and TFLOP/s, separated by commas.
 
     Raises:
-        HostTrouble: the packages or the kernel fail.
+        HostTrouble: a package cannot be imported, or a kernel fails.
     """
     with connect(host) as remote:
         done = run_python(remote, _VERIFY, limit=VERIFY_S)

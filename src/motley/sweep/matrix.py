@@ -196,10 +196,9 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes:
     _check_keys(path, content, _OF_ALL, "")
     shared = (*_words(path, content.get("options", "")), *(changes.pop("options", None) or ()))
     if owned := [word for word in shared if word.partition("=")[0] in known.owned]:
-        raise MotleyError(
-            f"{owned[0]} is set by each cell; write {known.owned[owned[0].partition('=')[0]]} in "
-            "place of it"
-        )
+        instead = known.owned[owned[0].partition("=")[0]]
+        fix = "leave it out" if instead == "nothing" else f"use {instead} instead"
+        raise MotleyError(f"{owned[0]}: each cell sets this option itself; {fix}")
     given: dict[str, Any] = {
         key: content[key] for key in ("repeats", "steps", "limit_s") if key in content
     }

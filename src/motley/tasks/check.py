@@ -311,7 +311,7 @@ def _check_samples(name: str, task: Task) -> None:
         alike = torch.equal(value, other) if isinstance(value, Tensor) else bool(value == other)
         if not alike and not _is_nan(value):
             raise MotleyError(
-                f"{name} makes another {key!r} of the same sample the second time; draw random "
+                f"{name} returned two different {key!r} for the same sample; draw random "
                 "numbers in sample() alone and from torch, which is seeded for each sample and "
                 "epoch: from random or numpy they would differ between ranks"
             )

@@ -54,8 +54,8 @@ def add_lora(
     except ValueError as error:
         text = str(error).splitlines()[0].partition(". ")[0]
         raise MotleyError(
-            f"--lora {rank} finds no layer to stand beside ({text}); name some by --lora-targets: "
-            f"the model has {', '.join(_layers(net))}"
+            f"--lora {rank}: peft finds no layer to add matrices to ({text}); name layers by "
+            f"--lora-targets: the model has {', '.join(_layers(net))}"
         ) from None
     if not any(parameter.requires_grad for parameter in result.parameters()):
         raise MotleyError(

@@ -341,9 +341,9 @@ class Files:
         ):  # fmt: skip
             if abs(float(values.mean()) - mean) > _FAR * deviation:
                 raise MotleyError(
-                    f"--fields: {variable.name} of {self._seen[variable.name]} is "
-                    f"{values.mean():.4g} on average, and usual is {mean:.4g}; Aurora takes "
-                    f"{UNITS[name]}"
+                    f"--fields: the mean of {variable.name} in {self._seen[variable.name]} is "
+                    f"{values.mean():.4g}, where about {mean:.4g} is expected, so it seems to be "
+                    f"in another unit; convert it to {UNITS[name]}"
                 )
 
     def _add(self, path: str) -> None:

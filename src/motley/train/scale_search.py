@@ -1,7 +1,7 @@
 """The loss scale before step 1, and the cause of an overflow.
 
-The scale is the largest that does not overflow, less a margin. The last message of a run names the
-layer and the samples of a gradient that overflows.
+The scale is the largest that does not overflow, less a margin. If gradients overflow later and a
+lower scale does not help, the run ends with an error that names the layer and the samples.
 
 If the scale is too high, steps are skipped at the start (from 2^32 about fourteen). If it is too
 low, small gradients become zero. The search therefore tries scales on the first real batches.

@@ -85,7 +85,10 @@ def test_the_presets_can_be_read_and_weak_scaling_grows_with_the_hosts() -> None
         ('[[cell]]\nname = "../x"', "give it a name of letters"),
         ('[[cell]]\nname = "reference2"', "is the name of the fp32 runs"),
         ('options = "--lr \'1"\n[matrix]', "No closing quotation"),
-        ('options = "--batch-size 9"\n[matrix]', "--batch-size is set by each cell; write batch"),
+        (
+            'options = "--batch-size 9"\n[matrix]',
+            "--batch-size: each cell sets this option itself; use batch instead",
+        ),
         ('steps = "30"\n[matrix]', "steps is '30'; give a number of 6 or more"),
         ('[[cell]]\nname = "x"\n[[cell]]\nname = "x"', "two cells are called x"),
         ('[[cell]]\nname = "x"\nbatch = "many"', "cell x: invalid literal"),

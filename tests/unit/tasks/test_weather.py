@@ -213,7 +213,10 @@ def _torn(_: str, file: xr.Dataset) -> xr.Dataset:
         (_missing("t2m"), r"no file has 2t without levels \(or by another name: t2m, 2m_temp"),
         (_missing("q"), r"no file has q on pressure levels .*specific_humidity.*rename it"),
         (_missing("slt"), "no file has slt without levels"),
-        (_celsius, r"t2m of .*surface.nc is .* on average, and usual is 278.*takes K"),
+        (
+            _celsius,
+            r"mean of t2m in .*surface.nc is .*, where about 278.* is expected.*convert it to K",
+        ),
         (
             _coarse,
             r"lsm of .*static.nc is on 8x16 points .* z of .*air.nc on 9x16 points.*cdo remapbil",

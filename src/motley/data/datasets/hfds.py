@@ -109,8 +109,9 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
         cause = error.__cause__ or error
         raise MotleyError(
             f"{option} cannot be loaded ({type(cause).__name__}: {' '.join(str(cause).split())}); "
-            "give a folder of images, of parquet files, or that a DatasetDict was saved to, or the "
-            f"OWNER/NAME of a data set of the hub, which is kept under --data-dir {folder}"
+            "after hfds/ give a folder of images, a folder of parquet files, a folder written by "
+            "DatasetDict.save_to_disk, or OWNER/NAME of a data set on the Hugging Face hub "
+            f"(downloaded to --data-dir {folder})"
         ) from None
     return result
 

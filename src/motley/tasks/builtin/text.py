@@ -98,8 +98,8 @@ class HfOptions(Task):
             )
         if tokens == TOKENIZER and not (named and Path(named).is_dir()):
             raise MotleyError(
-                f"--tokens {TOKENIZER} is that of a model's folder; name it by --pretrained DIR or "
-                "--hf-config DIR"
+                f"--tokens {TOKENIZER} uses the tokenizer in a model's folder, and no folder is "
+                "given; add --pretrained DIR or --hf-config DIR"
             )
         if self.lora is None and (self.lora_alpha or self.lora_targets):
             raise MotleyError(
