@@ -95,8 +95,8 @@ def test_a_loader_process_without_room_is_explained_and_nobody_waits() -> None:
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     small, large = done.stdout.splitlines()
     assert f"a loader process on {socket.gethostname()} found no room in /dev/shm" in small
-    assert "up to 6 at once with 2 processes a rank" in small
-    assert "of 1.00 MiB are free" in small and "--workers (0: none)" in small
+    assert "up to 6 at once with 2 loader processes per rank" in small
+    assert "of 1.00 MiB are free in" in small and "--workers (0: none)" in small
     assert large == "64"
 
 
