@@ -44,6 +44,7 @@ def train_model(
         @dataclass
         class Lines(motley.Task): ...
 
+
         if __name__ == "__main__":
             folder = motley.train_model(Lines(width=128), epochs=5, lr=3e-4)
 
