@@ -98,7 +98,9 @@ def test_a_master_port_that_is_none_is_refused(text: str) -> None:
 def test_a_master_port_of_some_ranks_is_that_of_all() -> None:
     assert port_of_user([None, None]) is None
     assert port_of_user(["29500", None, "29500"]) == 29500
-    with pytest.raises(MotleyError, match="29500 on rank 0 and 29501 on rank 2: set it to one"):
+    with pytest.raises(
+        MotleyError, match="29500 on rank 0 and 29501 on rank 2: set it to the same port"
+    ):
         port_of_user(["29500", None, "29501"])
 
 

@@ -104,7 +104,7 @@ def test_what_is_right_is_not_complained_about(tmp_path: Path, changed: dict[str
         ("LOSSES", "each.mean().repeat(len(each))", "depends on the others in its batch"),
         ("LOSSES", "net(batch['x']) - 1", r"shape \(2, 1\) for 2 samples"),
         ("LOSSES", "each > 0", r"gives a tensor of torch.bool; it should give floats"),
-        ("SAMPLE", "x = x + random.random()", "another 'x' of the same sample"),
+        ("SAMPLE", "x = x + random.random()", "two different 'x' for the same sample"),
         ("SAMPLE", "return x, 1", "gives a tuple; a sample is what the model gets by name"),
         ("SAMPLE", "x = x[: item + 1]", "cannot be stacked: stack expects.* write collate"),
         ("INIT", "self.spare = nn.Linear(2, 2)", "2 of the 6 parameters of Mine get no gradient"),

@@ -98,7 +98,7 @@ def test_lora_trains_its_own_matrices_beside_the_folders_weights(tmp_path: Path)
     assert sum(p.numel() for p in named.model().parameters() if p.requires_grad) == (
         2 * 2 * ((16 + 48) + (16 + 64))
     )
-    with pytest.raises(MotleyError, match=r"name some by --lora-targets: the model has fc1, fc2"):
+    with pytest.raises(MotleyError, match=r"name layers by --lora-targets: the model has fc1, fc2"):
         TextTask(length=16, lora=2).model()
     with pytest.raises(MotleyError, match=r"the model has c_attn, c_fc, c_proj, lm_head"):
         drawn("gpt2", tmp_path, lora=2, lora_targets=("q_proj",)).model()
@@ -202,7 +202,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     [
         ({"hf_config": "a", "pretrained": "b"}, "are two models"),
         ({"hf_config": "a", "depth": 3}, "--depth is of the GPT that is built in"),
-        ({"tokens": "tokenizer"}, "that of a model's folder"),
+        ({"tokens": "tokenizer"}, "the tokenizer in a model's folder"),
         ({"lora_targets": ("a",)}, "--lora-targets is of --lora, which is not given"),
         ({"lora_alpha": 2.0}, "--lora-alpha is of --lora"),
     ],
