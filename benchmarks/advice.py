@@ -41,8 +41,8 @@ def carried_out(case: Case, option: str) -> Case:
 
 def advice_of(run: dict[str, Any], most: int) -> list[Advice]:
     """The best that a user can follow, the largest gain first."""
-    received = [Advice.from_json(each) for each in run["advice"]]
-    with_gain = [each for each in received if each.option and each.times]
+    entries = [Advice.from_json(each) for each in run["advice"]]
+    with_gain = [each for each in entries if each.option and each.times]
     return sorted(with_gain, key=lambda each: -(each.times or 0))[:most]
 
 
@@ -82,10 +82,10 @@ def main() -> None:
     with bench_lab(replay.profile) as lab:
         rows = measure(lab, replay, options)
     for row in rows:
-        received = row["foreseen_times"]
+        expected = row["foreseen_times"]
         off = (
-            f"  foreseen {received:.2f}, off by {received / row['times'] - 1:+.1%}"
-            if received
+            f"  foreseen {expected:.2f}, off by {expected / row['times'] - 1:+.1%}"
+            if expected
             else ""
         )
         print(f"{row['mode']:<70} {row['images_per_s']:7.1f} images/s  {row['times']:.2f} times, "

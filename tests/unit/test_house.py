@@ -153,7 +153,7 @@ def test_a_light_room_loads_nothing_heavy(room: str) -> None:
 
 
 def test_the_process_that_packs_compiled_code_loads_nothing_heavy() -> None:
-    # It runs beside each run that compiles, with the processors that the run needs.
+    # The process runs beside each run that compiles, on processors that the run needs.
     assert loaded_of(HEAVY | {"mpi4py"}, ["motley.train.compile_archive"]) == []
 
 

@@ -223,13 +223,13 @@ def fit(
         for name in sorted(outside & tensors.keys()) if tensors[name].shape != own[name].shape
     ]  # fmt: skip
     if missing or unknown or shaped:
-        text = [
+        parts = [
             f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}"
             for names, what in ((missing, "missing"), (unknown, "unknown here"),
                                 (shaped, "of another shape")) if names
         ]  # fmt: skip
         raise MotleyError(
-            f"the weights of {weights.source} are of another model; {'; '.join(text)}. "
+            f"the weights of {weights.source} are of another model; {'; '.join(parts)}. "
             "Give the options of the model that they were made with"
         )
     anew = sorted(

@@ -210,10 +210,10 @@ class Run:
         was_first = self._first
         self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
         if self._first and not was_first:
-            received = [
+            events = [
                 event for event in self.folder.read_events() if event["event"] == "unreadable"
             ]
-            self._unreadable = {event["sample"] for event in received}
+            self._unreadable = {event["sample"] for event in events}
 
     def _take(self) -> None:
         if self._lock is None:

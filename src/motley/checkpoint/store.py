@@ -338,9 +338,9 @@ class Checkpoints:
     def _write_manifest(
         self, folder: Path, manifest: dict[str, Any], progress: Mapping[str, Any]
     ) -> None:
-        text = (json.dumps(progress, indent=1) + "\n").encode()
-        (folder / "progress.json").write_bytes(text)
-        manifest["progress.json"] = _hash_progress(text)
+        content = (json.dumps(progress, indent=1) + "\n").encode()
+        (folder / "progress.json").write_bytes(content)
+        manifest["progress.json"] = _hash_progress(content)
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for file in folder.iterdir():
             sync(file)

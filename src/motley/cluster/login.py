@@ -306,8 +306,8 @@ class Talk:
         self.tied = payload is None
         clean = f"export LC_ALL=C\nunset {_OTHER_PYTHON}\n"
         start = f"{clean}set -- {shlex.join(map(str, words))}\necho {mark}\n"
-        text = (start + (_TIED if self.tied else "") + script).encode()
-        head = b"%d\n" % len(text) + text
+        sent = (start + (_TIED if self.tied else "") + script).encode()
+        head = b"%d\n" % len(sent) + sent
         self.sent: Iterator[bytes]
         if payload is None or isinstance(payload, bytes):
             self.sent = iter([head + (payload or b"")])
@@ -415,12 +415,14 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
     while True:
         # sshd may send the exit status before the last output. The end of the output is not
         # signalled while a process that the script has left behind could still write.
-        idle, received = True, channel.exit_status_ready()
-        if received:
+        idle, has_status = True, channel.exit_status_ready()
+        if has_status:
             lingers = min(lingers, time.monotonic() + _LINGER_S)
         # Checked before the streams are read, so that all output before the end is read.
-        ended = received and (channel.eof_received or channel.closed or time.monotonic() > lingers)
-        if remaining and not received and channel.send_ready():
+        ended = has_status and (
+            channel.eof_received or channel.closed or time.monotonic() > lingers
+        )
+        if remaining and not has_status and channel.send_ready():
             remaining = remaining[channel.send(remaining[:_CHUNK].tobytes()) :]
             remaining = remaining or memoryview(next(talk.sent, b""))
             if not remaining and not talk.tied:
@@ -434,7 +436,7 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
             idle = False
         if ended and idle:
             return int(channel.recv_exit_status())
-        if not received and not alive():
+        if not has_status and not alive():
             raise EOFError
         if time.monotonic() > deadline:
             raise TooLong

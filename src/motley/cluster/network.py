@@ -331,10 +331,10 @@ def pick_network(
             for machine in machines
             if isinstance(answer := answers[machine][number], str)
         ]
-        received: list[Any] = [answers[machine][number] for machine in machines]
-        rates.append(None if failed else min(received))
+        reports: list[Any] = [answers[machine][number] for machine in machines]
+        rates.append(None if failed else min(reports))
         words.append(
-            f"{where}: {failed[0]}" if failed else f"{where}: {min(received) / 1e6:.3g} MB/s"
+            f"{where}: {failed[0]}" if failed else f"{where}: {min(reports) / 1e6:.3g} MB/s"
         )
     best: int | None = None
     for number, rate in enumerate(rates):

@@ -129,15 +129,15 @@ def leave_group(group: Any = None) -> None:
     Args:
         group: the group; None: the default one, and with it all others.
     """
-    saved = [group or dist.group.WORLD]
+    groups = [group or dist.group.WORLD]
     if has_forgotten():
-        saved += dist.distributed_c10d._world.pg_map
+        groups += dist.distributed_c10d._world.pg_map
     by_gloo = dist.get_backend(group) == "gloo"
     dist.destroy_process_group(group)
     # A callback of torch's PowerSGD may still hold the group in one of gloo's own threads. If that
     # thread released it last, the thread would have to join itself, and abort the process.
     if by_gloo:
-        _LEFT.append((time.monotonic(), saved))
+        _LEFT.append((time.monotonic(), groups))
     release_groups()
 
 

@@ -182,8 +182,8 @@ class OptionParser(OneVoice):
         """
         if launched_rank() != 0:
             return
-        received = [each for each in self._actions if each.help != argparse.SUPPRESS]
-        shown = [copy.copy(each) for each in received if each.dest in self._usual]
+        listed = [each for each in self._actions if each.help != argparse.SUPPRESS]
+        shown = [copy.copy(each) for each in listed if each.dest in self._usual]
         for each in shown:
             each.help = self._usual[each.dest]
         screen = argparse.RawDescriptionHelpFormatter(self.prog, max_help_position=_COLUMN)
@@ -192,7 +192,7 @@ class OptionParser(OneVoice):
         screen.start_section("the usual options")
         screen.add_arguments(shown)
         screen.end_section()
-        rest = len(received) - len(shown)
+        rest = len(listed) - len(shown)
         screen.add_text(f"{self.prog} --help-all tells of these and {rest} more.")
         print(typed_command(screen.format_help()), end="", flush=True)
 

@@ -95,8 +95,8 @@ class Packed:
 
 def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
     """Write the tail behind the images, then the first 64 bytes."""
-    received = json.dumps(asdict(about)).encode()
-    tail = _LENGTH.pack(len(received)) + received + rows.astype("<i8").tobytes()
+    header = json.dumps(asdict(about)).encode()
+    tail = _LENGTH.pack(len(header)) + header + rows.astype("<i8").tobytes()
     begin = file.seek(0, 2)
     file.write(tail)
     file.seek(0)
@@ -167,16 +167,14 @@ def _tail(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
 
 def _parse(tail: bytes) -> tuple[About, NDArray[np.int64]]:
     (length,) = _LENGTH.unpack_from(tail)
-    received = json.loads(tail[_LENGTH.size : _LENGTH.size + length])
-    received = {each.name: received[each.name] for each in fields(About)}
-    received["classes"] = tuple(received["classes"])
-    received["unreadable"] = {
-        int(number): str(why) for number, why in received["unreadable"].items()
-    }
-    if received["kept"] not in (PIXELS, JPEG):
-        raise ValueError(f"it keeps images as {received['kept']!r}")
+    header = json.loads(tail[_LENGTH.size : _LENGTH.size + length])
+    header = {each.name: header[each.name] for each in fields(About)}
+    header["classes"] = tuple(header["classes"])
+    header["unreadable"] = {int(number): str(why) for number, why in header["unreadable"].items()}
+    if header["kept"] not in (PIXELS, JPEG):
+        raise ValueError(f"it keeps images as {header['kept']!r}")
     rows = np.frombuffer(tail, "<i8", offset=_LENGTH.size + length).astype(np.int64)
-    return About(**received), rows.reshape(-1, _COLUMNS)
+    return About(**header), rows.reshape(-1, _COLUMNS)
 
 
 def _fits(about: About, rows: NDArray[np.int64], end: int) -> bool:
@@ -255,8 +253,8 @@ def list_folder(root: Path) -> Folder:
     digest = hashlib.sha256()
     for path in paths:
         status = path.stat()
-        received = (str(path.relative_to(root)), status.st_size, status.st_mtime_ns)
-        digest.update(repr(received).encode(errors="surrogateescape"))
+        entry = (str(path.relative_to(root)), status.st_size, status.st_mtime_ns)
+        digest.update(repr(entry).encode(errors="surrogateescape"))
     above = {root / part for part in ("train", "val")}
     above |= {each for part in tuple(above) for each in part.iterdir() if each.is_dir()}
     folders = sorted(above | {path.parent for path in paths})

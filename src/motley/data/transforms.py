@@ -259,16 +259,12 @@ class RandomCropAndFlip:
         Args:
             image: uint8 tensor [C, H, W], or an image of PIL with one byte per channel.
         """
-        top, remaining, height, width = self._box(image)
+        top, left, height, width = self._box(image)
         mirrored = float(torch.empty(1).uniform_()) < 0.5
         if isinstance(image, Tensor):
-            part = (
-                image[:, top : top + height, remaining : remaining + width]
-                .permute(1, 2, 0)
-                .contiguous()
-            )
+            part = image[:, top : top + height, left : left + width].permute(1, 2, 0).contiguous()
         else:
-            content = image.crop((remaining, top, remaining + width, top + height)).tobytes()
+            content = image.crop((left, top, left + width, top + height)).tobytes()
             part = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(height, width, -1)
         result: Tensor = v2.functional.resize_image(
             part.permute(2, 0, 1), self._size, **self._resize
@@ -287,8 +283,8 @@ class RandomCropAndFlip:
         ratio = torch.exp(torch.empty(1).uniform_(*self._log_ratio)).item()
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            top, remaining = (int(torch.randint(room + 1, ())) for room in (height - h, width - w))
-            return top, remaining, h, w
+            top, left = (int(torch.randint(room + 1, ())) for room in (height - h, width - w))
+            return top, left, h, w
         torch.default_generator.set_state(before)
         box = self._usual.make_params([image])
         return box["top"], box["left"], box["height"], box["width"]
@@ -407,10 +403,10 @@ def _exchange_box(one: Tensor, other: Tensor, weight: float, y: float, x: float)
     side = math.sqrt(1 - weight)
     rows, columns = _span(y, side, height), _span(x, side, width)
     box = (slice(None), rows, columns)
-    saved = one[box].clone()
+    patch = one[box].clone()
     one[box] = other[box]
-    other[box] = saved
-    return 1 - saved[0].numel() / (height * width)
+    other[box] = patch
+    return 1 - patch[0].numel() / (height * width)
 
 
 def _span(middle: float, side: float, length: int) -> slice:

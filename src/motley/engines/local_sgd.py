@@ -156,12 +156,12 @@ class LocalEngine(StepEngine):
         self._work.wait()  # releases the tensor that was sent
         if self._copies:
             torch.cuda.synchronize(self._context.device)
-        progress, received = torch.split(
+        progress, rows = torch.split(
             self._sum, [len(self._agreed), len(self._sum) - len(self._agreed)]
         )
         # One row per rank, fp32 [ranks, 4]: the sum of its losses and the weight of its samples
         # since the round before, ready_s, and a flag for a memory error.
-        table = received.view(-1, _TOLD)
+        table = rows.view(-1, _TOLD)
         self._agreed.add_(progress / table[:, 1].sum().clamp(min=1))
         self._sum = None
         if self._heard is not None:  # two averaging rounds without a step between them

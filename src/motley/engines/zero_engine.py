@@ -266,19 +266,19 @@ class ZeroEngine(StepEngine):
 
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         scale = self.scale.value
-        received: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short)), self._weight]
+        values: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short)), self._weight]
         if self._stage == 0:
-            rows, overflow, correction = self._step_stage_0(received)
+            rows, overflow, correction = self._step_stage_0(values)
             norm = rows[0][4] / scale / correction
         else:
             if self._weighs:  # DeepSpeed divides by the scale when it steps
-                rows = all_gather_floats(received)
+                rows = all_gather_floats(values)
                 self._engine.optimizer.override_loss_scale(scale * self._correction(rows))
             self._update()
             overflow = bool(self._engine.optimizer.overflow)
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())
             if not self._weighs:
-                rows = all_gather_floats(received)
+                rows = all_gather_floats(values)
         short = self._find_oom_ranks([row[2] for row in rows])
         if not short:
             self.scale.update(overflow)

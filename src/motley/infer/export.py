@@ -49,16 +49,16 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     trained.task.save(net, folder)
     for path in folder.iterdir():
         follow_umask(path)  # safetensors writes files that only their owner may read
-    text = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"
+    lines = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"
             for path in sorted(folder.iterdir())]  # fmt: skip
     if onnx:
-        text.append(_write_onnx(net, given, folder / "model.onnx"))
+        lines.append(_write_onnx(net, given, folder / "model.onnx"))
     about = {
         "checkpoint": str(trained.folder), "task": trained.task.title(),
         "class_names": list(trained.task.class_names), "samples": trained.sample_list,
     }  # fmt: skip
     (folder / "motley.json").write_text(json.dumps(about, indent=1) + "\n")
-    return text
+    return lines
 
 
 def follow_umask(path: Path) -> None:
@@ -76,7 +76,7 @@ def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
     Raises:
         MotleyError: the task passes inputs by name.
     """
-    saved: list[tuple[Any, ...]] = []
+    inputs: list[tuple[Any, ...]] = []
 
     def recorder(*given: Any, **named: Any) -> Any:
         if named:
@@ -84,12 +84,12 @@ def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
                 f"{type(task).__name__} gives its network {', '.join(named)} by name; ONNX has "
                 "places alone: give them in order"
             )
-        saved.append(given)
+        inputs.append(given)
         return net(*given)
 
     with torch.no_grad():
         task.scores(recorder, first_batch(task, _EXAMPLES)[0].data)
-    return saved[0]
+    return inputs[0]
 
 
 def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:

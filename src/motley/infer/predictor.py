@@ -121,8 +121,8 @@ class Predictor:
         set_matmul_precision(self.precision)
         task = self.trained.task
         self._model = TaskModel(task, self.trained.build(), self.precision, self.device).eval()
-        text = self._predict(Batch(self._model.blank(), (0,)))
-        self.columns = ("index", task.noun, *text)
+        scores = self._predict(Batch(self._model.blank(), (0,)))
+        self.columns = ("index", task.noun, *scores)
         self._pool = ThreadPoolExecutor(self.threads, "read")
 
     def rows(self, items: Sequence[int]) -> Iterator[tuple[object, ...]]:
@@ -131,10 +131,10 @@ class Predictor:
         data = task.collate(list(self._pool.map(self._read, items)))
         batch = Batch(data, tuple(items)).to(self.device)
         parts = in_halves(lambda part: self._predict(batch[part]), slice(0, len(items)))
-        text = [row for part in parts for row in zip(*part.values(), strict=True)]
+        rows = [row for part in parts for row in zip(*part.values(), strict=True)]
         self.samples += len(items)
         self.seconds += time.perf_counter() - start
-        for index, row in zip(items, text, strict=True):
+        for index, row in zip(items, rows, strict=True):
             yield index, task.name_of(self.source, index), *row
 
     @property

@@ -205,8 +205,8 @@ class RunFollower:
             return False
         self.clock = clock
         self._look_at_steps(rank, wall)
-        received = get_size(self.run.events_file) != self._size_of_events
-        return received or bool(since_slower(self.tracks[rank])[0])
+        has_events = get_size(self.run.events_file) != self._size_of_events
+        return has_events or bool(since_slower(self.tracks[rank])[0])
 
     def may_change(self, clock: float) -> bool:
         """Return True if a read may find new records.
@@ -330,19 +330,12 @@ class RunFollower:
         The first rank records this event.
         """
         lead = self.lead()
-        received = [
-            line for line in self.events if line["event"] in ("waited_for", *_ANOTHER_GROUP)
-        ]
-        if (
-            lead is None
-            or lead.last is None
-            or not received
-            or received[-1]["event"] in _ANOTHER_GROUP
-        ):
+        events = [line for line in self.events if line["event"] in ("waited_for", *_ANOTHER_GROUP)]
+        if lead is None or lead.last is None or not events or events[-1]["event"] in _ANOTHER_GROUP:
             return None
-        step, rank = received[-1].get("step"), received[-1].get("rank")
+        step, rank = events[-1].get("step"), events[-1].get("rank")
         now = isinstance(step, int) and step > lead.last.step and isinstance(rank, int)
-        return received[-1] if now else None
+        return events[-1] if now else None
 
     # -- who leads
 

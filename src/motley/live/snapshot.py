@@ -92,21 +92,21 @@ def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> l
         host, track = str(worker.get("host") or ""), followed.tracks.get(rank)
         steps = last_steps(track) if track and track.last else []
         sample = find_device_sample(followed.devices.get(host, {}), rank, worker)
-        received = [step for step in steps if step.n_local is not None and step.n_global]
-        samples = received[-1].n_local if received else planned(counts, worker)
+        counted = [step for step in steps if step.n_local is not None and step.n_global]
+        samples = counted[-1].n_local if counted else planned(counts, worker)
         whole, part = (
-            sum(step.n_global for step in received),
-            sum(step.n_local or 0 for step in received),
+            sum(step.n_global for step in counted),
+            sum(step.n_local or 0 for step in counted),
         )
-        if not received:
+        if not counted:
             whole, part = sum(counts), samples or 0
-        seconds = sum(step.seconds for step in received)
+        seconds = sum(step.seconds for step in counted)
         own = part / seconds if seconds else None
         rows.append(Row(
             rank, plain(host), device_name(plain(worker.get("device"))),
             plain(worker.get("precision")),
             part / whole if whole and samples is not None else None, samples,
-            own and own * compute_sample_weight(received),
+            own and own * compute_sample_weight(counted),
             mean_parts(steps) if steps else get_straggler_times(rank, waits),
             waits.by_rank.get(rank, 0.0) if waits else 0.0,
             track.last.step if track and track.last else None,
@@ -182,9 +182,9 @@ def choose(rows: Sequence[Row], most: int) -> list[Row]:
 
 def compute_sample_weight(steps: Sequence[Step]) -> float:
     """Return the mean weight of a sample, in the task's unit; 1 if it is not recorded."""
-    received = [step for step in steps if step.weight is not None and step.n_global]
-    samples = sum(step.n_global for step in received)
-    return sum(step.weight or 0.0 for step in received) / samples if samples else 1.0
+    known = [step for step in steps if step.weight is not None and step.n_global]
+    samples = sum(step.n_global for step in known)
+    return sum(step.weight or 0.0 for step in known) / samples if samples else 1.0
 
 
 MOST_ROWS = 64  # largest number of ranks that are shown

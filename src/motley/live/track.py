@@ -362,9 +362,9 @@ def _most(found: _Window, ranks: int) -> Waits:
         return _for_rank(rank, found)
     if shares[held] >= _WORTH:
         return Waits(held, shares[held], found.steps, by_rank)
-    received = parts[2] is not None or ranks < 2
+    is_known = parts[2] is not None or ranks < 2
     return Waits(
-        Held.NOTHING if received else Held.UNKNOWN, (parts[1] or 0.0) / usual, found.steps, by_rank
+        Held.NOTHING if is_known else Held.UNKNOWN, (parts[1] or 0.0) / usual, found.steps, by_rank
     )
 
 
@@ -380,19 +380,19 @@ def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int |
     Returns:
         The rank is None if it writes no records. The time is 0.0 if it is unknown.
     """
-    received = {rank: step.parts[2] for rank, step in lines.items() if step.parts[2] is not None}
-    if not received:
+    waited = {rank: step.parts[2] for rank, step in lines.items() if step.parts[2] is not None}
+    if not waited:
         return None, 0.0
-    first = min(received, key=lambda rank: received[rank] or 0.0)
+    first = min(waited, key=lambda rank: waited[rank] or 0.0)
     own = lines[first]
     who: int | None = first
     if own.others and own.ready_s is not None:
         middle, other, last = own.others
         return other if last > own.ready_s else first, max(0.0, last, own.ready_s) - middle
-    if (received[first] or 0.0) > _NO_WAIT * own.seconds:
+    if (waited[first] or 0.0) > _NO_WAIT * own.seconds:
         absent = [rank for rank in ranks if rank not in lines]
         who = absent[0] if len(absent) == 1 else None
-    waits = [seconds or 0.0 for rank, seconds in received.items() if rank != who]
+    waits = [seconds or 0.0 for rank, seconds in waited.items() if rank != who]
     return who, sum(waits) / len(waits) if waits else 0.0
 
 
@@ -405,9 +405,9 @@ def _for_rank(rank: int | None, found: _Window) -> Waits:
     others_s = _mean([step.ready_s for step in rest])
     # Among many ranks, only the first writes records.
     if own_s is None and any(step.others for step in rest):
-        received = [step.others for step in rest if step.others]
-        own_s = _mean([last for _, who, last in received if who == rank])
-        others_s = _mean([middle for middle, _, _ in received])
+        others = [step.others for step in rest if step.others]
+        own_s = _mean([last for _, who, last in others if who == rank])
+        others_s = _mean([middle for middle, _, _ in others])
     elif own_s is None and rank is not None:  # the last rank also writes its record last
         own_s = _mean([_last_ready(step) for step in rest])
     for_input = bool(own_s and input_s and input_s > _FOR_INPUT * own_s)

@@ -94,15 +94,15 @@ class RunVerdict:
 
     def sentences(self) -> list[str]:
         """Return the verdict in words, the most important sentence first."""
-        text = [self._reached(), self._where_it_went(), self._who_is_slower()]
-        text += [_sentence(each, self.unit, self._how_far_off()) for each in self.advice]
+        sentences = [self._reached(), self._where_it_went(), self._who_is_slower()]
+        sentences += [_sentence(each, self.unit, self._how_far_off()) for each in self.advice]
         if self.grows_mib:
-            text.append(
+            sentences.append(
                 f"Memory grows by {self.grows_mib:.3g} MiB per step until the end of the run."
             )
         if self.energy:
-            text.append(self.energy.sentence(self.unit))
-        return [*filter(None, text)]
+            sentences.append(self.energy.sentence(self.unit))
+        return [*filter(None, sentences)]
 
     def _reached(self) -> str:
         if self.step_s is None:

@@ -59,9 +59,9 @@ def evaluation(line: JsonDict | None) -> str:
     if not line:
         return ""
     metrics = EpochRecord.read_metrics(line)
-    text = [f"{name} {value:.4g}" for name, value in metrics.items()
+    parts = [f"{name} {value:.4g}" for name, value in metrics.items()
             if isinstance(value, int | float) and not name.startswith(EMA)]  # fmt: skip
-    return plain(f"{', '.join(text)} (epoch {line.get('epoch')})") if text else ""
+    return plain(f"{', '.join(parts)} (epoch {line.get('epoch')})") if parts else ""
 
 
 _SAID = {
@@ -83,10 +83,10 @@ def event(line: JsonDict) -> Event:
     kind, when = str(line["event"]), line.get("time")
     text = line.get("text")
     if not isinstance(text, str):
-        received = {name: "?" if value is None else value for name, value in line.items()}
+        known = {name: "?" if value is None else value for name, value in line.items()}
         if isinstance(step := line.get("step"), int):
-            received["step"] = step + 1  # counted from 1 for the user
-        text = _SAID.get(kind, "").format_map(_EventFields(received))
+            known["step"] = step + 1  # counted from 1 for the user
+        text = _SAID.get(kind, "").format_map(_EventFields(known))
     return Event(when if isinstance(when, int | float) else None, plain(kind), plain(text))
 
 
@@ -215,29 +215,29 @@ def _silent(followed: RunFollower, silence: Silence) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for worker in workers(followed.about):
         ranks[str(worker.get("host"))].append(worker["rank"])
-    text = [
+    parts = [
         f"{name_rank(followed, rank)} has been silent for {seconds:.0f} s"
         for rank, seconds in silence.unreported.items()
     ]
-    received = {host for host, own in ranks.items() if silence.unreported.keys() & own}
+    named_hosts = {host for host, own in ranks.items() if silence.unreported.keys() & own}
     for host, seconds in silence.hosts.items():
-        if host in received:
+        if host in named_hosts:
             continue
         first, last = ranks[host][0], ranks[host][-1]
         named = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        text.append(f"{plain(host)} ({named}) has been silent for {seconds:.0f} s")
+        parts.append(f"{plain(host)} ({named}) has been silent for {seconds:.0f} s")
     if len(silence.hosts) == len(ranks) > 1:
-        text = [f"all hosts have been silent for {min(silence.hosts.values()):.0f} s"]
-    hosts = {*silence.hosts} | received
+        parts = [f"all hosts have been silent for {min(silence.hosts.values()):.0f} s"]
+    hosts = {*silence.hosts} | named_hosts
     known = {rank for host in hosts for rank in ranks[host]}
-    text += [
+    parts += [
         f"{name_rank(followed, rank)} has written no step for {seconds:.0f} s"
         for rank, seconds in silence.ranks.items() if rank not in known
     ]  # fmt: skip
-    more = f", and {len(text) - _FEW} more" if len(text) > _FEW else ""
+    more = f", and {len(parts) - _FEW} more" if len(parts) > _FEW else ""
     stalled = silence.stalled_s
     waits = f"; no step for {stalled:.0f} s" if stalled is not None and hosts else ""
-    return f"{', '.join(text[:_FEW])}{more}{waits}"
+    return f"{', '.join(parts[:_FEW])}{more}{waits}"
 
 
 def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:

@@ -378,9 +378,9 @@ def _plan_before(
     old: dict[str, Any] = content.get("config", {})
     ranks: list[dict[str, Any]] = content.get("ranks", [])
     left_out: list[dict[str, Any]] = content.get("left_out", [])
-    saved = {rank["rank"] for rank in ranks}
-    workers = kept_workers(group.workers, saved)
-    started = saved | {rank["rank"] for rank in left_out} == set(range(world.size))
+    trained = {rank["rank"] for rank in ranks}
+    workers = kept_workers(group.workers, trained)
+    started = trained | {rank["rank"] for rank in left_out} == set(range(world.size))
     if not ranks or not started or not _are(workers, ranks):
         return None
     same = config.as_json(Decides.SPEED | Decides.PLAN) | get_task(config).identity()
@@ -396,7 +396,7 @@ def _plan_before(
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
     if len(workers) < group.size:
         reasons = {entry["rank"]: entry["reason"] for entry in left_out}
-        group = shrink_group(world, group, saved, reasons)
+        group = shrink_group(world, group, trained, reasons)
     made = make_plan(
         plan["global_batch"], plan["shares"], plan["max_micro_batch"], wire, plan["buckets"],
         get_task(config).grain,

@@ -35,8 +35,8 @@ _FASTER = 1.3  # least speed relative to fp32 for which a lower precision is wor
 
 def kept_workers(workers: Sequence[Rank], ranks: Collection[int]) -> tuple[Rank, ...]:
     """Return the workers of these launched ranks, with new numbers in the process group."""
-    saved = [worker for worker in workers if worker.rank in ranks]
-    return tuple(replace(worker, group_rank=number) for number, worker in enumerate(saved))
+    staying = [worker for worker in workers if worker.rank in ranks]
+    return tuple(replace(worker, group_rank=number) for number, worker in enumerate(staying))
 
 
 def bind_to_device(world: World, device: torch.device) -> str:

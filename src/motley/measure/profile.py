@@ -219,8 +219,8 @@ def measure_between(
         known = remembered and known_links(world, remembered.flows)
         links = known or _passing_links(world, traffic, again=remembered is None)
     world.clock.lap("links")
-    saved = remembered or WireFigures(links.flows if links else {})
-    wires = measure_wires(world, group, model, [EXACT], traits, remembered=saved)
+    figures = remembered or WireFigures(links.flows if links else {})
+    wires = measure_wires(world, group, model, [EXACT], traits, remembered=figures)
     exact = split_and_forecast(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
     slow = _slow_rank(group.machines(world), links)
@@ -228,18 +228,18 @@ def measure_between(
     for taken in (True, False):  # modes for advice alone are measured less precisely
         some = [mode for mode in others if may_take(mode, asked, group.precisions) == taken]
         tries = TRIES if taken else 1
-        wires = measure_wires(world, group, model, some, traits, wires, saved, tries)
+        wires = measure_wires(world, group, model, some, traits, wires, figures, tries)
     if slow is not None:
-        saved = replace(saved, fewer=saved.fewer or _without(world, group, model, slow))
+        figures = replace(figures, fewer=figures.fewer or _without(world, group, model, slow))
         wires = {
             mode: cost if mode.addition is Addition.BUCKETS  # these modes also compute
-            else cost.among_fewer(saved.fewer, wires[EXACT])
+            else cost.among_fewer(figures.fewer, wires[EXACT])
             for mode, cost in wires.items()
         }  # fmt: skip
     world.clock.lap("wires")
     # A link in use by other programs was measured slower than it is, so nothing is remembered.
     lasts = group.size > 1 and not (links and links.in_use())
-    return Measured(speeds, wires, links, saved.with_wires(wires) if lasts else None)
+    return Measured(speeds, wires, links, figures.with_wires(wires) if lasts else None)
 
 
 def _without(

@@ -46,10 +46,10 @@ def _at_console() -> str:
         return _at_console_by_utmp()
     for line in sessions.splitlines():
         words = line.split()
-        received = (
+        answer = (
             _ask("show-session", words[0], *(f"-p{name}" for name in _ASKED)) if words else None
         )
-        if received and (who := _active(dict(re.findall(r"^(\w+)=(.*)$", received, re.MULTILINE)))):
+        if answer and (who := _active(dict(re.findall(r"^(\w+)=(.*)$", answer, re.MULTILINE)))):
             return f"{who} is at its console"
     return ""
 

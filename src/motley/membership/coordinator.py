@@ -303,8 +303,8 @@ class Coordinator:
         """Report silent ranks, and end the job where a rank stays silent or no rank moves."""
         messages.get_on(self._to_standby)
         statuses = self._statuses()
-        received = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)
-        for event in received:
+        events = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)
+        for event in events:
             self._record(event)
         # Should mpirun end this rank first, the others have the rank to blame.
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)

@@ -132,15 +132,15 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
     if what == "pause":
         return pause(*rest)
     away = read_away()
-    text: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "node": os.uname().nodename,
         "away": away and {**asdict(away), "words": away.until_words()},
     }
     if what == "ask":
-        text |= {"sees": Path(rest[0], "run.json").exists(), "speeds": speeds()}
+        answer |= {"sees": Path(rest[0], "run.json").exists(), "speeds": speeds()}
     if what == "ranks":
-        text["ranks"] = [asdict(each) for each in own_ranks()]
-    return text
+        answer["ranks"] = [asdict(each) for each in own_ranks()]
+    return answer
 
 
 def main(words: Sequence[str]) -> None:

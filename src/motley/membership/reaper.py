@@ -321,24 +321,24 @@ def _main() -> None:
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         launcher = psutil.Process(int(sys.argv[1]))
         sessions, terminal = SshSessions(launcher.pid), launcher.terminal()
-        received, launcher_first = _listen(launcher.pid, sessions)
-        if launcher_first and received.rank == 0 and not received.ended:
-            received.fault = asdict(_why_gone(received, sessions))
-        if received.supervisor and not (launcher_first or received.ended):
-            _report_host_alive(received.rank, received.host, *received.supervisor)
-        if received.line:  # before mpirun ends, and the shell prints its prompt
-            _print_line(received.line, terminal)
+        facts, launcher_first = _listen(launcher.pid, sessions)
+        if launcher_first and facts.rank == 0 and not facts.ended:
+            facts.fault = asdict(_why_gone(facts, sessions))
+        if facts.supervisor and not (launcher_first or facts.ended):
+            _report_host_alive(facts.rank, facts.host, *facts.supervisor)
+        if facts.line:  # before mpirun ends, and the shell prints its prompt
+            _print_line(facts.line, terminal)
         with contextlib.suppress(psutil.NoSuchProcess):
-            _end_unless_gone(launcher, received.timeout_s)
-        fault = Fault.read(received.fault) if received.fault else None
-        if received.folder:
-            known = fault or make_death_fault(received.number, received.host, received.step)
-            _record(RunFolder(received.folder), known, received.number)
-        if fault and not received.line:
+            _end_unless_gone(launcher, facts.timeout_s)
+        fault = Fault.read(facts.fault) if facts.fault else None
+        if facts.folder:
+            known = fault or make_death_fault(facts.number, facts.host, facts.step)
+            _record(RunFolder(facts.folder), known, facts.number)
+        if fault and not facts.line:
             _print_line(fault.last_words(), terminal)
         if _ends_within(launcher, 0):
-            session = received.session or session_folder(launcher.pid, os.environ)
-            remove(received.segments, session)
+            session = facts.session or session_folder(launcher.pid, os.environ)
+            remove(facts.segments, session)
 
 
 def _print_line(line: str, terminal: str | None) -> None:
@@ -386,7 +386,7 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
     A rank that dies because of its launcher does so within milliseconds, so both ends may be seen
     in one poll.
     """
-    received, rest, first = _ReaperFacts(), b"", False
+    facts, rest, first = _ReaperFacts(), b"", False
     poll, ended = select.epoll(), -1
     poll.register(0, select.EPOLLIN)
     with contextlib.suppress(OSError):  # an older kernel
@@ -402,9 +402,9 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
             data = os.read(0, 65536)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                received = replace(received, **json.loads(line))
+                facts = replace(facts, **json.loads(line))
             if not data:
-                return received, first
+                return facts, first
 
 
 def _record(folder: RunFolder, fault: Fault, first: int) -> None:

@@ -113,8 +113,8 @@ class Regroup:
             return None
         own, lost = self._own, survivors.lost
         faults = self._regrouping.faults
-        text = [format_fault(fault) for fault in faults]
-        own.print("\n".join(text) + f"; on with {len(survivors.ranks)} of {own.place.size} ranks")
+        lines = [format_fault(fault) for fault in faults]
+        own.print("\n".join(lines) + f"; on with {len(survivors.ranks)} of {own.place.size} ranks")
         for fault in faults:
             self._record({"kind": "lost", "rank": fault.rank, "host": fault.host,
                           "step": fault.step, "error": fault.error})  # fmt: skip

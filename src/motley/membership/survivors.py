@@ -302,5 +302,5 @@ def renumber_machines(machines: Sequence[int], ranks: Sequence[int]) -> list[int
     Returns:
         For each new rank, the lowest new rank on the same machine.
     """
-    saved = [machines[rank] for rank in ranks]
-    return [saved.index(machine) for machine in saved]
+    staying = [machines[rank] for rank in ranks]
+    return [staying.index(machine) for machine in staying]

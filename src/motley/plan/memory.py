@@ -125,9 +125,9 @@ class MemoryNeed:
             "optimizer": self.optimizer, "gathered": self.gathered,
             "activations": self.activations,
         }  # fmt: skip
-        text = [f"{name} {amount(mib)}" for name, mib in parts.items() if mib]
+        words = [f"{name} {amount(mib)}" for name, mib in parts.items() if mib]
         away = f"; {', '.join(self.in_host)} in the host's memory" if self.in_host else ""
-        return ", ".join(text) + away
+        return ", ".join(words) + away
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of one rank for run.json."""

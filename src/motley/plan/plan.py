@@ -135,9 +135,9 @@ class Speeds:
 
         The line goes through the columns ``right`` - 1 and ``right``.
         """
-        remaining = np.maximum(right - 1, 0)
-        low, high = x[self._ranks, remaining], x[self._ranks, right]
-        start, end = y[self._ranks, remaining], y[self._ranks, right]
+        left = np.maximum(right - 1, 0)
+        low, high = x[self._ranks, left], x[self._ranks, right]
+        start, end = y[self._ranks, left], y[self._ranks, right]
         width = np.where(high > low, high - low, 1.0)
         return start + (end - start) * (at - low) / width
 

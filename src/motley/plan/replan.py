@@ -426,7 +426,7 @@ def _keep_all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> 
 
     A rank without samples could not show that it has become faster again.
     """
-    saved = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
-    for _ in range((sum(saved) - sum(counts)) // grain):
-        saved[saved.index(max(saved))] -= grain
-    return tuple(saved)
+    least = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
+    for _ in range((sum(least) - sum(counts)) // grain):
+        least[least.index(max(least))] -= grain
+    return tuple(least)

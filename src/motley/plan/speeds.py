@@ -188,14 +188,14 @@ class SpeedTable:
     def at_most(self, micro_batch: int) -> "SpeedTable":
         """Return the table without micro-batches above this size, but with one grain at least."""
         micro_batch = max(1, micro_batch // self.grain) * self.grain
-        saved = [index for index, size in enumerate(self.sizes) if size < micro_batch]
+        places = [index for index, size in enumerate(self.sizes) if size < micro_batch]
         memory = self.memory_mib or (None,) * len(self.sizes)
         return (
             replace(
                 self,
-                sizes=(*(self.sizes[index] for index in saved), micro_batch),
-                seconds=(*(self.seconds[index] for index in saved), self.micro_s(micro_batch)),
-                memory_mib=(*(memory[index] for index in saved), None),
+                sizes=(*(self.sizes[index] for index in places), micro_batch),
+                seconds=(*(self.seconds[index] for index in places), self.micro_s(micro_batch)),
+                memory_mib=(*(memory[index] for index in places), None),
                 preferred=min(self.preferred, micro_batch),
             )
             if micro_batch < self.sizes[-1]
@@ -447,8 +447,8 @@ class Links:
             return ""
         ways = {"send": port.others_send, "receive": port.others_receive}
         least = max(_TRAFFIC, _BUSY * self.carries(machine))
-        text = [f"{way} {_rate(rate)}" for way, rate in ways.items() if rate > least]
-        return f"other programs on {self.hosts[machine]} {' and '.join(text)}" if text else ""
+        rates = [f"{way} {_rate(rate)}" for way, rate in ways.items() if rate > least]
+        return f"other programs on {self.hosts[machine]} {' and '.join(rates)}" if rates else ""
 
     def in_use(self) -> bool:
         """Return True if other programs used a link while it was measured.

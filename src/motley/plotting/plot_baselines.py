@@ -97,8 +97,8 @@ def lost(row: Row) -> dict[str, float]:
     step_s = row.batch / row.samples_per_s
     gap_s = step_s - row.batch / limit
     parts = {name: getattr(row, name) or 0.0 for name in ("wait_s", "comm_s", "data_s")}
-    remaining = "both" if row.comm_s is None else "rest"
-    parts[remaining] = max(0.0, gap_s - sum(parts.values()))
+    cause = "both" if row.comm_s is None else "rest"
+    parts[cause] = max(0.0, gap_s - sum(parts.values()))
     whole = sum(parts.values())
     return {name: missing * part / whole for name, part in parts.items()}
 
@@ -230,9 +230,9 @@ def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
     result = {}
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
-        received = losses(read_training(done[0])).loss if done else None
-        if received and len(received.values):
-            result[cell.name] = received
+        curve = losses(read_training(done[0])).loss if done else None
+        if curve and len(curve.values):
+            result[cell.name] = curve
     return result
 
 

@@ -170,9 +170,9 @@ def read_losses(trainings: Iterable[Training]) -> dict[str, Losses]:
     """Return the losses of each run by its folder's name; warn of runs without losses."""
     result: dict[str, Losses] = {}
     for training in trainings:
-        path, received = training.path.resolve(), losses(training)
-        if len(received.loss.values):
-            result[path.name if path.name not in result else "/".join(path.parts[-2:])] = received
+        path, curves = training.path.resolve(), losses(training)
+        if len(curves.loss.values):
+            result[path.name if path.name not in result else "/".join(path.parts[-2:])] = curves
         else:
             command.warn(f"{training.path} tells no loss; left out")
     return result

@@ -62,10 +62,10 @@ def main() -> int:
             Publisher(run, kind, args.project, collector.copies(run)) as publisher,
         ):
             end_on_signals(publisher)
-            received = Session(args, publisher, collector).publish()
+            counts = Session(args, publisher, collector).publish()
             for trouble in publisher.left_out():
                 warn(trouble)
-        print_counts(args, received)
+        print_counts(args, counts)
     except MotleyError as error:
         warn(error)
         return 2

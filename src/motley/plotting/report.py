@@ -54,31 +54,31 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     """Return sentences, the most important first; the fp32 references are not judged."""
     measured = [row for row in rows if row.samples_per_s and not row.name.startswith(REFERENCE)]
     sane = [row for row in measured if not is_wrong(row)]
-    text = []
+    sentences = []
     if sane:
         ranked = sorted(sane, key=lambda row: -(row.samples_per_s or 0))
-        text.append(_winner(ranked))
+        sentences.append(_winner(ranked))
         if why := _where_it_went(ranked[0]):
-            text.append(why)
-        text += _frugal(ranked)
+            sentences.append(why)
+        sentences += _frugal(ranked)
     for row in measured:
         if is_wrong(row):
-            text.append(
+            sentences.append(
                 f"{row.name} ends with a loss {row.loss_difference:+.1%} from the fp32 run of the "
                 "same samples: its speed is worth nothing until that is understood."
             )
     if sane and not any(map(is_wrong, measured)):
         known = [abs(row.loss_difference) for row in sane if row.loss_difference is not None]
         if known:
-            text.append(f"All losses are those of the fp32 run to {max(known):.0e} of it.")
+            sentences.append(f"All losses are those of the fp32 run to {max(known):.0e} of it.")
     if leaky := [row for row in measured if row.leak_mib]:
         words = ", ".join(f"{row.name} ({row.leak_mib:.3g} MiB a step)" for row in leaky)
-        text.append(f"Memory grows to the end of the run: {words}.")
+        sentences.append(f"Memory grows to the end of the run: {words}.")
     failed = [row for row in rows if row.outcome != DONE]
     if failed:
         words = ", ".join(f"{row.name} ({row.outcome})" for row in failed)
-        text.append(f"{len(failed)} of {len(rows)} did not end well: {words}.")
-    return text or ["Nothing is done yet."]
+        sentences.append(f"{len(failed)} of {len(rows)} did not end well: {words}.")
+    return sentences or ["Nothing is done yet."]
 
 
 def is_wrong(row: Row) -> bool:
@@ -117,13 +117,13 @@ def _where_it_went(row: Row) -> str:
 
 def _frugal(ranked: Sequence[Row]) -> list[str]:
     """Return sentences on the rows with least memory and energy, if they are not the fastest."""
-    text = []
+    sentences = []
     by_memory = [(memory, row) for row in ranked if (memory := most_memory(row)) is not None]
     if len(by_memory) > 1:
         memory, row = min(by_memory, key=lambda pair: pair[0])
         best = most_memory(ranked[0])
         if row is not ranked[0] and best is not None and memory < 0.95 * best:
-            text.append(
+            sentences.append(
                 f"{row.name} needs the least memory: {memory:,.0f} MiB on the fullest host, where "
                 f"{ranked[0].name} needs {best:,.0f}; it makes {row.rate}."
             )
@@ -131,8 +131,8 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
     if len(with_joules) > 1:
         row = min(with_joules, key=lambda each: each.joules or 0)
         if row is not ranked[0]:
-            text.append(f"{row.name} needs the least energy: {row.joules:.3g} J a sample.")
-    return text
+            sentences.append(f"{row.name} needs the least energy: {row.joules:.3g} J a sample.")
+    return sentences
 
 
 def most_memory(row: Row) -> float | None:
@@ -256,12 +256,12 @@ def details(
         summary: line on the run; empty: make it from the records.
     """
     pictures: list[Picture] = []
-    text: list[str] = []
+    sentences: list[str] = []
     if training is None:
         summary = summary or f"{name}: no training step"
     else:
         summary = summary or title(training)
-        text = run_verdict(training, co2).sentences()
+        sentences = run_verdict(training, co2).sentences()
         for words, draw_panel in run_panels(training, colours):
             pictures += picture(f"{run.path.name}: {words}", draw_panel)
         pictures += picture(
@@ -279,7 +279,7 @@ def details(
             profiled += describe_trace(summarise(read_trace(path)))
         except MotleyError as error:
             command.warn(error)
-    return Details(name, summary, text, pictures, profiled)
+    return Details(name, summary, sentences, pictures, profiled)
 
 
 def make_matrix_section(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
@@ -378,17 +378,17 @@ def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float
             failed.append((name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
     each = [details(*pair, colours, co2) for pair in zip(runs, names, trainings, strict=True)]
-    text = [f"{finished} of {len(rows)} runs finished."]
+    sentences = [f"{finished} of {len(rows)} runs finished."]
     heading = "runs"
     pictures: list[Picture] = []
     if len(each) == 1:  # the page is about this run
-        heading, text = runs[0].path.resolve().name, each[0].verdict or text
+        heading, sentences = runs[0].path.resolve().name, each[0].verdict or sentences
         each = [replace(each[0], verdict=[])]
     else:
         if each[0].verdict:
-            text.append(f"The newest is {names[0]}. {' '.join(each[0].verdict[:2])}")
+            sentences.append(f"The newest is {names[0]}. {' '.join(each[0].verdict[:2])}")
         pictures = panels("", lambda: runs_panels(read_losses(filter(None, trainings))))
-    return Section(heading, text, [], head, rows, 1, failed, pictures, each)
+    return Section(heading, sentences, [], head, rows, 1, failed, pictures, each)
 
 
 def draw(paths: list[Path], out: Path | None, co2: float) -> int:

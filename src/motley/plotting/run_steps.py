@@ -46,21 +46,21 @@ def usual_steps(training: Training) -> tuple[Training, str]:
     used. Local steps are all used, because only some of them end with an all-reduce.
     """
     now = training.last_launch() or training
-    received = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
+    by_step = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
             for rank, lines in now.steps.items()}  # fmt: skip
-    common = sorted(set.intersection(*(set(lines) for lines in received.values())))
+    common = sorted(set.intersection(*(set(lines) for lines in by_step.values())))
     if not common:
         return now, "each rank's own steps"
     words = f"{len(common)} steps"
     if not np.isnan(now.values("loss")).any() and len(common) > 3:
-        took = {step: max(_seconds(lines[step]) for lines in received.values()) for step in common}
+        took = {step: max(_seconds(lines[step]) for lines in by_step.values()) for step in common}
         by_length = sorted(common, key=lambda step: took[step])
         cut = len(common) // 4
         common = by_length[cut : len(common) - cut]
         words = f"the {len(common)} steps of usual length"
     chosen = set(common)
     steps = {rank: [line for step, line in lines.items() if step in chosen]
-             for rank, lines in received.items()}  # fmt: skip
+             for rank, lines in by_step.items()}  # fmt: skip
     return replace(now, steps=steps, lead=lead(steps)), words
 
 
@@ -104,13 +104,13 @@ def list_others(training: Training) -> list[Other]:
     rank that has this place most often. The list is empty if each rank writes its own step records;
     in larger jobs the first rank alone writes them (see motley.records.training.MOST_WRITERS).
     """
-    received = [line for line in training.lead if line.get("others_ready")]
+    lines = [line for line in training.lead if line.get("others_ready")]
     ranks = len(training.run.get("ranks") or ()) - 1
     result = []
     for name, word in (("least", "first"), ("middle", "middle"), ("largest", "last")):
-        those = [line["others_ready"][name] for line in received]
+        those = [line["others_ready"][name] for line in lines]
         last = [max(line["t_data"] + line["t_compute"], line["others_ready"]["largest"]["ready_s"])
-                for line in received]  # fmt: skip
+                for line in lines]  # fmt: skip
         if not those:
             continue
         ((rank, times),) = Counter(each["rank"] for each in those).most_common(1)

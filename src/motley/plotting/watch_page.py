@@ -219,8 +219,8 @@ class Handler(BaseHTTPRequestHandler):
             looks = -1
             while True:
                 looks = self.server.live.await_look(looks)
-                received = self.server.live.render(run, number)
-                self.wfile.write(f"data: {received}\n\n".encode())
+                content = self.server.live.render(run, number)
+                self.wfile.write(f"data: {content}\n\n".encode())
         except OSError:  # the browser has left
             pass
         finally:

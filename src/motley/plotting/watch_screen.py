@@ -203,7 +203,7 @@ _ALL = (
 
 def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
     """Return the columns that have a value and fit, with their widths."""
-    received = {
+    has_values = {
         _DEVICE: any(row.device for row in rows), _PRECISION: any(row.precision for row in rows),
         _SHARE: any(row.share is not None for row in rows),
         _RATE: any(row.rate is not None for row in rows),
@@ -213,7 +213,7 @@ def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
         _POWER: any(row.power_w is not None for row in rows),
         _OTHERS: any(row.others for row in rows),
     }  # fmt: skip
-    chosen = [column for column in _ALL if received.get(column, True)]
+    chosen = [column for column in _ALL if has_values.get(column, True)]
     while len(chosen) > 3 and sum(each.width + 1 for each in chosen) - 1 > width:
         chosen.remove(max(chosen, key=lambda each: each.rank))
     widths = {column: column.width for column in chosen}
@@ -296,10 +296,10 @@ def _format_cell(row: Row, column: Column) -> str:
     if column in values:
         value, form = values[column]
         return "" if value is None else form.format(value)
-    text = {_RANK: str(row.rank), _HOST: row.host, _DEVICE: row.device,
+    cells = {_RANK: str(row.rank), _HOST: row.host, _DEVICE: row.device,
             _PRECISION: row.precision, _OTHERS: row.others,
             _RATE: "" if row.rate is None else format_rate(row.rate)}  # fmt: skip
-    return text[column]
+    return cells[column]
 
 
 def legend(signs: Signs, longest: float, hidden: int, width: int) -> Text:

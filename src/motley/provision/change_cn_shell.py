@@ -221,10 +221,10 @@ def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
         for host, visit in visits.items()
     ]  # fmt: skip
     print(table(("host", "account", "login shell", "to do"), rows))
-    saved = [host for host, visit in split(visits)[0].items() if visit.state == DIRECTORY]
-    if saved:
+    fixed = [host for host, visit in split(visits)[0].items() if visit.state == DIRECTORY]
+    if fixed:
         print(
-            f"\n{', '.join(saved)}: a directory (LDAP, NIS) keeps the account, so the shell cannot "
+            f"\n{', '.join(fixed)}: a directory (LDAP, NIS) keeps the account, so the shell cannot "
             f"be changed there. It need not be: {UNNEEDED}."
         )
     print_troubles(split(visits)[1])

@@ -307,12 +307,12 @@ def show(
     columns: dict[str, dict[str, list[str]]] = {}
     for host, result in results.items():
         if isinstance(result, HostTrouble):
-            received = {"reached": "no", "verdict": result.kind}
+            row = {"reached": "no", "verdict": result.kind}
         else:
             kinds = [finding.kind for finding in findings.get(host, ()) if finding.wrong]
-            received = describe(result, networks.get(host), here)
-            received["verdict"] = ", ".join(kinds) or "well"
-        columns[host] = {label: _wrap(cell) for label, cell in received.items()}
+            row = describe(result, networks.get(host), here)
+            row["verdict"] = ", ".join(kinds) or "well"
+        columns[host] = {label: _wrap(cell) for label, cell in row.items()}
     labels = list(dict.fromkeys(label for cells in columns.values() for label in cells))
     # A property that no host has needs no row, such as the capability where no host has a GPU.
     labels = [label for label in labels if any(cells.get(label) for cells in columns.values())]

@@ -353,10 +353,10 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
         print_line(f"{many(len(sent), 'wheel')} sent")
     done = remote.run('"$@"', *make_env(report, options), limit=INSTALL_S, on_line=print_line)
     if done.code != 0:
-        text = [line for line in done.errors.splitlines() if line.startswith("motley: ")]
+        lines = [line for line in done.errors.splitlines() if line.startswith("motley: ")]
         raise HostTrouble(
             "not installed",
-            "; ".join(line.removeprefix("motley: ") for line in text) or done.errors.strip(),
+            "; ".join(line.removeprefix("motley: ") for line in lines) or done.errors.strip(),
             "put that right, then run the same command again",
         )
     remote.run('rm -rf -- "$1"', STAGE, limit=INSTALL_S)

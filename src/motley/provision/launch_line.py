@@ -239,24 +239,13 @@ class LaunchLine:
 
     def _value(self, flag: str) -> str | None:
         """Return the value of an option of the training script in the line; None without it."""
-        own = self.words[self._entry :]
-        for at, word in enumerate(own):
-            name, is_joined, value = word.partition("=")
-            if name.replace("_", "-") == flag:
-                if is_joined:
-                    return value
-                return own[at + 1] if _has_value(own, at) else _BARE.get(flag)
-        return None
+        _, _, value = _find_option(self.words[self._entry :], flag)
+        return value
 
     def _with_option(self, flag: str, value: str) -> "LaunchLine":
-        own, line = list(self.words[self._entry :]), list(self.words[: self._entry])
-        for at, word in enumerate(own):
-            name, is_joined, _ = word.partition("=")
-            if name.replace("_", "-") == flag:
-                own[at : at + (1 if is_joined or not _has_value(own, at) else 2)] = [flag, value]
-                break
-        else:
-            own += [flag, value]
+        own, line = list(self.words[self._entry :]), self.words[: self._entry]
+        first, end, _ = _find_option(own, flag)
+        own[first:end] = [flag, value]
         return replace(self, words=(*line, *own))
 
     def _with_script(self) -> "LaunchLine":
@@ -266,9 +255,21 @@ class LaunchLine:
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))
 
 
-def _has_value(words: Sequence[str], at: int) -> bool:
-    """Return True if a value follows the option at this place."""
-    return at + 1 < len(words) and not words[at + 1].startswith("--")
+def _find_option(words: Sequence[str], flag: str) -> tuple[int, int, str | None]:
+    """Return where an option begins and ends among words, and its value.
+
+    For an option that is absent, both places are the end of the words, and the value is None.
+    """
+    for at, word in enumerate(words):
+        name, is_joined, value = word.partition("=")
+        if name.replace("_", "-") != flag:
+            continue
+        if is_joined:
+            return at, at + 1, value
+        if at + 1 < len(words) and not words[at + 1].startswith("--"):
+            return at, at + 2, words[at + 1]
+        return at, at + 1, _BARE.get(flag)
+    return len(words), len(words), None
 
 
 def _find_rank_words(words: Sequence[str]) -> int:

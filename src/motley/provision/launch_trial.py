@@ -105,13 +105,13 @@ def read_outcome(output: str, code: int) -> Outcome:
         output: output of all ranks.
         code: exit status of the launcher.
     """
-    text = _SAID.findall(output)
-    if not text:
+    lines = _SAID.findall(output)
+    if not lines:
         return Outcome.FAILED if code else Outcome.SILENT
-    size = int(text[0][1])
+    size = int(lines[0][1])
     if size == 1:
         return Outcome.ALONE
-    alive = {rank for rank, _, what in text if what == "lives on"}
+    alive = {rank for rank, _, what in lines if what == "lives on"}
     return Outcome.LIVE if len(alive) == size - 1 else Outcome.END
 
 

@@ -53,8 +53,8 @@ def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
         work: ``connect`` or ``measure``.
         peers: the hosts to connect to.
     """
-    received = json.dumps(peers).encode()
-    return run_python(remote, _TALK, work, payload=received, limit=TRIAL_S).output
+    payload = json.dumps(peers).encode()
+    return run_python(remote, _TALK, work, payload=payload, limit=TRIAL_S).output
 
 
 @contextlib.contextmanager
@@ -246,11 +246,11 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
     lines = [(line, *split_setting(line)) for line in text.splitlines()]
     written = [value.split(",") for _, name, value in lines if name == _OURS]
     old = {_OURS, *(name.strip() for names in written for name in names)}
-    saved = [line for line, name, _ in lines if name not in old]
+    new_lines = [line for line, name, _ in lines if name not in old]
     users = {name for _, name, _ in lines} - old
     new = [line for line in ours if split_setting(line)[0] not in users]
     names = ",".join(split_setting(line)[0] for line in new)
-    return [*saved, *new, *([f"{_OURS}={names}"] if names else [])]
+    return [*new_lines, *new, *([f"{_OURS}={names}"] if names else [])]
 
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:

@@ -114,8 +114,8 @@ def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
     """
     names = list(hosts)
     lines = do(remote, "try_ssh", *names) if names else []
-    text = dict(line.partition(" ")[::2] for line in lines)
-    return {host: text.get(host, "no answer") for host in names}
+    answers = dict(line.partition(" ")[::2] for line in lines)
+    return {host: answers.get(host, "no answer") for host in names}
 
 
 def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:

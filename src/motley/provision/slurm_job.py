@@ -111,14 +111,14 @@ class Array:
         print(done.stderr, end="", file=sys.stderr)
         if done.returncode:  # its stderr has the reason
             raise MotleyError(f"{_MATRIX_SCRIPT} cannot measure this matrix; nothing is submitted")
-        received = json.loads(done.stdout)
-        if not received["tasks"]:
+        request = json.loads(done.stdout)
+        if not request["tasks"]:
             raise MotleyError(
-                f"every cell of {received['folder']} is measured; --retry, after {_MATRIX_SCRIPT}, "
+                f"every cell of {request['folder']} is measured; --retry, after {_MATRIX_SCRIPT}, "
                 "measures again what failed"
             )
         return cls(
-            words, rest, tuple(received["tasks"]), received["seconds"], Path(received["folder"])
+            words, rest, tuple(request["tasks"]), request["seconds"], Path(request["folder"])
         )
 
     def numbers(self, at_once: int | None) -> str:

@@ -81,8 +81,8 @@ def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, flo
     deepspeed.init_distributed(dist_backend=group.backend, verbose=False)
     set_matmul_precision("fp32")
     generator = torch.Generator().manual_seed(0)  # the same matrices on every rank
-    remaining, right = (2 * torch.rand(size, size, generator=generator) - 1 for _ in range(2))
-    remaining, right = remaining.to(group.device), right.to(group.device)
+    left, right = (2 * torch.rand(size, size, generator=generator) - 1 for _ in range(2))
+    left, right = left.to(group.device), right.to(group.device)
     counts = apportion(size, [1.0] * group.size)
     start = sum(counts[: group.rank])
     mine = slice(start, start + counts[group.rank])
@@ -91,13 +91,13 @@ def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, flo
     for _ in range(repeats + 1):
         comm.barrier()
         began = now(group.device)
-        product = remaining[:, mine] @ right[mine]
+        product = left[:, mine] @ right[mine]
         multiplied = now(group.device)
         comm.all_reduce(product)
         reduced = now(group.device)
         compute.append(multiplied - began)
         reduce.append(reduced - multiplied)
-    error = float((product - remaining @ right).abs().max())
+    error = float((product - left @ right).abs().max())
     return min(compute[1:]), min(reduce[1:]), error  # the first one was the warm-up
 
 

@@ -170,10 +170,10 @@ class Publisher:
     def _publish_new(self, new: NewRecords, known: int) -> None:
         steps = step_rows(self.follower.about, new, known)
         evaluations, samples = evaluation_rows(new), sample_rows(new)
-        text = notes(new, time.time())
+        new_notes = notes(new, time.time())
         assert self._tracker is not None
-        self._call(self._tracker.publish, [*steps, *evaluations], samples, text)
-        counts = len(steps), len(evaluations), len(samples), len(text)
+        self._call(self._tracker.publish, [*steps, *evaluations], samples, new_notes)
+        counts = len(steps), len(evaluations), len(samples), len(new_notes)
         self._counts = [sum(pair) for pair in zip(self._counts, counts, strict=True)]
 
     # -- the saved position
@@ -201,10 +201,10 @@ class Publisher:
     def _read(self) -> JsonDict:
         path = self._run.published_file(self._kind.name)
         try:
-            received = read_json(path)
+            memory = read_json(path)
             return {
-                "started": float(received["started"]), "tracker": {**received["tracker"]},
-                "position": Position.from_json(received["position"]),
+                "started": float(memory["started"]), "tracker": {**memory["tracker"]},
+                "position": Position.from_json(memory["position"]),
             }  # fmt: skip
         except FileNotFoundError:
             return {"started": None, "tracker": {}, "position": Position()}

@@ -272,10 +272,10 @@ def _of_all(about: Mapping[str, Any], line: JsonDict) -> dict[str, float]:
         )
         if mapping(mapping(about, "plan"), "forecast").get("global_batch") == count:
             values["fraction_of_limit"] = fraction_of_limit(about, rate)
-    received = line.get("others_ready")
+    summary = line.get("others_ready")
     others = {
-        f"{word}_ready_s": mapping(received, name).get("ready_s")
-        for name, word in _OTHERS.items() if isinstance(received, dict)
+        f"{word}_ready_s": mapping(summary, name).get("ready_s")
+        for name, word in _OTHERS.items() if isinstance(summary, dict)
     }  # fmt: skip
     return _named("all", values) | _named("others", others)
 
@@ -324,7 +324,7 @@ def parameters(about: Mapping[str, Any]) -> dict[str, Parameter]:
     """Return options, versions, hosts and plan of a run, by name; unset ones are left out."""
     plan, ranks = mapping(about, "plan"), workers(about)
     counts = plan.get("counts")
-    received: JsonDict = {
+    facts: JsonDict = {
         "command": _command(about.get("command")),
         "commit": about.get("commit"),
         "task": mapping(about, "task").get("title"),
@@ -340,7 +340,7 @@ def parameters(about: Mapping[str, Any]) -> dict[str, Parameter]:
         },
         "rank": {f"{worker['rank']:0{len(str(len(ranks)))}}": _device(worker) for worker in ranks},
     }
-    return dict(_flat(received))
+    return dict(_flat(facts))
 
 
 def _command(words: Any) -> str:

@@ -95,8 +95,8 @@ class Run:
         counts = {"step": self.steps, "evaluation": self.epochs, "event": self.events,
                   "GPU sample": self.gpus}  # fmt: skip
         rows = {word: len(columns["time"]) for word, columns in counts.items()}
-        text = (f"{count} {word}{'s' if count != 1 else ''}" for word, count in rows.items())
-        return f"<{self.path}, {self.about.get('status', 'no run.json')}: {', '.join(text)}>"
+        parts = (f"{count} {word}{'s' if count != 1 else ''}" for word, count in rows.items())
+        return f"<{self.path}, {self.about.get('status', 'no run.json')}: {', '.join(parts)}>"
 
 
 def load(path: str | Path) -> Run:

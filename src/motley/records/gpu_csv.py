@@ -329,13 +329,13 @@ class GpuRows:
         Args:
             none_read: True if no row was a sample. Rows that were cut short are then reported too.
         """
-        received = {cause: each for cause, each in self._causes.items()
+        causes = {cause: each for cause, each in self._causes.items()
                 if none_read or cause != _CUT_SHORT}  # fmt: skip
-        if not received:
+        if not causes:
             return ""
-        count = "none" if none_read else str(sum(number for number, _ in received.values()))
+        count = "none" if none_read else str(sum(number for number, _ in causes.values()))
         word = "can be read" if none_read else "are left out"
-        why = "; ".join(first for _, first in received.values())
+        why = "; ".join(first for _, first in causes.values())
         return f"{self._path}: {count} of its {self._rows} rows {word}: {why}"
 
 
@@ -377,8 +377,8 @@ def read_hosts(path: Path) -> set[str]:
         result = {tuple(fields[place] for place in places) for line in file
                  if len(fields := header.fields(line)) == len(header.columns)
                  and fields[0] != header.names[0]}  # fmt: skip
-        received = (dict(zip(names, each, strict=True)) for each in result)
-        return {_get_host(row, "") for row in received}
+        lines = (dict(zip(names, each, strict=True)) for each in result)
+        return {_get_host(row, "") for row in lines}
 
 
 def _get_host(row: Mapping[str, str], usual: str) -> str:

@@ -164,14 +164,14 @@ def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
 
 def keep_lines(path: Path, steps: int) -> None:
     """Drop all records from step ``steps`` on, and records without a step."""
-    saved = [
+    lines = [
         to_json(record)
         for record in read_json_lines(path)
         if isinstance(record.get("step"), int) and record["step"] < steps
     ]
     if path.exists():
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in saved))
+        temporary.write_text("".join(line + "\n" for line in lines))
         temporary.replace(path)
 
 

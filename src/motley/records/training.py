@@ -50,10 +50,10 @@ def add_group(
 
     When a run is continued, records of later steps are dropped, and so are their groups.
     """
-    received = [{name: worker.get(name) for name in _TOLD} for worker in workers]
+    facts = [{name: worker.get(name) for name in _TOLD} for worker in workers]
     return [
         *(group for group in groups if group["step"] < step),
-        {"step": step, "ranks": received},
+        {"step": step, "ranks": facts},
     ]
 
 
@@ -87,8 +87,8 @@ class RankGroups:
 
     def list_ranks(self, host: str) -> list[int]:
         """Return all ranks that ever trained on a host, ascending."""
-        received = ((rank, each) for rank, (_, workers) in self._known.items() for each in workers)
-        return sorted({rank for rank, worker in received if str(worker.get("host")) == host})
+        pairs = ((rank, each) for rank, (_, workers) in self._known.items() for each in workers)
+        return sorted({rank for rank, worker in pairs if str(worker.get("host")) == host})
 
     @property
     def hosts(self) -> list[str]:

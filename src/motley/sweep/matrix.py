@@ -143,8 +143,8 @@ def shorter(matrix: Matrix, only: str) -> Matrix:
         names = [cell.name for cell in matrix.cells]
         raise MotleyError(f"--only {only}: no cell is called so{did_you_mean(only, names)}")
     kinds = {cell.samples for cell in cells}
-    saved = tuple(each for each in matrix.references if each.samples in kinds)
-    return replace(matrix, cells=cells, references=saved)
+    references = tuple(each for each in matrix.references if each.samples in kinds)
+    return replace(matrix, cells=cells, references=references)
 
 
 DDP = "torch_dist/train_vit.py"  # script of the fp32 reference runs
@@ -260,12 +260,12 @@ def _product(
     cells = []
     for choice in itertools.product(*values.values()):
         named = dict(zip(values, choice, strict=True))
-        received = {axis: value for axis, value in named.items() if len(values[axis]) > 1}
+        varied = {axis: value for axis, value in named.items() if len(values[axis]) > 1}
         if weak:
             named["batch"] *= named["hosts"]
             named["fraction"] *= named["hosts"] / len(hosts)
         cells.append(
-            _cell(path, _name(received) or str(named["strategy"]), {**named, **script}, known)
+            _cell(path, _name(varied) or str(named["strategy"]), {**named, **script}, known)
         )
     return cells
 

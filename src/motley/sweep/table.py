@@ -244,8 +244,8 @@ def _rate(steps: Steps) -> float | None:
     if not lines:
         return None
     seconds = [line["n_global"] / line["samples_per_s"] for line in lines]
-    received = all(line["loss"] is not None for line in lines)
-    middle = statistics.median(seconds) if received else statistics.fmean(seconds)
+    has_losses = all(line["loss"] is not None for line in lines)
+    middle = statistics.median(seconds) if has_losses else statistics.fmean(seconds)
     return float(lines[0]["n_global"] / middle)
 
 

@@ -231,11 +231,11 @@ class ForecastErrors:
             surface[:, :INPUTS], air[:, :INPUTS], batch["hour"].tolist(), self.places,
             self.static, self.levels,
         )  # fmt: skip
-        received = net(known)
+        prediction = net(known)
         rows = len(self.area)
         return (
-            _stacked(received.surf_vars, SURFACE) - surface[:, INPUTS, ..., :rows, :],
-            _stacked(received.atmos_vars, AIR) - air[:, INPUTS, ..., :rows, :],
+            _stacked(prediction.surf_vars, SURFACE) - surface[:, INPUTS, ..., :rows, :],
+            _stacked(prediction.atmos_vars, AIR) - air[:, INPUTS, ..., :rows, :],
         )
 
     def _loss(self, surface: Tensor, air: Tensor) -> Tensor:

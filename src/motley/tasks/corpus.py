@@ -174,8 +174,8 @@ class Paragraphs:
     @property
     def sizes(self) -> "NDArray[np.int64]":
         """Number of predicted tokens of each piece, [pieces]."""
-        received: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
-        return received
+        lengths: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
+        return lengths
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,9 @@ class Recording:
         self._alive += [each.untyped_storage() for each in list_tensors(found)]
         for storage in {*made.values(), *changed}:
             self._touched[storage].append(len(self._done))
-        saved = tree_map(_freeze_argument, (args, kwargs))
+        frozen = tree_map(_freeze_argument, (args, kwargs))
         whole = _overwritten(func, changes)
-        self._done.append(_Operation(func, saved, made, frozenset(known), whole))
+        self._done.append(_Operation(func, frozen, made, frozenset(known), whole))
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return a tensor with its numbers, on the CPU, in memory of its own.

@@ -241,7 +241,7 @@ class HfModel:
         transformers = import_offline("transformers", self.option)
         with _quiet(transformers):
             try:
-                net, received = transformers.AutoModelForCausalLM.from_pretrained(
+                net, info = transformers.AutoModelForCausalLM.from_pretrained(
                     self.path, config=self.config, dtype=torch.float32, local_files_only=True,
                     trust_remote_code=False, use_safetensors=True, output_loading_info=True,
                     ignore_mismatched_sizes=True,
@@ -255,7 +255,7 @@ class HfModel:
             "missing_keys": "lacks", "mismatched_keys": "has in another shape",
         }.items():  # fmt: skip
             # transformers draws these weights at random, and only warns.
-            names = sorted(each[0] if isinstance(each, tuple) else each for each in received[key])
+            names = sorted(each[0] if isinstance(each, tuple) else each for each in info[key])
             if names:
                 raise MotleyError(
                     f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}; "

@@ -171,12 +171,12 @@ def fingerprints(engine: Engine) -> dict[str, str]:
     named = sorted(state.tensors.items())
     result = [fingerprint(tensor).to(engine.device) for _, tensor in named]
     numbers = torch.stack(result).tolist() if result else []
-    text = {
+    hashes = {
         name: f"{tensor.dtype} {tuple(tensor.shape)} {number}"
         for (name, tensor), number in zip(named, numbers, strict=True)
     }
     plain = {"the optimizer's numbers": state.plain, "the loss scale": engine.scale.state_dict()}
-    return text | {name: json.dumps(value, sort_keys=True) for name, value in plain.items()}
+    return hashes | {name: json.dumps(value, sort_keys=True) for name, value in plain.items()}
 
 
 def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) -> list[str]:

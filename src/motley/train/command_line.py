@@ -345,16 +345,12 @@ def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
 
 def _without_place(words: Sequence[str]) -> Iterator[str]:
     """Yield the words without ``--run``, ``--resume`` and ``--logs`` and their values."""
-    may_be_value = False
+    before = ""
     for word in words:
-        name, is_joined, _ = word.partition("=")
-        if name in _REPLACED:
-            may_be_value = not is_joined
-        elif may_be_value and not word.startswith("-"):  # --resume needs no value
-            may_be_value = False
-        else:
-            may_be_value = False
+        is_value = before in _REPLACED and not word.startswith("-")  # --resume needs no value
+        if not is_value and word.partition("=")[0] not in _REPLACED:
             yield word
+        before = word
 
 
 def _launcher_line() -> list[str]:

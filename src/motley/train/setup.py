@@ -391,11 +391,11 @@ def begin(
     check_profile(config, group.workers, job.length.last_step(state))
     if writes and state != foreseen:  # that checkpoint was damaged
         budget = ready.budget(state, planned)
-    text: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
-    text += [("initial", note, {}) for note in initial]
+    new_notes: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
+    new_notes += [("initial", note, {}) for note in initial]
     if note := explain_early_end(config, job.length, state):
-        text.append(("schedule", note, {}))
-    notes_of_all = [*text, *job.notes]
+        new_notes.append(("schedule", note, {}))
+    notes_of_all = [*new_notes, *job.notes]
     watched = FirstSteps(planned.memory, planned.forecast) if group.rank == 0 else FirstSteps()
     return StartedJob(job, state, notes_of_all, budget, watched)
 

@@ -63,7 +63,7 @@ class MLflow(Tracker):
 
     def _begin(self, run: Published, artifacts: str | None) -> None:
         param = self._entities.Param
-        received = [param(name, str(value)[:_LONGEST]) for name, value in run.parameters.items()]
+        params = [param(name, str(value)[:_LONGEST]) for name, value in run.parameters.items()]
         result = self._client.get_experiment_by_name(run.project)
         group = (
             result.experiment_id if result
@@ -73,8 +73,8 @@ class MLflow(Tracker):
             group, start_time=int(1000 * run.started), run_name=run.name
         )
         self._id = began.info.run_id
-        for first in range(0, len(received), _PARAMETERS):
-            self._client.log_batch(self._id, params=received[first : first + _PARAMETERS])
+        for first in range(0, len(params), _PARAMETERS):
+            self._client.log_batch(self._id, params=params[first : first + _PARAMETERS])
 
     def memory(self) -> JsonDict:
         """See Tracker."""

@@ -343,15 +343,15 @@ class ImageTask(Task):
         """
         import torch
 
-        saved: dict[torch.device, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_kept", {})
-        if device not in saved:
+        cache: dict[torch.device, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_kept", {})
+        if device not in cache:
             shape = (1, self.images.channels, 1, 1)
             mean, std = (
                 255 * torch.tensor(each, device=device).view(shape)
                 for each in (self.look.mean, self.look.std)
             )
-            saved[device] = mean, std
-        return saved[device]
+            cache[device] = mean, std
+        return cache[device]
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """See Task."""
@@ -394,11 +394,11 @@ class ImageTask(Task):
         labels = ["" if label == NO_LABEL else label for label in known]
         confidence = [f"{value:.4f}" for value in best.values.tolist()]
         predicted = best.indices.tolist()
-        text = {"label": labels, "predicted": predicted, "confidence": confidence}
+        columns = {"label": labels, "predicted": predicted, "confidence": confidence}
         if names := self.class_names:
-            text["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
-            text["predicted_name"] = [names[label] for label in predicted]
-        return text
+            columns["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
+            columns["predicted_name"] = [names[label] for label in predicted]
+        return columns
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return random pixels as a batch for timing.
