@@ -4,7 +4,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,6 +78,19 @@ else:
 TRIES = 15  # of 2 s each; one does on a machine that is left alone
 
 
+def measure_until(measure: Callable[[], float], enough: float) -> float:
+    """Return the largest of some measurements; stop at the first that is enough.
+
+    Nothing raises a host above its limit, but other work on this machine lowers what it gets.
+    """
+    best = 0.0
+    for _ in range(TRIES):
+        best = max(best, measure())
+        if best > enough:
+            break
+    return best
+
+
 @pytest.mark.parametrize(
     ("sender", "receiver", "mbit"),
     [
@@ -96,14 +109,8 @@ def test_links_have_the_rate_of_the_profile(
         tesla.on(sender, python, "-c", RATE, receiver)
         return float(job.communicate(timeout=10)[0])
 
-    # Nothing makes a link faster, but whatever else this machine does makes it slower: so it is
-    # measured until once it has its rate, and never above that.
-    best = 0.0
     with subprocess.Popen([sys.executable, ROOT / "lab" / "lab_awake.py"]) as awake:
-        for _ in range(TRIES):
-            best = max(best, measure())
-            if best > 0.9 * mbit:
-                break
+        best = measure_until(measure, 0.9 * mbit)
         awake.kill()
     assert 0.9 * mbit < best < 1.1 * mbit
 
@@ -122,9 +129,9 @@ def test_a_host_has_the_processors_that_it_is_given(tesla: Door) -> None:
         return float(tesla.on("ecetesla1", venv() / "bin" / "python", "-c", BURN))
 
     tesla.do("cpus", "ecetesla1", "0.2")
-    assert 0.1 < share() < 0.3
+    assert 0.1 < measure_until(share, 0.1) < 0.3
     tesla.do("cpus", "ecetesla1", "all")
-    assert share() > 0.4
+    assert measure_until(share, 0.4) > 0.4
     refused = tesla.run("cpus", "ecetesla1", "0,5")
     assert refused.code == 2 and "0,5 is neither a number from 0.01 nor all" in refused.output
 
