@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from motley import records
     from motley.errors import MotleyError
+    from motley.library.lab import Lab, join
     from motley.tasks.task import Task
     from motley.train.plan_vit import plan_shares
     from motley.train.train_model import train_model
 
-__all__ = ["MotleyError", "Task", "plan_shares", "records", "train_model"]
+__all__ = ["Lab", "MotleyError", "Task", "join", "plan_shares", "records", "train_model"]
 
 PACKAGE = Path(__file__).resolve().parent
 # The clone that has the package, with scripts and the files beside them. None: pip installed it.
 ROOT = PACKAGE.parents[1] if (PACKAGE.parents[1] / "entry_cn.sh").is_file() else None
 __version__ = "0.1.0"
 _MODULES = {
-    "MotleyError": "motley.errors", "Task": "motley.tasks.task",
+    "Lab": "motley.library.lab", "MotleyError": "motley.errors", "Task": "motley.tasks.task",
+    "join": "motley.library.lab",
     "plan_shares": "motley.train.plan_vit", "train_model": "motley.train.train_model",
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ ROOMS = (
     "root", "cluster", "records", "plan", "live", "publish", "sweep", "plotting",
     "membership", "launch",
     "config", "data", "tasks", "comm", "engines", "checkpoint", "measure", "train", "infer",
+    "library",
     "provision",
 )  # fmt: skip
 # These load neither torch nor mpi4py.

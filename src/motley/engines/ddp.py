@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from motley.comm.collectives import all_gather_object
-from motley.comm.reducer import Bucket, Unsent, as_real, empty_bucket, grouped
+from motley.comm.reducer import Bucket, Unsent
 from motley.data.source import Batch
+from motley.engines.gradient_sum import GradientSum, broadcast
 from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext
 from motley.engines.step import ReducingEngine, gradient_norm
@@ -167,9 +168,6 @@ class DdpEngine(ReducingEngine):
             ) from error
 
 
-_BUCKET = 2**25  # numbers; twice as many took two H200s 5 % longer, half as many 11 %
-
-
 class NoOverlapEngine(ReducingEngine):
     """The engine that sends gradients after the last backward pass. Implements Engine."""
 
@@ -177,12 +175,12 @@ class NoOverlapEngine(ReducingEngine):
         super().__init__(model, context, "no_overlap")
         # A single rank need not send, but --wire may ask it to round its gradient.
         self._sends = context.size > 1 or not context.plan.wire.is_exact
-        self._groups = grouped(self._parameters, _BUCKET)
+        self._sum = GradientSum(self._parameters, self._begin_sum)
         self._absent: list[int] = []  # indices of parameters without a gradient in this step
         self._may_lack = any(all_gather_object(bool(model.sometimes_unused)))
         self._late = all(all_gather_object(self._may_read_late()))
         if context.size > 1:
-            _broadcast([*model.net.parameters(), *model.net.buffers()])
+            broadcast([*model.net.parameters(), *model.net.buffers()])
 
     def _may_read_late(self) -> bool:
         """Return True if the device alone, without the host, can finish a step."""
@@ -223,27 +221,7 @@ class NoOverlapEngine(ReducingEngine):
     def _send(self) -> None:
         if not self._sends:
             return
-        sent = []
-        self._absent = [place for place, p in enumerate(self._parameters) if p.grad is None]
-        for place, parameters in enumerate(self._groups):
-            bucket = self._room(place, parameters)
-            if bucket is None:
-                self._zero_gradients()  # no rank will step
-                release()
-                bucket = self._room(place, parameters)
-            if bucket is None:
-                raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")
-            _fill(bucket.grads, parameters)
-            future = self._begin_sum(bucket)
-            self._note_own(parameters)  # while the bucket is sent
-            is_rounded = bucket.flat.dtype != as_real(parameters[0]).dtype
-            if not is_rounded:
-                _take(parameters, bucket.grads)  # frees the memory of the old gradients
-            sent.append((future, parameters, bucket.grads, is_rounded))
-        for future, parameters, sums, is_rounded in sent:
-            future.wait()
-            if is_rounded:
-                _take(parameters, sums)
+        self._absent = self._sum.add_up(self._room, self._note_own)
         self.clock.lap("sync")
 
     def _lacking(self) -> Sequence[int]:
@@ -253,62 +231,19 @@ class NoOverlapEngine(ReducingEngine):
         if self._context.size > 1 and any(p.grad is not None for p in parameters):
             self._own_norms.append(gradient_norm(parameters))
 
-    def _room(self, place: int, parameters: Sequence[Tensor]) -> Bucket | None:
-        final = place == len(self._groups) - 1
+    def _room(self, place: int) -> Bucket:
+        """Return a bucket; free the gradients first if memory is too small for both."""
         try:
-            return empty_bucket(place, parameters, final, self._reducer.dtype)
+            return self._sum.make_bucket(place, self._reducer.dtype)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             self._short = shortage(error, self._context.device)
-            return None
-
-
-def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Copy the parameters' gradients into tensors, with zeros for missing gradients.
-
-    Args:
-        places: tensors to write to.
-        parameters: parameters with their gradients.
-    """
-    made = [(place, p.grad) for place, p in zip(places, parameters, strict=True)]
-    pairs = [(place, as_real(grad)) for place, grad in made if grad is not None]
-    if pairs:
-        torch._foreach_copy_([place for place, _ in pairs], [grad for _, grad in pairs])
-    for place, grad in made:
-        if grad is None:
-            place.zero_()
-
-
-def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-    """Set each parameter's gradient to its sum over the ranks.
-
-    A sum in the parameter's dtype becomes the gradient itself, without a copy. A sum in another
-    dtype, as after a 16-bit wire, is copied into the existing gradient.
-
-    Args:
-        parameters: the parameters.
-        sums: for each parameter, the sum of its gradients.
-    """
-    rounded = []
-    for parameter, summed in zip(parameters, sums, strict=True):
-        result = summed
-        if parameter.is_complex():
-            result = torch.view_as_complex(summed.to(as_real(parameter).dtype))
-        if parameter.grad is None or result.dtype == parameter.dtype:
-            parameter.grad = result.to(parameter.dtype)
-        else:
-            rounded.append((parameter.grad, result))
-    if rounded:
-        torch._foreach_copy_([grad for grad, _ in rounded], [result for _, result in rounded])
-
-
-@torch.no_grad()
-def _broadcast(tensors: Sequence[Tensor]) -> None:
-    """Copy rank 0's values to all ranks, in place; all ranks call it."""
-    for group in grouped(tensors, _BUCKET):
-        flat = torch.cat([tensor.flatten() for tensor in group])
-        dist.broadcast(flat, src=0)
-        parts = torch.split(flat, [tensor.numel() for tensor in group])
-        for tensor, part in zip(group, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
+        self._zero_gradients()  # no rank will step
+        release()
+        try:
+            return self._sum.make_bucket(place, self._reducer.dtype)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+        raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")

@@ -25,6 +25,7 @@ from motley.comm.collectives import (
 from motley.comm.reducer import Bucket, Reducer, by_type
 from motley.data.source import Batch, Tensors
 from motley.engines.base import EngineBase, check_types
+from motley.engines.gradient_sum import drop_absent, wire_device
 from motley.engines.named_state import select_part
 from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
@@ -318,7 +319,7 @@ class SynchronousEngine(StepEngine):
         if lacking:  # possibly no rank has a gradient of such a parameter
             copy.wait()
             if bool(copy.table[:, 7].all()):
-                self._drop_absent_gradients(lacking)
+                drop_absent(self._parameters, lacking, wire_device(self.device))
         norms = table[:, 1]
         correction = None
         if self._weighs:
@@ -347,24 +348,6 @@ class SynchronousEngine(StepEngine):
             self.clock.lap("opt")
         read = partial(self._read, copy, scale, usual_weight, late)
         return LaunchedStep(read, partial(_was_taken, copy), mark_now(self.device))
-
-    def _drop_absent_gradients(self, lacking: Sequence[int]) -> None:
-        """Remove the gradients of parameters for which no rank has one.
-
-        Neither momentum nor weight decay then moves these parameters, just as on one host. All
-        ranks call this method, because each of them lacks some gradient.
-
-        Args:
-            lacking: indices of the parameters from :meth:`_lacking` on this rank.
-        """
-        absent = torch.zeros(len(self._parameters), device=self._wire_device())
-        absent[list(lacking)] = 1.0
-        dist.all_reduce(absent)
-        for place in (absent == self._context.size).nonzero().flatten().tolist():
-            self._parameters[place].grad = None
-
-    def _wire_device(self) -> torch.device:
-        return self._context.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     def _read(self, copy: Copy, scale: float, usual_weight: float, late: bool) -> StepResult:
         """Wait for the numbers of all ranks, and finish the step.

@@ -1,6 +1,7 @@
 """All launched ranks: their hosts, their addresses, and the variables of the process group.
 
-Every script starts through :func:`run`. A thread of the lowest rank of each machine reports ranks
+Every script starts through :func:`run`, and every script of a user's own through
+:func:`start_rank`. A thread of the lowest rank of each machine reports ranks
 of earlier jobs that still hold its GPU and memory. A launch does not wait for that thread.
 """
 
@@ -144,6 +145,24 @@ def run(
         launched: connection of the ranks without a launcher, as in tests; None: the launcher's.
         packages: packages that the script needs, besides those that all scripts do.
     """
+    world = start_rank(launched, packages)
+    try:
+        main(world)
+        world.supervisor.finish()
+    except BaseException as error:  # SystemExit too: leaving early is a failure
+        world.supervisor.fail(error)
+    world.supervisor.end_without_lost()
+
+
+def start_rank(launched: Launched | None = None, packages: Sequence[str] = ()) -> "World":
+    """Connect this rank to all others, and start its supervisor; all ranks call it.
+
+    An error in the environment, which all ranks have, ends the process with status 2.
+
+    Args:
+        launched: connection of the ranks without a launcher, as in tests; None: the launcher's.
+        packages: packages that the script needs, besides those that all scripts do.
+    """
     clock = StartClock() if launched else StartClock.for_process()
     gc.freeze()  # see motley.launch
     gc.enable()
@@ -163,12 +182,7 @@ def run(
         if world.first_here:
             report_leftovers()
     threading.excepthook = partial(_end_with_thread, world.supervisor, threading.excepthook)
-    try:
-        main(world)
-        world.supervisor.finish()
-    except BaseException as error:  # SystemExit too: leaving early is a failure
-        world.supervisor.fail(error)
-    world.supervisor.end_without_lost()
+    return world
 
 
 def _end_with_thread(

@@ -1,0 +1,145 @@
+"""The sum of gradients over all ranks, sent after the last backward pass of a step."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motley.comm.reducer import Bucket, as_real, empty_bucket, grouped
+
+_BUCKET = 2**25  # numbers; twice as many took two H200s 5 % longer, half as many 11 %
+
+
+class GradientSum:
+    """The sum of some parameters' gradients over all ranks, in buckets.
+
+    Args:
+        parameters: the parameters, equal on all ranks.
+        begin: starts to sum a bucket over all ranks in place, and returns a future.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        begin: Callable[[Bucket], torch.futures.Future[Tensor]],
+    ) -> None:
+        self._parameters, self._begin = list(parameters), begin
+        self._groups = grouped(self._parameters, _BUCKET)
+
+    def make_bucket(self, place: int, dtype: torch.dtype | None = None) -> Bucket:
+        """Return room for the gradients of a bucket.
+
+        Args:
+            place: number of the bucket.
+            dtype: dtype of the bucket; None: that of the parameters.
+        """
+        final = place == len(self._groups) - 1
+        return empty_bucket(place, self._groups[place], final, dtype)
+
+    def add_up(
+        self,
+        room: Callable[[int], Bucket] | None = None,
+        note: Callable[[Sequence[Tensor]], None] = lambda parameters: None,
+    ) -> list[int]:
+        """Replace each gradient by its sum over the ranks. All ranks call it.
+
+        A rank without a gradient of a parameter sends zeros. Afterwards every parameter has a
+        gradient on every rank.
+
+        Args:
+            room: returns the bucket of a number; None: :meth:`make_bucket`.
+            note: called with the parameters of each bucket while the bucket is sent. Their
+                gradients are still this rank's own.
+
+        Returns:
+            The indices of the parameters that had no gradient on this rank.
+        """
+        sent = []
+        absent = [place for place, p in enumerate(self._parameters) if p.grad is None]
+        for place, parameters in enumerate(self._groups):
+            bucket = (room or self.make_bucket)(place)
+            _fill(bucket.grads, parameters)
+            future = self._begin(bucket)
+            note(parameters)
+            is_rounded = bucket.flat.dtype != as_real(parameters[0]).dtype
+            if not is_rounded:
+                _take(parameters, bucket.grads)  # frees the memory of the old gradients
+            sent.append((future, parameters, bucket.grads, is_rounded))
+        for future, parameters, sums, is_rounded in sent:
+            future.wait()
+            if is_rounded:
+                _take(parameters, sums)
+        return absent
+
+
+def drop_absent(parameters: Sequence[Tensor], absent: Sequence[int], wire: torch.device) -> None:
+    """Remove the gradients of parameters for which no rank has one. All ranks call it.
+
+    Neither momentum nor weight decay then moves these parameters, just as on one host.
+
+    Args:
+        parameters: the parameters, equal on all ranks.
+        absent: indices of those that had no gradient on this rank.
+        wire: device of the tensors that the process group can send.
+    """
+    count = torch.zeros(len(parameters), device=wire)
+    count[list(absent)] = 1.0
+    dist.all_reduce(count)
+    for place in (count == dist.get_world_size()).nonzero().flatten().tolist():
+        parameters[place].grad = None
+
+
+def wire_device(device: torch.device) -> torch.device:
+    """Return the device of the tensors that the process group sends from a rank's device."""
+    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Copy the parameters' gradients into tensors, with zeros for missing gradients.
+
+    Args:
+        places: tensors to write to.
+        parameters: parameters with their gradients.
+    """
+    made = [(place, p.grad) for place, p in zip(places, parameters, strict=True)]
+    pairs = [(place, as_real(grad)) for place, grad in made if grad is not None]
+    if pairs:
+        torch._foreach_copy_([place for place, _ in pairs], [grad for _, grad in pairs])
+    for place, grad in made:
+        if grad is None:
+            place.zero_()
+
+
+def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    """Set each parameter's gradient to its sum over the ranks.
+
+    A sum in the parameter's dtype becomes the gradient itself, without a copy. A sum in another
+    dtype, as after a 16-bit wire, is copied into the existing gradient.
+
+    Args:
+        parameters: the parameters.
+        sums: for each parameter, the sum of its gradients.
+    """
+    rounded = []
+    for parameter, summed in zip(parameters, sums, strict=True):
+        result = summed
+        if parameter.is_complex():
+            result = torch.view_as_complex(summed.to(as_real(parameter).dtype))
+        if parameter.grad is None or result.dtype == parameter.dtype:
+            parameter.grad = result.to(parameter.dtype)
+        else:
+            rounded.append((parameter.grad, result))
+    if rounded:
+        torch._foreach_copy_([grad for grad, _ in rounded], [result for _, result in rounded])
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Copy rank 0's values to all ranks, in place; all ranks call it."""
+    for group in grouped(tensors, _BUCKET):
+        flat = torch.cat([tensor.flatten() for tensor in group])
+        dist.broadcast(flat, src=0)
+        parts = torch.split(flat, [tensor.numel() for tensor in group])
+        for tensor, part in zip(group, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))

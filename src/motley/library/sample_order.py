@@ -1,0 +1,121 @@
+"""The order of samples in a user's own DataLoader, drawn on rank 0 and sent to all ranks.
+
+Any finite sampler works, since only rank 0 iterates over it. Its random numbers are those that the
+script would have drawn on one machine: torch's, NumPy's and Python's, as they were when the first
+loader was read. A stream of their own keeps them apart from the numbers that a model draws.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+Batches = Sequence[Sequence[Any]]
+
+
+class RandomState:
+    """The state of the three global generators on the CPU: torch, NumPy and ``random``."""
+
+    def __init__(self) -> None:
+        self.torch = torch.get_rng_state()
+        self.numpy = np.random.get_state(legacy=False)
+        self.python = random.getstate()
+
+    def restore(self) -> None:
+        """Set the global generators to this state."""
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state as numbers, for a checkpoint."""
+        keys = self.numpy["state"]
+        return {
+            "torch": self.torch.tolist(),
+            "numpy": [self.numpy["bit_generator"], keys["key"].tolist(), int(keys["pos"]),
+                      int(self.numpy["has_gauss"]), float(self.numpy["gauss"])],
+            "python": [self.python[0], list(self.python[1]), self.python[2]],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "RandomState":
+        """Return the state that :meth:`as_json` has written."""
+        result = cls()
+        result.torch = torch.tensor(content["torch"], dtype=torch.uint8)
+        name, key, position, has_gauss, gauss = content["numpy"]
+        result.numpy = {
+            "bit_generator": name, "has_gauss": has_gauss, "gauss": gauss,
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+        }  # fmt: skip
+        version, numbers, gauss = content["python"]
+        result.python = (version, tuple(numbers), gauss)
+        return result
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore the global generators at the end of the context."""
+    state = RandomState()
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+class SampleOrder:
+    """The stream of random numbers from which samplers draw, on rank 0.
+
+    Attributes:
+        before: state of the stream before the last order was drawn; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self._state: RandomState | None = None
+        self.before: RandomState | None = None
+
+    def continue_from(self, state: RandomState) -> None:
+        """Draw the next order from a saved state."""
+        self._state = state
+
+    def draw(self, loader: "DataLoader[Any]") -> Batches:
+        """Return the indices of each global batch of one epoch; all ranks call it.
+
+        Args:
+            loader: the user's loader, which has a batch sampler.
+        """
+        content = [self._draw_here(loader) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(content, src=0)
+        indices, sizes = content[0]  # type: ignore[misc]
+        return _cut(indices, sizes)
+
+    def _draw_here(self, loader: "DataLoader[Any]") -> tuple[Any, list[int]]:
+        usual = RandomState()
+        self.before = self._state or usual
+        self.before.restore()
+        try:
+            # A DataLoader draws this number for its workers before its sampler draws.
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            assert loader.batch_sampler is not None
+            batches = [list(batch) for batch in loader.batch_sampler]
+            self._state = RandomState()
+        finally:
+            usual.restore()
+        flat = [index for batch in batches for index in batch]
+        if all(isinstance(index, int) for index in flat):  # 8 bytes each
+            return np.array(flat, dtype=np.int64), [len(batch) for batch in batches]
+        return flat, [len(batch) for batch in batches]
+
+
+def _cut(indices: Any, sizes: Sequence[int]) -> Batches:
+    """Return consecutive parts of these sizes."""
+    values = indices.tolist() if isinstance(indices, np.ndarray) else indices
+    result, start = [], 0
+    for size in sizes:
+        result.append(values[start : start + size])
+        start += size
+    return result

@@ -1,0 +1,85 @@
+"""The connection of a user's own script to the other ranks, from ``motley.join()`` to its end."""
+
+import atexit
+import os
+import sys
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from motley.cluster.launcher import read_launch
+from motley.errors import MotleyError
+from motley.faults import Phase
+from motley.launch.world import World, start_rank
+from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
+from motley.plan.precision import read_precisions
+
+
+class Session:
+    """All ranks that run the script, and the process group of those that train.
+
+    An uncaught error of one rank ends all of them, as with ``motley train``. A rank that has no
+    device of its own waits for the others' end, and leaves the script.
+
+    Args:
+        precision: precision of ``lab.autocast()``, or auto; see ``--precision``.
+
+    Attributes:
+        world: the ranks.
+        group: process group of the ranks that train.
+    """
+
+    def __init__(self, precision: str) -> None:
+        self.world: World = start_rank()
+        self._failed = False
+        self._usual_hook = sys.excepthook
+        sys.excepthook = self._end_with
+        world = self.world
+        world.supervisor.set_status(Phase.BUILD, None)
+        self.group: ProcessGroup = join_process_group(world, read_precisions(precision))
+        atexit.register(self._end)
+        if self.group.rank is None:
+            for line in self.group.describe_left_out():
+                print(f"motley: {line}", file=sys.stderr, flush=True)
+            sys.exit(0)  # which waits for the others
+
+    def _end_with(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """End all ranks, because of an error that the script has not caught."""
+        self._failed = True
+        self.world.supervisor.fail(error)
+
+    def _end(self) -> None:
+        """Wait for the end of all ranks' scripts."""
+        if self._failed:
+            return
+        try:
+            # A rank that still waits for this one's gradient fails now, and does not wait longer.
+            if dist.is_initialized():
+                leave_process_group()
+            self.world.supervisor.set_status(Phase.LEAVE, None)
+            self.world.supervisor.finish()
+        except BaseException as error:
+            self.world.supervisor.fail(error)
+        self.world.supervisor.end_without_lost()
+
+
+def check_joinable() -> None:
+    """Raise MotleyError if this process has a process group of its own."""
+    if dist.is_available() and dist.is_initialized():
+        raise MotleyError(
+            "torch.distributed is initialised already: remove init_process_group() from the "
+            "script, since motley.join() forms the group of all ranks, or call it first"
+        )
+
+
+def is_alone() -> bool:
+    """Return True if no launcher has started other ranks."""
+    return read_launch(os.environ).size == 1
+
+
+def own_device() -> torch.device:
+    """Return the device of a process without other ranks."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

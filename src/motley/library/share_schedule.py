@@ -1,0 +1,58 @@
+"""The shares of all ranks in each global batch of a user's own loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from motley.comm.modes.numbers import EXACT
+from motley.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's rows of a global batch, or a part of them.
+
+    Attributes:
+        step: number of the global batch since the start of training.
+        batch: number of the global batch in its epoch.
+        rows: number of rows; 0 if this rank has none in the global batch. It then reads a row of
+            another rank, for a pass whose gradient does not count.
+        global_rows: number of rows of the global batch.
+        last: True for the last piece of this rank in the global batch.
+        indices: indices of the rows in the data set.
+    """
+
+    step: int
+    batch: int
+    rows: int
+    global_rows: int
+    last: bool
+    indices: tuple[object, ...]
+
+
+class ShareSchedule:
+    """The shares of all ranks, which may change at a step that all ranks know.
+
+    Args:
+        shares: one number per rank, in proportion to its rows.
+        micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+    """
+
+    def __init__(self, shares: Sequence[float], micro_batch: int | None = None) -> None:
+        self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(shares))]
+        self._micro_batch = micro_batch
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Shares that were set last."""
+        return self._changes[-1][1]
+
+    def change(self, step: int, shares: Sequence[float]) -> None:
+        """Set the shares from a step on."""
+        self._changes = [each for each in self._changes if each[0] < step]
+        self._changes.append((step, tuple(shares)))
+
+    def get_plan(self, step: int, rows: int) -> Plan:
+        """Return the plan of a global batch with this number of rows."""
+        shares = next(shares for first, shares in reversed(self._changes) if first <= step)
+        most = self._micro_batch or max(1, rows)
+        return Plan(rows, shares, (most,) * len(shares), EXACT)

@@ -1,0 +1,475 @@
+"""The step of a user's own loop: weighted pieces, one sum over all ranks, one update.
+
+A rank computes its rows of a global batch in one or several pieces. Its gradient is the sum of the
+pieces' gradients, each weighted by its part of the global batch. The ranks add up their gradients
+when the user's code first needs the sum: in ``lab.clip_grad_norm_`` or ``optimizer.step()`` of the
+last piece.
+
+Between two pieces of a step no parameter has a gradient: they are set aside until the next
+backward pass. Code that clips, logs or zeroes gradients after each piece therefore changes nothing.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from motley.comm.collectives import all_gather_floats, leavable
+from motley.comm.reducer import Bucket, Reducer
+from motley.engines.gradient_sum import GradientSum, drop_absent, wire_device
+from motley.engines.step import gradient_norm, unscale_and_clip
+from motley.engines.step_timer import Clock
+from motley.errors import MotleyError, NotFiniteError
+from motley.library.share_schedule import Piece
+from motley.plan.precision import LossScale
+
+_CALLS = 4  # backward calls with a weight in a step
+_ALIKE = 1e-9  # relative difference up to which two corrections are equal
+
+
+@dataclass
+class _Call:
+    """The backward calls of a step that belong together: one in each piece of a global batch.
+
+    Attributes:
+        usual: divisor of the losses, equal on all ranks.
+        weight: weight of this rank's rows so far; None if every row counts 1, or for a sum.
+    """
+
+    usual: float
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """The numbers that each rank sends with its gradient.
+
+    Attributes:
+        step: number of the step.
+        ready_s: seconds until the rank's own gradient was ready.
+        reached: last step that the rank's loader has requested.
+        rows: rows of the rank in the step.
+        loss: the rank's part of the loss.
+        finite: 1.0 if the sum of the gradients is finite, or if nobody asked.
+        absent: number of parameters without a gradient on the rank.
+        weights: weight of the rank's rows in each backward call that has one.
+    """
+
+    step: float
+    ready_s: float
+    reached: float
+    rows: float
+    loss: Tensor | float
+    finite: Tensor | float
+    absent: float
+    weights: tuple[float, ...]
+
+    def as_row(self) -> list[Tensor | float]:
+        """Return the numbers in a row of a fixed length."""
+        weights = [*self.weights, *[0.0] * (_CALLS - len(self.weights))]
+        return [self.step, self.ready_s, self.reached, self.rows, self.loss, self.finite,
+                self.absent, float(len(self.weights)), *weights]  # fmt: skip
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> "RankNumbers":
+        """Return the numbers that :meth:`as_row` has written."""
+        step, ready_s, reached, rows, loss, finite, absent, count, *weights = row
+        return cls(step, ready_s, reached, rows, loss, finite, absent, tuple(weights[: int(count)]))
+
+
+class _Update:
+    """One optimizer, and the sum of its parameters' gradients.
+
+    Args:
+        optimizer: the optimizer.
+        begin: starts to sum a bucket; see GradientSum.
+
+    Attributes:
+        summed: step whose gradients are summed already; None: none is.
+        overflow: True if the sum is not finite, so that no rank steps.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, begin: Callable[[Bucket], torch.futures.Future[Tensor]]
+    ) -> None:
+        self._optimizer, self._begin = optimizer, begin
+        self._known = list(map(id, self.all_parameters()))
+        self._trained: list[Tensor] = []
+        self.summed: int | None = None
+        self.overflow = False
+
+    def all_parameters(self) -> list[Tensor]:
+        """Return all parameters of the optimizer, frozen ones included."""
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters that are trained now."""
+        return [each for each in self.all_parameters() if each.requires_grad]
+
+    def add_up(self) -> list[int]:
+        """Sum the gradients over all ranks; return the indices of those that were absent.
+
+        Raises:
+            MotleyError: the optimizer has got other parameters since ``lab.prepare``.
+        """
+        if list(map(id, self.all_parameters())) != self._known:
+            raise MotleyError(
+                "the optimizer has other parameters than when lab.prepare() got it, and new ones "
+                "may differ between ranks: call lab.prepare(model, optimizer) again after the "
+                "change"
+            )
+        trained = self.parameters()
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            self._trained, self._sum = trained, GradientSum(trained, self._begin)
+        return self._sum.add_up() if trained else []
+
+
+class StepGate:
+    """The gate through which pieces become steps of the optimizers.
+
+    Args:
+        names: for messages, each rank with its host.
+        rank: number of this rank.
+        device: device of this rank.
+        reducer: reducer of the wire mode.
+        scale: the loss scale that all ranks share.
+
+    Attributes:
+        piece: the piece that the user's code computes now; None outside of the loop.
+        clock: this rank's time by activity.
+        reached: returns the last step that this rank's loader has requested.
+        numbers: numbers of all ranks in the last step, by rank.
+        loss: loss of the last step; None before it.
+        stepped: True if the last call of ``optimizer.step()`` has changed parameters.
+        repeats: True if the present global batch is computed again.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        rank: int,
+        device: torch.device,
+        reducer: Reducer,
+        scale: LossScale,
+    ) -> None:
+        self._names, self._rank, self._device = list(names), rank, device
+        self._reducer, self.scale = reducer, scale
+        self.piece: Piece | None = None
+        self.clock = Clock(device)
+        self.reached: Callable[[], int] = lambda: -1
+        self.numbers: list[RankNumbers] = []
+        self.loss: float | None = None
+        self.stepped = self.repeats = False
+        self._updates: dict[Optimizer, _Update] = {}
+        self._aside: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
+        self._versions: list[tuple[Tensor, int]] = []  # gradients after the last backward pass
+        self._totals: tuple[float, ...] = ()  # weights of the last step, over all ranks
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._calls: list[_Call] = []
+        self._first_call = self._call = 0  # of the present global batch, and of the present piece
+        self._loss: Tensor | float = 0.0
+        self._rows = 0
+        self._was_asked = False  # True if an optimizer was to step in the present piece
+
+    # -- pieces
+
+    def begin_piece(self, piece: Piece) -> None:
+        """Start a piece, whose rows are read."""
+        self._end_batch()
+        self.piece, self._call, self._was_asked = piece, self._first_call, False
+        self._rows += piece.rows
+        self.stepped = self.repeats = False
+        self.clock.lap("data")
+
+    def leave_loop(self) -> None:
+        """End the present piece, because the loop over the loader ends."""
+        if self.piece is not None and not self.piece.last:  # the user's code broke off
+            self._aside = []
+            self._start_step()
+        self._end_batch()
+        self.piece = None
+
+    def _end_batch(self) -> None:
+        """Start the next step if a global batch has ended with one."""
+        if self.piece is None or not self.piece.last:
+            return
+        if any(update.summed == self.piece.step for update in self._updates.values()):
+            self._start_step()
+        else:  # the user accumulates several batches
+            self._first_call = len(self._calls)
+
+    def drop(self) -> None:
+        """Drop all gradients of the present step, which is computed again."""
+        self._aside, self._versions = [], []
+        for update in self._updates.values():
+            for parameter in update.parameters():
+                parameter.grad = None
+        self._start_step()
+        self.repeats = True
+
+    @property
+    def is_open(self) -> bool:
+        """True if the user's code may change parameters and schedules now."""
+        return self.piece is None or (self.piece.last and not self.repeats)
+
+    # -- backward
+
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None, reduction: str, options: dict[str, Any]
+    ) -> None:
+        """Run the backward pass of one loss of the present piece; see ``Lab.backward``."""
+        piece = self._check_call(loss, reduction)
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+        call = self._get_call(piece, weight is not None)
+        part = float(piece.rows if weight is None else weight)
+        if not (math.isfinite(part) and part >= 0):
+            raise MotleyError(
+                f"weight={part} is no number of 0 or more; give the sum of the weights of the "
+                "piece's rows, such as its number of tokens"
+            )
+        if piece.rows:
+            factor = 1.0 if reduction == "sum" else part / call.usual
+            if call.weight is not None:
+                call.weight += part
+            self._loss = self._loss + loss.detach() * factor
+            factor *= self.scale.value
+            (loss if factor == 1.0 else loss * factor).backward(**options)  # type: ignore[no-untyped-call]
+        self.clock.lap("compute")
+        if piece.last:
+            self._versions = [
+                (p.grad, p.grad._version) for p in self._trained() if p.grad is not None
+            ]
+        else:
+            self._set_aside()
+
+    def _check_call(self, loss: Tensor, reduction: str) -> Piece:
+        piece = self.piece
+        if piece is None:
+            raise MotleyError(
+                "lab.backward() was called outside of a loop over lab.loader(...), so nothing says "
+                "which rows the loss is of: call it inside that loop"
+            )
+        if loss.dim():
+            raise MotleyError(
+                f"lab.backward() was given a loss of shape {tuple(loss.shape)}: take its mean over "
+                'the rows first, or its sum with reduction="sum"'
+            )
+        if reduction not in ("mean", "sum"):
+            raise MotleyError(f'reduction={reduction!r} is neither "mean" nor "sum"')
+        if self._was_asked and not piece.last:
+            raise MotleyError(
+                "a backward pass follows optimizer.step() within one batch, as in a GAN, and this "
+                "rank computes its rows in several pieces, so that the second pass would use "
+                "parameters from before the step: leave out micro_batch"
+            )
+        return piece
+
+    def _get_call(self, piece: Piece, weighs: bool) -> _Call:
+        if self._call == len(self._calls):
+            usual, weight = float(piece.global_rows), None
+            if weighs:
+                place = sum(call.weight is not None for call in self._calls)
+                if place == _CALLS:
+                    raise MotleyError(
+                        f"a step has more than {_CALLS} backward calls with weight=: add the "
+                        "losses up, and call lab.backward() once"
+                    )
+                usual, weight = (*self._totals, *[usual] * _CALLS)[place], 0.0
+            self._calls.append(_Call(usual, weight))
+        call = self._calls[self._call]
+        if weighs != (call.weight is not None):
+            raise MotleyError(
+                "lab.backward() has weight= for one piece of a batch and not for another: give it "
+                "for all or for none"
+            )
+        self._call += 1
+        return call
+
+    def _set_aside(self) -> None:
+        for parameter in self._trained():
+            if parameter.grad is not None:
+                self._aside.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _trained(self) -> list[Tensor]:
+        """Return the trained parameters of all optimizers, each once."""
+        return list(dict.fromkeys(p for each in self._updates.values() for p in each.parameters()))
+
+    # -- the user's objects
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step once per global batch, with the gradient of all ranks."""
+        known = optimizer in self._updates
+        self._updates[optimizer] = _Update(optimizer, self._begin_sum)
+        if known:
+            return
+        usual = optimizer.step
+
+        def step(_: Optimizer, closure: Any = None) -> Any:
+            if closure is not None:
+                raise MotleyError(
+                    f"{type(optimizer).__name__}.step() was given a closure, which computes the "
+                    "loss again, and the other ranks would not: use an optimizer without a closure"
+                )
+            if not self.add_up(optimizer):
+                return None
+            result = usual()
+            self.stepped = True
+            self.clock.lap("opt")
+            return result
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def add_scaler(self, scaler: Any) -> None:
+        """Let a ``torch.amp.GradScaler`` see the gradient of all ranks, once per global batch."""
+        unscale, step, update = scaler.unscale_, scaler.step, scaler.update
+
+        def unscale_(_: Any, optimizer: Optimizer) -> Any:
+            return unscale(optimizer) if self.add_up(optimizer) else None
+
+        def step_(_: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return step(optimizer, *args, **kwargs) if self.add_up(optimizer) else None
+
+        def update_(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return update(*args, **kwargs) if self.is_open else None
+
+        scaler.unscale_, scaler.step = MethodType(unscale_, scaler), MethodType(step_, scaler)
+        scaler.update = MethodType(update_, scaler)
+
+    def add_gated(self, owner: Any, name: str) -> None:
+        """Let a method do nothing before the last piece of a global batch, and in a repeated one.
+
+        Args:
+            owner: object with the method, such as a scheduler.
+            name: name of the method.
+        """
+        usual = getattr(owner, name)
+
+        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return usual(*args, **kwargs) if self.is_open else None
+
+        setattr(owner, name, MethodType(method, owner))
+
+    def add_up_for(self, parameters: Sequence[Tensor]) -> bool:
+        """Sum the gradients of the optimizers of some parameters; see :meth:`add_up`."""
+        chosen = set(map(id, parameters))
+        for optimizer, update in self._updates.items():
+            if chosen.intersection(map(id, update.parameters())) and not self.add_up(optimizer):
+                return False
+        return self.is_open
+
+    # -- the sum over all ranks
+
+    def add_up(self, optimizer: Optimizer) -> bool:
+        """Sum an optimizer's gradients over all ranks, unless that was done in this step.
+
+        Returns:
+            True if the optimizer may step.
+
+        Raises:
+            MotleyError: the ranks cannot add up their gradients.
+        """
+        self._was_asked = True
+        update, piece = self._updates[optimizer], self.piece
+        if not self.is_open:
+            return False
+        if piece is None:
+            raise MotleyError(
+                "optimizer.step() was called outside of a loop over lab.loader(...), and has no "
+                "gradient there: call it inside that loop"
+            )
+        if update.summed == piece.step:
+            return not update.overflow
+        if any(gradient._version != version for gradient, version in self._versions):
+            raise MotleyError(
+                "the gradient was changed between lab.backward() and optimizer.step(), before the "
+                "ranks had added theirs up: use lab.clip_grad_norm_() to clip it, and pass a "
+                "GradScaler to lab.prepare()"
+            )
+        self.clock.lap("compute", ready=True)
+        absent = update.add_up()
+        self._versions = []
+        finite: Tensor | float = 1.0
+        if self.scale.dynamic:
+            finite = gradient_norm(update.parameters()).isfinite()
+        own = RankNumbers(
+            piece.step, self.clock.ready_s, self.reached(), self._rows, self._loss, finite,
+            len(absent), tuple(call.weight for call in self._calls if call.weight is not None),
+        )  # fmt: skip
+        rows = all_gather_floats(own.as_row())
+        self.clock.lap("sync")
+        self.numbers = [RankNumbers.from_row(row) for row in rows]
+        self._check_numbers()
+        if all(each.absent for each in self.numbers):
+            drop_absent(update.parameters(), absent, wire_device(self._device))
+        correction = self._get_correction()
+        loss = math.fsum(float(each.loss) for each in self.numbers)
+        self.loss = loss / (correction or 1.0)
+        update.overflow = not all(each.finite for each in self.numbers)
+        zero = torch.zeros((), device=self._device)
+        factor = None if correction is None else torch.tensor(correction, dtype=torch.float64)
+        unscale_and_clip(update.parameters(), zero, self.scale.value, None, factor)
+        self.scale.update(update.overflow)
+        self._reducer.after_step(not update.overflow, 1.0)
+        update.summed = piece.step
+        return not update.overflow
+
+    def _begin_sum(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        return leavable(self._reducer.send(bucket), self._device)
+
+    def _check_numbers(self) -> None:
+        """Raise MotleyError if the ranks are not in the same step, or a loss is not finite."""
+        steps = {each.step for each in self.numbers}
+        calls = {len(each.weights) for each in self.numbers}
+        if len(steps) > 1 or len(calls) > 1:
+            listed = ", ".join(
+                f"{name}: batch {int(each.step)}, {len(each.weights)} weighted losses"
+                for name, each in zip(self._names, self.numbers, strict=True)
+            )
+            raise MotleyError(
+                f"optimizer.step() was called in different batches on different ranks ({listed}): "
+                "ranks read their rows in different numbers of pieces, so a condition on the "
+                "number of passes through the loop differs between them; use lab.batch in it, or "
+                "a larger batch_size in place of accumulation"
+            )
+        bad = [rank for rank, each in enumerate(self.numbers) if not math.isfinite(each.loss)]
+        if bad and not self.scale.dynamic:
+            indices = ", ".join(map(str, self.piece.indices[:8])) if self.piece else ""
+            own = f"; the rows of its last piece have the indices {indices}" * (self._rank in bad)
+            raise NotFiniteError(
+                f"the loss of {self._names[bad[0]]} is not finite in step "
+                f"{int(self.numbers[0].step)}{own}: lower the learning rate, clip with "
+                "lab.clip_grad_norm_(), or look at these rows"
+            )
+
+    def _get_correction(self) -> float | None:
+        """Return the factor by which the gradient is too large; None: it is exact."""
+        usual = [call.usual for call in self._calls if call.weight is not None]
+        totals = [math.fsum(each) for each in zip(*(n.weights for n in self.numbers), strict=True)]
+        self._totals = tuple(totals)
+        if not totals:
+            return None
+        ratios = [total / divisor for total, divisor in zip(totals, usual, strict=True)]
+        if len(ratios) < len(self._calls):
+            ratios.append(1.0)  # a loss by rows, which is exact
+        if min(ratios) <= 0:
+            raise MotleyError(
+                "the weights of all rows of a global batch are 0 in all, so its mean loss has no "
+                "value: leave such rows out of the data set"
+            )
+        if max(ratios) > min(ratios) * (1 + _ALIKE):
+            raise MotleyError(
+                "a step has several losses with different weights, which one sum of gradients "
+                "cannot divide by their totals: add the losses up and call lab.backward() once, "
+                "or give all of them the same weight="
+            )
+        return ratios[0]

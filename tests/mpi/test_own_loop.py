@@ -1,0 +1,74 @@
+"""Loops of users' own train on several ranks as on one machine, or are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Jobs
+
+pytestmark = pytest.mark.mpi
+
+LOOP = "tests/support/drivers/plain_loop.py"
+CASES = {
+    "plain": {},
+    "momentum, a cosine": {"opt": "sgd", "schedule": "cosine"},
+    "weighted sampler": {"sampler": "weighted", "drop_last": True, "schedule": "onecycle"},
+    "batches of one's own": {"sampler": "own", "evaluate": True, "schedule": "plateau"},
+    "tokens": {"weight": "tokens"},
+    "tokens in pieces": {"weight": "tokens", "micro": 2, "clip": "y"},
+    "averages": {"micro": 1, "schedule": "sequence", "parts": ["average", "by_hand"]},
+    "accumulation": {"accumulate": 2, "micro": 2},
+    "two losses": {"losses": 2, "micro": 2},
+    "two losses by tokens": {"losses": 2, "weight": "tokens"},
+    "tied and unused": {"parts": ["tied", "unused", "checkpoint"]},
+    "experts in fp64": {"parts": ["sometimes", "double"]},
+    "frozen at first": {"parts": ["freeze"], "opt": "rmsprop"},
+    "a GradScaler": {"scaler": True, "clip": "y", "micro": 3},
+    "worker processes": {"workers": 2, "micro": 2},
+    "a break": {"break_at": 3, "evaluate": True},
+    "fewer rows than ranks": {"batch": 2},
+    "a ragged end": {"opt": "adagrad", "rows": 41, "batch": 7},
+}
+
+
+def play(jobs: Jobs, ranks: int, shares: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Run the loop of a case, and return its losses, scores and parameters."""
+    out = jobs.logs.parent / f"loop-{ranks}-{shares}.json"
+    variables = {"MOTLEY_SHARES": shares} if shares else {}
+    done = jobs.fork(ranks, LOOP, json.dumps(case), out, **variables)
+    assert done.code == 0, done.output
+    result: dict[str, Any] = json.loads(Path(out).read_text())
+    return result
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return the largest difference of two results, relative to numbers above 1."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max((difference(one[key], other[key]) for key in one), default=0.0)
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        return max((difference(*pair) for pair in zip(one, other, strict=True)), default=0.0)
+    return abs(one - other) / max(1.0, abs(one))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_trains_as_on_one_machine(jobs: Jobs, name: str) -> None:
+    case = CASES[name]
+    bare = play(jobs, 1, "", case | {"bare": True})
+    assert bare["losses"]
+    assert difference(bare, play(jobs, 3, "5,0,3", case)) < 2e-6
+
+
+def test_a_loop_without_a_launcher_is_the_bare_one_to_the_bit(jobs: Jobs) -> None:
+    case = {"clip": "y", "schedule": "cosine", "evaluate": True, "parts": ["dropout"],
+            "augment": True, "workers": 1}  # fmt: skip
+    assert play(jobs, 1, "", case) == play(jobs, 1, "", case | {"bare": True})
+
+
+def test_random_numbers_of_rows_do_not_depend_on_the_shares(jobs: Jobs) -> None:
+    case = {"augment": True, "workers": 0}
+    one = play(jobs, 1, "1", case)
+    assert difference(one, play(jobs, 3, "1,0,6", case | {"workers": 2})) < 2e-6
+    assert difference(one, play(jobs, 2, "1,1", case | {"micro": 1})) < 2e-6

@@ -1,0 +1,301 @@
+"""A plain training loop with the features that people's loops have, bare or with ``motley.join``.
+
+python tests/support/drivers/plain_loop.py '{"opt": "adamw"}' OUT.json
+"""
+
+import contextlib
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
+
+import motley
+
+VOCABULARY, WIDTH = 23, 16
+
+
+@dataclass
+class Loop:
+    """The features of one loop. ``bare``: without the library, on one machine."""
+
+    bare: bool = False
+    opt: str = "adamw"
+    schedule: str = ""
+    sampler: str = "shuffle"
+    batch: int = 12
+    rows: int = 40
+    epochs: int = 2
+    drop_last: bool = False
+    weight: str = ""
+    micro: int | None = None
+    clip: str = ""
+    clip_norm: float = 0.05
+    accumulate: int = 1
+    losses: int = 1
+    reduction: str = "mean"
+    workers: int = 0
+    parts: list[str] = field(default_factory=list)
+    scaler: bool = False
+    evaluate: bool = False
+    break_at: int | None = None
+    seed: int = 0
+    augment: bool = False
+
+
+class Bare:
+    """The library's methods in a script that does not use it."""
+
+    device, epoch, batch, stepped = torch.device("cpu"), 0, 0, True
+    loss: float | None = None
+    zero = False  # whether a step was taken
+    _losses = 0.0
+
+    def prepare(self, *objects: Any) -> Any:
+        return objects[0] if len(objects) == 1 else objects
+
+    def loader(self, loader: DataLoader[Any], train: bool = True) -> Any:
+        return loader if not train else self._count(loader)
+
+    def _count(self, loader: DataLoader[Any]) -> Any:
+        bare = self
+
+        class Counted:
+            def __len__(self) -> int:
+                return len(loader)
+
+            def __iter__(self) -> Iterator[Any]:
+                for part in (loader.sampler, loader.batch_sampler):
+                    if hasattr(part, "set_epoch"):
+                        part.set_epoch(bare.epoch)
+                for bare.batch, rows in enumerate(loader):
+                    if bare.zero:
+                        bare._losses, bare.zero = 0.0, False
+                    yield rows
+
+        return Counted()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        for self.epoch in range(count):
+            yield self.epoch
+
+    def backward(self, loss: Tensor, weight: Any = None, reduction: str = "mean") -> None:
+        self._losses += loss.item()
+        self.loss = self._losses
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm_(self, parameters: Any, norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, norm)
+
+    def reduce(self, value: Any) -> Any:
+        return value
+
+
+class Texts(Dataset[Any]):
+    """Rows of tokens of different lengths; every row is the same in each run."""
+
+    def __init__(self, rows: int, augment: bool) -> None:
+        generator = torch.Generator().manual_seed(5)
+        lengths = torch.randint(2, 9, (rows,), generator=generator).tolist()
+        self.rows = [
+            torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths
+        ]
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = self.rows[index]
+        if self.augment:
+            shift = int(torch.randint(5, ())) + int(np.random.randint(5)) + random.randrange(5)
+            row = (row + shift) % VOCABULARY
+        return row
+
+
+def collate(rows: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+class Longest(Sampler[list[int]]):
+    """A batch sampler of the user's own: batches of different sizes, another order each epoch."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(self.rows))
+        random.Random(self.epoch).shuffle(order)
+        cuts = [0, 5, 12, 13, self.rows]
+        yield from (order[a:b] for a, b in pairwise(cuts))
+
+
+class Network(nn.Module):
+    """A small language model with the parts that a case asks for."""
+
+    def __init__(self, parts: list[str]) -> None:
+        super().__init__()
+        self.parts = parts
+        self.embedding = nn.Embedding(VOCABULARY + 1, WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY + 1)
+        if "tied" in parts:
+            self.head.weight = self.embedding.weight
+        if "unused" in parts:
+            self.never = nn.Linear(3, 3)
+        if "sometimes" in parts:
+            self.sometimes = nn.Linear(WIDTH, WIDTH)
+        if "double" in parts:
+            self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        if "dropout" in parts:
+            self.drop = nn.Dropout(0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens + 1)
+        if "checkpoint" in self.parts:
+            x = checkpoint(self.body, x, use_reentrant=False)
+        else:
+            x = self.body(x)
+        if "double" in self.parts:
+            x = x + self.shift.float()
+        if "sometimes" in self.parts and bool((tokens[:, 0] == 3).any()):
+            x = torch.where((tokens[:, :1, None] == 3), self.sometimes(x), x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def count_loss(logits: Tensor, tokens: Tensor, by: str) -> tuple[Tensor, float | None]:
+    """Return the loss, and its weight: tokens count alike, or rows do."""
+    targets = (tokens * 7 + 3) % VOCABULARY
+    each = functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten().clamp(min=0), reduction="none"
+    ).view(tokens.shape)
+    known = (tokens >= 0).float()
+    if by == "tokens":
+        return (each * known).sum() / known.sum(), float(known.sum())
+    return ((each * known).sum(1) / known.sum(1)).mean(), None
+
+
+def make_optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    match name:
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+        case "adagrad":
+            return torch.optim.Adagrad(parameters, lr=0.03)
+        case "rmsprop":
+            return torch.optim.RMSprop(parameters, lr=3e-3, momentum=0.5)
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def make_schedule(name: str, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    schedules = torch.optim.lr_scheduler
+    match name:
+        case "cosine":
+            return schedules.CosineAnnealingLR(optimizer, steps)
+        case "onecycle":
+            return schedules.OneCycleLR(optimizer, 0.02, total_steps=steps)
+        case "plateau":
+            return schedules.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        case "sequence":
+            warm = schedules.LinearLR(optimizer, 0.1, 1.0, 3)
+            down = schedules.ExponentialLR(optimizer, 0.9)
+            return schedules.SequentialLR(optimizer, [warm, down], [3])
+    return None
+
+
+def main(case: Loop, out: Path) -> None:
+    torch.manual_seed(case.seed)
+    lab: Any = Bare() if case.bare else motley.join(micro_batch=case.micro)
+    data = Texts(case.rows, case.augment)
+    model = Network(case.parts)
+    optimizer = make_optimizer(case.opt, list(model.parameters()))
+    steps = 8 * case.epochs
+    schedule = make_schedule(case.schedule, optimizer, steps)
+    average = torch.optim.swa_utils.AveragedModel(model) if "average" in case.parts else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if case.scaler else None
+    lab.prepare(*(each for each in (model, optimizer, schedule, average, scaler) if each))
+    if case.sampler == "own":
+        loader = DataLoader(data, batch_sampler=Longest(case.rows), collate_fn=collate)
+    else:
+        weighted = WeightedRandomSampler([1.0 + i % 3 for i in range(case.rows)], case.rows)
+        loader = DataLoader(
+            data, batch_size=case.batch, shuffle=case.sampler == "shuffle",
+            sampler=weighted if case.sampler == "weighted" else None,
+            drop_last=case.drop_last, collate_fn=collate, num_workers=case.workers,
+        )  # fmt: skip
+    train = lab.loader(loader)
+    held_out = lab.loader(DataLoader(Texts(17, False), batch_size=5, collate_fn=collate), False)
+    losses, norms, scores = [], [], []
+    step = scaler.step if scaler else lambda optimizer: optimizer.step()
+    scaled: Callable[[Tensor], Tensor] = scaler.scale if scaler else lambda loss: loss
+    for epoch in lab.epochs(case.epochs):
+        if "freeze" in case.parts:
+            model.embedding.requires_grad_(epoch > 0)
+        for tokens in train:
+            for number in range(case.losses):
+                loss, weight = count_loss(model(tokens), tokens, case.weight)
+                loss = loss * (1 + number) / case.accumulate
+                lab.backward(scaled(loss), weight=weight)
+            if (lab.batch + 1) % case.accumulate:
+                continue
+            if scaler and case.clip:
+                scaler.unscale_(optimizer)
+            if case.clip:
+                norms.append(float(lab.clip_grad_norm_(model.parameters(), case.clip_norm)))
+            step(optimizer)
+            if scaler:
+                scaler.update()
+            if lab.stepped:
+                losses.append(lab.loss)
+                lab.zero = True
+            if average:
+                average.update_parameters(model)
+            if schedule and case.schedule != "plateau":
+                schedule.step()
+            if "by_hand" in case.parts and lab.stepped:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.01 / (1 + len(losses))
+            optimizer.zero_grad()
+            if case.break_at == len(losses):
+                break
+        if case.schedule == "plateau":
+            schedule.step(1.0 + epoch)
+        if case.evaluate:
+            total = count = 0.0
+            with torch.no_grad(), contextlib.ExitStack():
+                for tokens in held_out:
+                    total += float(count_loss(model(tokens), tokens, "")[0]) * len(tokens)
+                    count += len(tokens)
+            total, count = lab.reduce((total, count))
+            scores.append(total / count)
+    states = {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+    if average:
+        states |= {
+            f"average.{name}": value.double().flatten().tolist()
+            for name, value in average.state_dict().items()
+        }
+    if case.bare or lab.is_main:
+        result = {"losses": losses, "scores": scores, "states": states,
+                  "norms": [norm for norm in norms if norm],
+                  "rate": optimizer.param_groups[0]["lr"]}  # fmt: skip
+        out.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Loop(**json.loads(sys.argv[1])), Path(sys.argv[2]))
