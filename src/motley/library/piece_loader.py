@@ -162,6 +162,23 @@ class PieceReader:
         for rows in self._reader.read(self._request(batches, epoch, first_batch, step)):
             yield self._pending.popleft(), rows
 
+    def read_held_out(self, batches: Batches, step: int) -> Iterator[Any]:
+        """Yield this rank's rows of each global batch of held-out data, without padding.
+
+        Args:
+            batches: indices of each global batch.
+            step: the current step, whose shares are used.
+        """
+
+        def request() -> Iterator[list[Key]]:
+            for indices in batches:
+                plan = self._schedule.get_plan(step, len(indices))
+                for part in slices(indices, plan, self._rank):
+                    if part:
+                        yield make_keys(part, 0)
+
+        yield from self._reader.read(request())
+
     def keys(self, indices: Sequence[Any], epoch: int) -> list[Key]:
         """Return the keys of rows in an epoch."""
         return make_keys(indices, make_seed(self._seed, epoch))
@@ -180,7 +197,7 @@ class PieceReader:
             parts = slices(indices, plan, self._rank)
             for number, part in enumerate(parts):
                 self._pending.append(
-                    Piece(at, batch, len(part), len(indices), number == len(parts) - 1,
+                    Piece(at, epoch, batch, len(part), len(indices), number == len(parts) - 1,
                           tuple(part))
                 )  # fmt: skip
                 yield self.keys(part or indices[:1], epoch)
@@ -196,25 +213,3 @@ def _number(index: Any) -> int:
     if isinstance(index, int) and index >= 0:
         return index
     return int.from_bytes(hashlib.sha256(repr(index).encode()).digest()[:7], "little")
-
-
-def read_held_out(
-    reader: RankReader, batches: Batches, schedule: ShareSchedule, step: int, rank: int
-) -> Iterator[Any]:
-    """Yield this rank's rows of each global batch of held-out data, without padding.
-
-    Args:
-        reader: reader of the user's loader.
-        batches: indices of each global batch.
-        schedule: the shares of all ranks.
-        step: the current step, whose shares are used.
-        rank: number of this rank.
-    """
-
-    def request() -> Iterator[list[Key]]:
-        for indices in batches:
-            for part in slices(indices, schedule.get_plan(step, len(indices)), rank):
-                if part:
-                    yield make_keys(part, 0)
-
-    yield from reader.read(request())

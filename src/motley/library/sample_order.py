@@ -23,7 +23,7 @@ class RandomState:
 
     def __init__(self) -> None:
         self.torch = torch.get_rng_state()
-        self.numpy = np.random.get_state(legacy=False)
+        self.numpy: Any = np.random.get_state()
         self.python = random.getstate()
 
     def restore(self) -> None:
@@ -32,28 +32,19 @@ class RandomState:
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the state as numbers, for a checkpoint."""
-        keys = self.numpy["state"]
-        return {
-            "torch": self.torch.tolist(),
-            "numpy": [self.numpy["bit_generator"], keys["key"].tolist(), int(keys["pos"]),
-                      int(self.numpy["has_gauss"]), float(self.numpy["gauss"])],
-            "python": [self.python[0], list(self.python[1]), self.python[2]],
-        }  # fmt: skip
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        version, numbers, gauss = self.python
+        python = torch.tensor(numbers, dtype=torch.int64)
+        return {"torch": self.torch, "numpy": self.numpy, "python": (version, python, gauss)}
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "RandomState":
-        """Return the state that :meth:`as_json` has written."""
+    def from_state_dict(cls, state: dict[str, Any]) -> "RandomState":
+        """Return the state that :meth:`state_dict` has returned."""
         result = cls()
-        result.torch = torch.tensor(content["torch"], dtype=torch.uint8)
-        name, key, position, has_gauss, gauss = content["numpy"]
-        result.numpy = {
-            "bit_generator": name, "has_gauss": has_gauss, "gauss": gauss,
-            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
-        }  # fmt: skip
-        version, numbers, gauss = content["python"]
-        result.python = (version, tuple(numbers), gauss)
+        result.torch, result.numpy = state["torch"].to(torch.uint8), state["numpy"]
+        version, numbers, gauss = state["python"]
+        result.python = (version, tuple(numbers.tolist()), gauss)
         return result
 
 
@@ -71,16 +62,12 @@ class SampleOrder:
     """The stream of random numbers from which samplers draw, on rank 0.
 
     Attributes:
-        before: state of the stream before the last order was drawn; None before the first.
+        state: state of the stream; None: that of the global generators, when the next order is
+            drawn.
     """
 
     def __init__(self) -> None:
-        self._state: RandomState | None = None
-        self.before: RandomState | None = None
-
-    def continue_from(self, state: RandomState) -> None:
-        """Draw the next order from a saved state."""
-        self._state = state
+        self.state: RandomState | None = None
 
     def draw(self, loader: "DataLoader[Any]") -> Batches:
         """Return the indices of each global batch of one epoch; all ranks call it.
@@ -95,14 +82,13 @@ class SampleOrder:
 
     def _draw_here(self, loader: "DataLoader[Any]") -> tuple[Any, list[int]]:
         usual = RandomState()
-        self.before = self._state or usual
-        self.before.restore()
+        (self.state or usual).restore()
         try:
             # A DataLoader draws this number for its workers before its sampler draws.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             assert loader.batch_sampler is not None
             batches = [list(batch) for batch in loader.batch_sampler]
-            self._state = RandomState()
+            self.state = RandomState()
         finally:
             usual.restore()
         flat = [index for batch in batches for index in batch]

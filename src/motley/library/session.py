@@ -3,9 +3,9 @@
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from motley.cluster.launcher import read_launch
@@ -28,10 +28,14 @@ class Session:
     Attributes:
         world: the ranks.
         group: process group of the ranks that train.
+        before_end: called at the end of the script, while the ranks are still connected.
+        finish: waits until all ranks have ended their scripts.
     """
 
     def __init__(self, precision: str) -> None:
         self.world: World = start_rank()
+        self.before_end: Callable[[], None] = lambda: None
+        self.finish: Callable[[], None] = self.world.supervisor.finish
         self._failed = False
         self._usual_hook = sys.excepthook
         sys.excepthook = self._end_with
@@ -56,11 +60,12 @@ class Session:
         if self._failed:
             return
         try:
+            self.before_end()
             # A rank that still waits for this one's gradient fails now, and does not wait longer.
             if dist.is_initialized():
                 leave_process_group()
             self.world.supervisor.set_status(Phase.LEAVE, None)
-            self.world.supervisor.finish()
+            self.finish()
         except BaseException as error:
             self.world.supervisor.fail(error)
         self.world.supervisor.end_without_lost()
@@ -78,8 +83,3 @@ def check_joinable() -> None:
 def is_alone() -> bool:
     """Return True if no launcher has started other ranks."""
     return read_launch(os.environ).size == 1
-
-
-def own_device() -> torch.device:
-    """Return the device of a process without other ranks."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

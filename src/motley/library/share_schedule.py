@@ -13,6 +13,7 @@ class Piece:
 
     Attributes:
         step: number of the global batch since the start of training.
+        epoch: number of the pass over the data.
         batch: number of the global batch in its epoch.
         rows: number of rows; 0 if this rank has none in the global batch. It then reads a row of
             another rank, for a pass whose gradient does not count.
@@ -22,6 +23,7 @@ class Piece:
     """
 
     step: int
+    epoch: int
     batch: int
     rows: int
     global_rows: int

@@ -23,12 +23,13 @@ from motley.comm.collectives import all_gather_floats, leavable
 from motley.comm.reducer import Bucket, Reducer
 from motley.engines.gradient_sum import GradientSum, drop_absent, wire_device
 from motley.engines.step import gradient_norm, unscale_and_clip
-from motley.engines.step_timer import Clock
+from motley.engines.step_timer import HOST, Clock, Laps
 from motley.errors import MotleyError, NotFiniteError
 from motley.library.share_schedule import Piece
 from motley.plan.precision import LossScale
 
 _CALLS = 4  # backward calls with a weight in a step
+_BY_SCHEDULER = "_wrapped_by_lr_sched"  # torch's mark of a step() that its schedulers know
 _ALIKE = 1e-9  # relative difference up to which two corrections are equal
 
 
@@ -51,7 +52,7 @@ class RankNumbers:
 
     Attributes:
         step: number of the step.
-        ready_s: seconds until the rank's own gradient was ready.
+        own_s: seconds of the rank's own work, without waiting for others.
         reached: last step that the rank's loader has requested.
         rows: rows of the rank in the step.
         loss: the rank's part of the loss.
@@ -61,7 +62,7 @@ class RankNumbers:
     """
 
     step: float
-    ready_s: float
+    own_s: float
     reached: float
     rows: float
     loss: Tensor | float
@@ -72,14 +73,39 @@ class RankNumbers:
     def as_row(self) -> list[Tensor | float]:
         """Return the numbers in a row of a fixed length."""
         weights = [*self.weights, *[0.0] * (_CALLS - len(self.weights))]
-        return [self.step, self.ready_s, self.reached, self.rows, self.loss, self.finite,
+        return [self.step, self.own_s, self.reached, self.rows, self.loss, self.finite,
                 self.absent, float(len(self.weights)), *weights]  # fmt: skip
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankNumbers":
         """Return the numbers that :meth:`as_row` has written."""
-        step, ready_s, reached, rows, loss, finite, absent, count, *weights = row
-        return cls(step, ready_s, reached, rows, loss, finite, absent, tuple(weights[: int(count)]))
+        step, own_s, reached, rows, loss, finite, absent, count, *weights = row
+        return cls(step, own_s, reached, rows, loss, finite, absent, tuple(weights[: int(count)]))
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that all ranks have taken, or skipped after an overflow.
+
+    Attributes:
+        piece: this rank's last piece of it.
+        numbers: numbers of all ranks, by rank.
+        loss: mean loss of the global batch.
+        norm: norm of the gradient before clipping; None if the script does not clip.
+        overflow: True if the gradient was not finite, and no rank stepped.
+        loss_scale: loss scale of the step.
+        rate: learning rate of the first optimizer's first group.
+        laps: this rank's time by activity.
+    """
+
+    piece: Piece
+    numbers: Sequence[RankNumbers]
+    loss: float
+    norm: float | None
+    overflow: bool
+    loss_scale: float
+    rate: float
+    laps: Laps
 
 
 class _Update:
@@ -129,6 +155,26 @@ class _Update:
         return self._sum.add_up() if trained else []
 
 
+def _override(owner: Any, name: str, may_run: Callable[..., bool]) -> None:
+    """Let a method of one object run only if ``may_run`` allows it, with the same arguments.
+
+    The object gets a class of its own. An attribute of the object would become a part of a
+    scheduler's ``state_dict``.
+
+    Args:
+        owner: the object.
+        name: name of the method.
+        may_run: returns True if the method may run.
+    """
+    usual = getattr(type(owner), name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return usual(self, *args, **kwargs) if may_run(*args) else None
+
+    kind = type(owner)
+    owner.__class__ = type(kind.__name__, (kind,), {name: method, "__module__": kind.__module__})
+
+
 class StepGate:
     """The gate through which pieces become steps of the optimizers.
 
@@ -143,10 +189,12 @@ class StepGate:
         piece: the piece that the user's code computes now; None outside of the loop.
         clock: this rank's time by activity.
         reached: returns the last step that this rank's loader has requested.
+        on_step: called after each step, before the loader is asked for more rows.
         numbers: numbers of all ranks in the last step, by rank.
         loss: loss of the last step; None before it.
         stepped: True if the last call of ``optimizer.step()`` has changed parameters.
         repeats: True if the present global batch is computed again.
+        norm: norm to which the gradient of the present step was clipped; None: it was not.
     """
 
     def __init__(
@@ -162,6 +210,7 @@ class StepGate:
         self.piece: Piece | None = None
         self.clock = Clock(device)
         self.reached: Callable[[], int] = lambda: -1
+        self.on_step: Callable[[FinishedStep], None] = lambda step: None
         self.numbers: list[RankNumbers] = []
         self.loss: float | None = None
         self.stepped = self.repeats = False
@@ -175,35 +224,47 @@ class StepGate:
         self._calls: list[_Call] = []
         self._first_call = self._call = 0  # of the present global batch, and of the present piece
         self._loss: Tensor | float = 0.0
-        self._rows = 0
+        self._rows, self._rate = 0, 0.0
+        self.norm: float | None = None
         self._was_asked = False  # True if an optimizer was to step in the present piece
 
     # -- pieces
 
     def begin_piece(self, piece: Piece) -> None:
         """Start a piece, whose rows are read."""
-        self._end_batch()
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self._rows += piece.rows
         self.stepped = self.repeats = False
         self.clock.lap("data")
 
+    def end_piece(self) -> None:
+        """End the present piece, whose rows the user's code does not need any more."""
+        piece, self.piece = self.piece, None
+        if piece is None:
+            return
+        if not piece.last:
+            self.clock.lap(HOST)
+            return
+        done = [each for each in self._updates.values() if each.summed == piece.step]
+        if not done:  # the user accumulates several batches
+            self._first_call = len(self._calls)
+            self.clock.lap(HOST)
+            return
+        assert self.loss is not None
+        step = FinishedStep(
+            piece, self.numbers, self.loss, self.norm, any(each.overflow for each in done),
+            self.scale.value, self._rate, self.clock.cut(),
+        )  # fmt: skip
+        self._start_step()
+        self.clock.lap(HOST)  # the user's code after the step is work before the next one
+        self.on_step(step)
+
     def leave_loop(self) -> None:
-        """End the present piece, because the loop over the loader ends."""
-        if self.piece is not None and not self.piece.last:  # the user's code broke off
+        """End the loop over the loader, maybe in the middle of a global batch."""
+        if self.piece is not None and not self.piece.last:
             self._aside = []
             self._start_step()
-        self._end_batch()
-        self.piece = None
-
-    def _end_batch(self) -> None:
-        """Start the next step if a global batch has ended with one."""
-        if self.piece is None or not self.piece.last:
-            return
-        if any(update.summed == self.piece.step for update in self._updates.values()):
-            self._start_step()
-        else:  # the user accumulates several batches
-            self._first_call = len(self._calls)
+        self.end_piece()
 
     def drop(self) -> None:
         """Drop all gradients of the present step, which is computed again."""
@@ -327,23 +388,19 @@ class StepGate:
             self.clock.lap("opt")
             return result
 
+        if hasattr(usual, _BY_SCHEDULER):
+            setattr(step, _BY_SCHEDULER, True)
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def add_scaler(self, scaler: Any) -> None:
         """Let a ``torch.amp.GradScaler`` see the gradient of all ranks, once per global batch."""
-        unscale, step, update = scaler.unscale_, scaler.step, scaler.update
 
-        def unscale_(_: Any, optimizer: Optimizer) -> Any:
-            return unscale(optimizer) if self.add_up(optimizer) else None
+        def may_step(optimizer: Optimizer, *_: Any) -> bool:
+            return self.add_up(optimizer)
 
-        def step_(_: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return step(optimizer, *args, **kwargs) if self.add_up(optimizer) else None
-
-        def update_(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return update(*args, **kwargs) if self.is_open else None
-
-        scaler.unscale_, scaler.step = MethodType(unscale_, scaler), MethodType(step_, scaler)
-        scaler.update = MethodType(update_, scaler)
+        _override(scaler, "unscale_", may_step)
+        _override(scaler, "step", may_step)
+        self.add_gated(scaler, "update")
 
     def add_gated(self, owner: Any, name: str) -> None:
         """Let a method do nothing before the last piece of a global batch, and in a repeated one.
@@ -352,12 +409,7 @@ class StepGate:
             owner: object with the method, such as a scheduler.
             name: name of the method.
         """
-        usual = getattr(owner, name)
-
-        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return usual(*args, **kwargs) if self.is_open else None
-
-        setattr(owner, name, MethodType(method, owner))
+        _override(owner, name, lambda *_: self.is_open)
 
     def add_up_for(self, parameters: Sequence[Tensor]) -> bool:
         """Sum the gradients of the optimizers of some parameters; see :meth:`add_up`."""
@@ -396,13 +448,14 @@ class StepGate:
                 "GradScaler to lab.prepare()"
             )
         self.clock.lap("compute", ready=True)
+        self._rate = float(optimizer.param_groups[0]["lr"])
         absent = update.add_up()
         self._versions = []
         finite: Tensor | float = 1.0
         if self.scale.dynamic:
             finite = gradient_norm(update.parameters()).isfinite()
         own = RankNumbers(
-            piece.step, self.clock.ready_s, self.reached(), self._rows, self._loss, finite,
+            piece.step, self.clock.own_s, self.reached(), self._rows, self._loss, finite,
             len(absent), tuple(call.weight for call in self._calls if call.weight is not None),
         )  # fmt: skip
         rows = all_gather_floats(own.as_row())

@@ -273,6 +273,7 @@ class Recorder:
         first_steps: FirstSteps | None = None,
         most_writers: int = MOST_WRITERS,
         diverges: bool = False,
+        silent: bool = False,
     ) -> None:
         """Start at ``done`` of ``total`` steps.
 
@@ -288,6 +289,7 @@ class Recorder:
             first_steps: comparison of the wire with the forecast; None: nothing is compared.
             most_writers: largest number of ranks of which each writes its steps.
             diverges: True if each rank takes steps of its own.
+            silent: print nothing, since the script prints its own progress.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
@@ -298,7 +300,7 @@ class Recorder:
         self._open(done)
         self._writing = threading.RLock()
         self._task = task
-        self._reporter = Reporter(task, total, done, config.log_interval, silent=rank != 0)
+        self._reporter = Reporter(task, total, done, config.log_interval, silent or rank != 0)
         if group.device.type == "cuda":  # the measurements for the plan do not count
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync

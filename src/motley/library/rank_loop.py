@@ -1,0 +1,202 @@
+"""One rank's part in a user's own loop on several ranks: shares, steps and records."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from motley.comm.modes import parse_wire
+from motley.data.source import make_seed
+from motley.engines.named_state import seed_random
+from motley.errors import MotleyError
+from motley.faults import Phase
+from motley.library.loop_records import LoopRecords
+from motley.library.sample_order import Batches, SampleOrder
+from motley.library.session import Session
+from motley.library.share_follower import RankTime, ShareFollower
+from motley.library.share_schedule import Piece, ShareSchedule
+from motley.library.speed_memory import SpeedMemory
+from motley.library.step_gate import FinishedStep, StepGate
+from motley.plan.plan import Plan
+from motley.plan.precision import LossScale, PerRank
+from motley.plan.replan import list_devices
+from motley.plan.wire import Addition
+
+
+class RankLoop:
+    """The state of a loop that several ranks share.
+
+    Args:
+        session: connection to the other ranks.
+        shares: the user's shares; None: by speed.
+        micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+        wire: name of a wire mode.
+        seed: seed of the random numbers of rows and of drop-out.
+        folder: folder of all runs, and name of this run's folder or None.
+
+    Attributes:
+        session: connection to the other ranks.
+        names: for messages, each rank with its host.
+        schedule: the shares of all ranks.
+        order: the order of samples.
+        gate: the gate between pieces and steps.
+        scale: the loss scale that all ranks share.
+        records: the records of the run.
+        piece: the present piece; None outside of a loop over training data.
+        seed: seed of the random numbers of rows and of drop-out.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        shares: PerRank[float] | None,
+        micro_batch: int | None,
+        wire: str,
+        seed: int,
+        folder: tuple[str, str | None],
+    ) -> None:
+        group = session.group
+        assert group.rank is not None
+        self.session, self.seed = session, seed
+        self.rank, self.size, self.device = group.rank, group.size, group.device
+        self.names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
+        self.piece: Piece | None = None
+        self.order = SampleOrder()
+        self.records = LoopRecords(session.world, group, *folder)
+        session.before_end, session.finish = self.records.end, self.records.finish
+        self.schedule = ShareSchedule(
+            (1.0,) * self.size if shares is None else shares.for_ranks(self.size), micro_batch
+        )
+        self._micro_batch = micro_batch
+        self._follows = shares is None and self.size > 1
+        self._follower: ShareFollower | None = None
+        self._rows_before: list[int] = []  # rows of each rank in the step before
+        mode = parse_wire(wire)
+        if mode is None or mode.addition is Addition.LOCAL_STEPS:
+            raise MotleyError(f"wire={wire!r}: give exact, bf16, fp16 or powersgd:RANK")
+        self.scale = LossScale(1.0, dynamic=False)
+        reducer = mode.in_job(group.precisions).reducer(self.device)
+        self.gate = StepGate(self.names, self.rank, self.device, reducer, self.scale)
+        self.gate.clock.at_once = not group.has_gpus
+        self.gate.clock.on_phase = self.set_status
+        self.gate.on_step = self._end_step
+
+    def set_status(self, phase: Phase) -> None:
+        """Report the phase of this rank. It has no time limit: the user's code may take any."""
+        self.session.world.supervisor.set_status(phase, None)
+
+    def start_pass(
+        self, batches: Batches, models: Sequence[nn.Module], step: int, epochs: int
+    ) -> None:
+        """Prepare for the first step of a pass over training data. All ranks call it.
+
+        Args:
+            batches: indices of each global batch.
+            models: the models, for the records.
+            step: number of the next step.
+            epochs: number of passes that are still expected, this one included.
+        """
+        if self.records.has_started or not batches:
+            return
+        numbers = sum(each.numel() for model in models for each in model.state_dict().values())
+        trained = sum(
+            each.numel() for model in models for each in model.parameters() if each.requires_grad
+        )
+        rows = max(map(len, batches))
+        if self._follows:
+            self._follow_shares(numbers, rows, step)
+        self.records.start(
+            self.schedule.get_plan(step, rows), numbers, trained, step,
+            step + epochs * len(batches),
+        )  # fmt: skip
+
+    def _follow_shares(self, numbers: int, rows: int, step: int) -> None:
+        """Start to choose shares by speed, from those of an earlier run if there was one."""
+        workers = self.session.group.workers
+        self._memory = SpeedMemory(workers[self.rank], self._micro_batch, numbers)
+        most = self._micro_batch or rows
+        tables = self._memory.recall_all(most)
+        devices = list_devices(workers, [most] * self.size)
+        self._follower = ShareFollower(devices, self._micro_batch, tables)
+        if tables:
+            self.schedule.change(step, self._follower.split(rows))
+
+    def begin_piece(self, piece: Piece) -> None:
+        """Start a piece, whose rows are read."""
+        if self.piece is None or self.piece.step != piece.step:
+            # Drop-out differs between ranks and steps. A repeated step has the same drop-out.
+            seed_random(make_seed(self.seed, self.rank, piece.step), self.device)
+            self.session.world.supervisor.step = piece.step
+        self.piece = piece
+        self.gate.begin_piece(piece)
+
+    def leave_pass(self) -> None:
+        """End a pass over training data."""
+        self.gate.leave_loop()
+        self.piece = None
+
+    def _end_step(self, step: FinishedStep) -> None:
+        """Record a step of all ranks, and change the shares if others are faster."""
+        piece = step.piece
+        self.records.step(step, self.schedule.get_plan(piece.step, piece.global_rows))
+        rows = [int(each.rows) for each in step.numbers]
+        # On a GPU the times are those of the step before.
+        timed, self._rows_before = (rows if self.gate.clock.at_once else self._rows_before), rows
+        if self._follower is None or not timed:
+            return
+        own_s = [each.own_s for each in step.numbers]
+        times = [RankTime(*each) for each in zip(timed, own_s, strict=True)]
+        full = self._get_full_plan(piece.step + 1).counts
+        better = self._follower.step(piece.step, times, full)
+        if better is not None:
+            # No rank's loader has asked for rows of this step yet.
+            first = 1 + int(max(piece.step, *(each.reached for each in step.numbers)))
+            self._change_shares(first, better, full)
+
+    def _change_shares(self, first: int, better: Sequence[int], full: Sequence[int]) -> None:
+        """Give the ranks other shares.
+
+        Args:
+            first: first step with these shares.
+            better: rows of each rank in a full batch.
+            full: rows of each rank before.
+        """
+        assert self._follower is not None
+        self.schedule.change(first, better)
+        self._follower.change(first)
+        self._memory.keep(self._follower.tables[self.rank])
+        self.records.note(
+            "replan",
+            f"the ranks take {' + '.join(map(str, better))} rows from step {first} on (before: "
+            f"{' + '.join(map(str, full))})",
+            step=first, counts=list(better), before=list(full),
+        )  # fmt: skip
+        self.records.record_shares(self._get_full_plan(first), self._follower.tables)
+
+    def _get_full_plan(self, step: int) -> Plan:
+        """Return the shares of a usual global batch at a step."""
+        return self.schedule.get_plan(step, self.records.full_batch)
+
+    def describe_plan(self, step: int) -> str:
+        """Return the shares of all ranks at a step, one line per rank."""
+        counts = self._get_full_plan(step).counts
+        tables: Sequence[Any] = self._follower.tables if self._follower else ()
+        lines = []
+        for rank, (name, count) in enumerate(zip(self.names, counts, strict=True)):
+            time = f", {tables[rank].compute_seconds(count):.3g} s" if tables else ""
+            lines.append(f"{name}: {count} of {self.records.full_batch} rows{time}")
+        return "\n".join(lines)
+
+    def broadcast_text(self, make: Any) -> Any:
+        """Call ``make`` on rank 0, and return its JSON on all ranks, or raise its MotleyError."""
+        content: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                content = [make(), None]
+            except MotleyError as error:  # the other ranks must receive it
+                content = [None, str(error)]
+        torch.distributed.broadcast_object_list(content, src=0, device=self.device)
+        if content[1] is not None:
+            raise MotleyError(content[1])
+        return content[0]
