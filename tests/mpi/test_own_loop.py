@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from jobs import Jobs
 
+from motley.membership.survivors import SURVIVE
+from motley.records.run_folder import RunFolder
+
 pytestmark = pytest.mark.mpi
 
 LOOP = "tests/support/drivers/plain_loop.py"
@@ -85,6 +88,28 @@ def test_a_stopped_loop_continues_on_other_ranks(jobs: Jobs, save_at: int) -> No
     whole["scores"] = whole["scores"][-len(rest["scores"]) :]
     assert difference(whole, rest) < 2e-6
     assert len(rest["losses"]) == 8
+
+
+# The first rank, before the sum; another one, after it, which is followed by an evaluation.
+@pytest.mark.parametrize("kill", [(0, 2, 0), (2, 3, 1)])
+def test_a_lost_rank_costs_no_step(jobs: Jobs, kill: tuple[int, int, int]) -> None:
+    case = {"schedule": "onecycle", "augment": True, "parts": ["average"], "evaluate": True}
+    whole = play(jobs, 1, "1", case)
+    out, case = jobs.logs / "out.json", case | {"logs": str(jobs.logs), "run": "lost"}
+    done = jobs.run(3, LOOP, json.dumps(case | {"kill": kill}), out, **SURVIVE,
+                    MOTLEY_SHARES="5,2,3")  # fmt: skip
+    assert done.code == 0 and "on with 2 of 3 ranks" in done.output, done.output
+    assert difference(whole, json.loads(out.read_text())) < 2e-6
+    assert [each["event"] for each in RunFolder(jobs.logs / "lost").read_events()] == [
+        "lost", "regroup", "finished",
+    ]  # fmt: skip
+
+
+def test_an_error_in_the_loop_ends_all_ranks_and_is_the_last_word(jobs: Jobs) -> None:
+    out = jobs.logs / "out.json"
+    done = jobs.run(2, LOOP, json.dumps({"logs": str(jobs.logs), "parts": 5}), out)
+    assert done.code == 1 and done.seconds < 60
+    assert "motley: rank " in done.output and "TypeError" in done.output, done.output
 
 
 @pytest.mark.parametrize("save_at", [3, 4])

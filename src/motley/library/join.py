@@ -58,6 +58,7 @@ def join(
         MotleyError: the script has joined already, or has a process group of its own.
     """
     from motley.library.lab import Lab
+    from motley.library.loop_state import LoopState
     from motley.library.rank_loop import RankLoop
     from motley.library.refusals import check_allowed
     from motley.library.sample_order import kept_random_state
@@ -77,10 +78,10 @@ def join(
     if micro_batch is not None and micro_batch < 1:
         raise MotleyError(f"micro_batch={micro_batch}: give 1 row or more")
     alone = is_alone() and given is None and micro_batch is None
-    loop = None
+    loop, state = None, LoopState()
     if not alone:
         with kept_random_state():  # the measurement of a device's precision draws numbers
             session = Session(precision)
-        loop = RankLoop(session, given, micro_batch, wire, seed, (logs, run))
-    _LABS.append(Lab(loop, (logs, run), allow))
+        loop = RankLoop(session, given, micro_batch, wire, seed, (logs, run), state)
+    _LABS.append(Lab(loop, state, (logs, run), allow))
     return _LABS[0]

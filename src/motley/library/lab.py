@@ -47,26 +47,25 @@ class Lab:
 
     Args:
         loop: this rank's part in the loop; None: the process is alone, and nothing is divided.
+        state: objects of the loop.
         folder: folder of all runs, and name of this run's folder or None.
         allow: names of what is not exact and is accepted.
 
     Attributes:
-        rank: number of this rank among those that train.
-        size: number of ranks that train.
         device: device of this rank.
     """
 
     def __init__(
         self,
         loop: RankLoop | None,
+        state: LoopState,
         folder: tuple[str, str | None] = ("logs", None),
         allow: Collection[str] = (),
     ) -> None:
         self._loop, self._folder, self._allow = loop, folder, frozenset(allow)
-        self.rank, self.size = (loop.rank, loop.size) if loop else (0, 1)
         alone = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.device = loop.device if loop else alone
-        self._state, self._position = LoopState(), LoopPosition()
+        self._state, self._position = state, LoopPosition()
         self._loaders: list[LabLoader] = []  # of training data
         self._checkpoints: LoopCheckpoints | None = None
         self._best: float | None = None
@@ -75,11 +74,23 @@ class Lab:
         self._loss: Tensor | None = None  # without other ranks
         self._random: tuple[RandomState, list[Tensor]] | None = None  # to restore, alone
         self._checked = False  # True once the layers of all models were checked in this pass
+        if loop is not None:
+            loop.pause = self._pause
 
     def __repr__(self) -> str:
         return f"Lab(rank {self.rank} of {self.size}, {self.device})"
 
     # -- the ranks
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among those that train."""
+        return self._loop.rank if self._loop else 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that train."""
+        return self._loop.size if self._loop else 1
 
     @property
     def is_main(self) -> bool:
@@ -111,7 +122,8 @@ class Lab:
             for leaf in leaves
         ]
         flat = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-        sums = torch.tensor(all_gather_floats(list(flat)), dtype=torch.float64).sum(dim=0)
+        rows = self._loop.repeat_collective(lambda: all_gather_floats(list(flat), can_leave=True))
+        sums = torch.tensor(rows, dtype=torch.float64).sum(dim=0)
         result: T = _fill(value, iter(torch.split(sums, [len(part) for part in parts])))
         return result
 
@@ -325,8 +337,9 @@ class Lab:
         norm = torch.nn.utils.get_total_norm(gradients, **options)
         # Unlike devices round differently, and clip factors that differ in one bit would make the
         # ranks' parameters diverge.
-        self._loop.gate.norm = all_gather_floats([norm])[0][0]
-        norm.fill_(self._loop.gate.norm)
+        rows = self._loop.repeat_collective(lambda: all_gather_floats([norm], can_leave=True))
+        self._loop.gate.norm = rows[0][0]
+        norm.fill_(rows[0][0])
         torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
         return norm
 
@@ -377,6 +390,15 @@ class Lab:
         at = TrainState(where["step"], where["epoch"], 0)
         progress = make_progress(at, 0, scale, make_config(*self._folder).as_json(), {})
         checkpoints.save(progress, where, best)
+
+    def _pause(self) -> str:
+        """Save a checkpoint before the job pauses; return a sentence on it."""
+        if self._position.step == 0:
+            return ""
+        self.save()
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        return f"saved as of step {self._position.step}"
 
     def _open_checkpoints(self) -> LoopCheckpoints:
         """Return the checkpoints of the run; rank 0 calls it."""
@@ -488,7 +510,7 @@ class Lab:
         self._checked = False
         if self._loop is not None:
             left = max(1, self._epochs - self._position.epoch)
-            self._loop.start_pass(batches, self._state.models, self._position.step, left)
+            self._loop.start_pass(batches, self._position.step, left)
 
 
 def _collect(value: Any, leaves: list[Any]) -> None:

@@ -11,7 +11,7 @@ from motley.faults import Phase
 from motley.library.loop_position import LoopPosition, list_generators
 from motley.library.piece_loader import PieceReader
 from motley.library.rank_loop import RankLoop
-from motley.library.sample_order import RandomState
+from motley.library.sample_order import Batches, RandomState
 
 if TYPE_CHECKING:
     from motley.library.lab import Lab
@@ -45,7 +45,7 @@ class LabLoader:
         self._lab, self._loop, self._position = lab, loop, position
         self.source, self._train, self.passes = source, train, 0
         if loop is not None:
-            self._pieces = PieceReader(source, loop.schedule, loop.rank, loop.seed)
+            self._pieces = PieceReader(source, loop.schedule, lambda: loop.rank, loop.seed)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -62,9 +62,14 @@ class LabLoader:
         return self._train_pass(loop) if self._train else self._held_out_pass(loop)
 
     def _held_out_pass(self, loop: RankLoop) -> Iterator[Any]:
-        batches = loop.order.draw(self.source)
+        batches = self._draw(loop)
         loop.set_status(Phase.EVALUATE)
         yield from self._pieces.read_held_out(batches, self._position.step)
+
+    def _draw(self, loop: RankLoop) -> Batches:
+        """Return the indices of each global batch of an epoch; all ranks call it."""
+        generators = list_generators(self.source)
+        return loop.repeat_collective(lambda: loop.order.draw(self.source, generators, loop.device))
 
     def _start_pass(self, order: RandomState) -> int:
         """Start a pass over the training data, and return the batch to start with."""
@@ -101,20 +106,24 @@ class LabLoader:
         gate, position = loop.gate, self._position
         first, epoch = self._start_pass(loop.order.state or RandomState()), self.passes - 1
         try:
-            batches = loop.order.draw(self.source)
+            batches = self._draw(loop)
+            position.order = loop.order.before
             self._lab.start_pass(batches)
             gate.reached = lambda: self._pieces.reached
             gate.clock.restart()
             while first < len(batches):
+                loop.changed = False
                 for piece, rows in self._pieces.read(batches, epoch, first, position.step):
-                    position.batch, position.step = piece.batch + 1, piece.step + 1
                     loop.begin_piece(piece)
+                    position.batch, position.step = piece.batch + 1, piece.step + 1
                     yield rows
                     if gate.repeats:
-                        first, position.step = piece.batch, piece.step
+                        position.step = piece.step
+                    else:
+                        gate.end_piece()
+                        first = piece.batch + piece.last
+                    if loop.changed:  # this rank has other rows now
                         break
-                    gate.end_piece()
-                    first = piece.batch + piece.last
         finally:
             loop.leave_pass()
             position.end_pass()

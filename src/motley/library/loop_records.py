@@ -66,6 +66,7 @@ class LoopRecords:
         self._run: Run | None = None
         self._open = ExitStack()
         self._recorder: Recorder | None = None
+        self._content: dict[str, Any] = {}  # of run.json
         self._steps = 0
         self.full_batch = 0
 
@@ -106,7 +107,7 @@ class LoopRecords:
             total: number of steps of the whole run, as far as it is known.
         """
         config, group, self.full_batch = self.config, self._group, plan.global_batch
-        content = {
+        self._content = {
             "config": {**config.as_json(), "batch_size": plan.global_batch, "own_loop": True},
             "task": {"name": config.task, "unit": LoopTask.unit, "weight": 1.0,
                      "title": LoopTask().title()},
@@ -118,15 +119,44 @@ class LoopRecords:
             "memory": None, "advice": [], "links": None, "links_of_earlier_run": None,
             "start": self._world.clock.as_json(), "backend": group.backend,
         }  # fmt: skip
-        self.run.start(content, step)
-        self._open.enter_context(gpu_logger(self._world, group, self.run.folder, self._progress))
-        self._recorder = self._open.enter_context(
-            Recorder(
-                self.run, LoopTask(), group, config, tells_sync=True, done=step, total=total,
-                compiles=True, silent=True,
-            )
+        self._record(step)
+
+    def _record(self, step: int) -> None:
+        """Write run.json, and open the records of the steps that follow; all ranks call it."""
+        run, group, total = self.run, self._group, self._content["last_step"]
+        run.start(self._content, step)
+        self._open = ExitStack()
+        self._open.enter_context(gpu_logger(self._world, group, run.folder, self._progress))
+        recorder = Recorder(
+            run, LoopTask(), group, self.config, tells_sync=True, done=step, total=total,
+            compiles=True, silent=True,
         )  # fmt: skip
-        self._world.supervisor.before_end(self._recorder.last_words, lambda: "start it again")
+        self._recorder = self._open.enter_context(recorder)
+        self._world.supervisor.before_end(recorder.last_words, lambda: "start it again")
+
+    def continue_with(
+        self, world: World, group: ProcessGroup, plan: Plan, step: int, lost: str
+    ) -> None:
+        """Continue with the survivors of a lost rank; all of them call it.
+
+        Args:
+            world: the survivors.
+            group: process group of the ranks that train.
+            plan: shares of a usual global batch.
+            step: number of steps that are done.
+            lost: sentence on the lost rank.
+        """
+        assert self._run is not None
+        self._open.close()
+        self._world, self._group = world, group
+        self._run.for_survivors(world)
+        self._content = {
+            **self._content, "ranks": [worker.as_json() for worker in group.workers],
+            "left_out": [entry.as_json() for entry in group.left_out],
+            "plan": _describe(plan, ()), "backend": group.backend,
+        }  # fmt: skip
+        self._record(step)
+        self.note("regroup", f"{lost}; the others continue with step {step}", step=step)
 
     def step(self, step: FinishedStep, plan: Plan) -> None:
         """Add a step.

@@ -80,6 +80,18 @@ class LoopState:
                     "without lab.resume()"
                 ) from None
 
+    def load_step(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Load what a step of the optimizers changes, as another rank has it after the step.
+
+        Schedulers and other objects stay: this rank's own code changes them after the step.
+        """
+        for name, owner in self._named():
+            state = put_together(content[name], tensors)
+            if isinstance(owner, nn.Module):
+                owner.load_state_dict(state)
+            elif isinstance(owner, Optimizer):
+                owner.load_state_dict({**owner.state_dict(), "state": state["state"]})
+
     def _named(self) -> list[tuple[str, Any]]:
         """Return all objects with the names by which a checkpoint knows them."""
         models = [("model" if n == 0 else f"optimizer.model{n}", each)

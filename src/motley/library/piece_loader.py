@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ class PieceReader:
     Args:
         loader: the user's loader.
         schedule: the shares of all ranks.
-        rank: number of this rank.
+        rank: returns the number of this rank, which a lost rank changes.
         seed: seed of the random numbers of rows.
 
     Attributes:
@@ -140,7 +140,7 @@ class PieceReader:
     """
 
     def __init__(
-        self, loader: "DataLoader[Any]", schedule: ShareSchedule, rank: int, seed: int
+        self, loader: "DataLoader[Any]", schedule: ShareSchedule, rank: Callable[[], int], seed: int
     ) -> None:
         self._reader, self._schedule = RankReader(loader), schedule
         self._rank, self._seed = rank, seed
@@ -173,7 +173,7 @@ class PieceReader:
         def request() -> Iterator[list[Key]]:
             for indices in batches:
                 plan = self._schedule.get_plan(step, len(indices))
-                for part in slices(indices, plan, self._rank):
+                for part in slices(indices, plan, self._rank()):
                     if part:
                         yield make_keys(part, 0)
 
@@ -194,7 +194,7 @@ class PieceReader:
             indices, at = batches[batch], step + batch - first_batch
             plan = self._schedule.get_plan(at, len(indices))
             self.reached = at
-            parts = slices(indices, plan, self._rank)
+            parts = slices(indices, plan, self._rank())
             for number, part in enumerate(parts):
                 self._pending.append(
                     Piece(at, epoch, batch, len(part), len(indices), number == len(parts) - 1,

@@ -38,21 +38,30 @@ class Session:
         self.finish: Callable[[], None] = self.world.supervisor.finish
         self._failed = False
         self._usual_hook = sys.excepthook
-        sys.excepthook = self._end_with
+        self.catch_errors()
         world = self.world
         world.supervisor.set_status(Phase.BUILD, None)
         self.group: ProcessGroup = join_process_group(world, read_precisions(precision))
+        self.catch_errors()
         atexit.register(self._end)
         if self.group.rank is None:
             for line in self.group.describe_left_out():
                 print(f"motley: {line}", file=sys.stderr, flush=True)
             sys.exit(0)  # which waits for the others
 
+    def catch_errors(self) -> None:
+        """End all ranks with the first uncaught error. Call it after a process group is made.
+
+        Torch replaces ``sys.excepthook`` then, and has its hook print to a string.
+        """
+        sys.excepthook = self._end_with
+
     def _end_with(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """End all ranks, because of an error that the script has not caught."""
         self._failed = True
+        sys.excepthook = self._usual_hook  # which words the fault
         self.world.supervisor.fail(error)
 
     def _end(self) -> None:
@@ -68,7 +77,7 @@ class Session:
             self.finish()
         except BaseException as error:
             self.world.supervisor.fail(error)
-        self.world.supervisor.end_without_lost()
+        self.world.supervisor.end_without_lost(at_once=True)
 
 
 def check_joinable() -> None:

@@ -58,6 +58,12 @@ class ShareFollower:
         self._monitor = ReplanMonitor(self.tables, devices) if tables else None
         self._quiet_until = 0  # step until which old shares are in use
 
+    def keep_ranks(self, ranks: Sequence[int]) -> "ShareFollower":
+        """Return the follower of some ranks alone, with their speeds."""
+        tables = [self.tables[rank] for rank in ranks] if self.tables else ()
+        devices = [self._devices[rank] for rank in ranks]
+        return ShareFollower(devices, self._micro_batch, tables)
+
     def split(self, rows: int) -> tuple[int, ...]:
         """Return the rows of each rank in a global batch, by the speeds."""
         return split(rows, self.tables)

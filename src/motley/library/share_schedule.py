@@ -53,6 +53,17 @@ class ShareSchedule:
         self._changes = [each for each in self._changes if each[0] < step]
         self._changes.append((step, tuple(shares)))
 
+    def keep_ranks(self, ranks: Sequence[int]) -> None:
+        """Divide all coming batches among some ranks alone, in the same proportions.
+
+        Args:
+            ranks: numbers of the surviving ranks.
+        """
+        kept = [(step, tuple(shares[rank] for rank in ranks)) for step, shares in self._changes]
+        self._changes = [
+            (step, shares if any(shares) else (1.0,) * len(ranks)) for step, shares in kept
+        ]
+
     def get_plan(self, step: int, rows: int) -> Plan:
         """Return the plan of a global batch with this number of rows."""
         shares = next(shares for first, shares in reversed(self._changes) if first <= step)

@@ -108,6 +108,36 @@ class FinishedStep:
     laps: Laps
 
 
+class GroupChangedError(Exception):
+    """A rank was lost, and the survivors have formed a new group.
+
+    Attributes:
+        outcome: result of the collective that this rank was in, if another survivor had finished
+            it. None: no rank had.
+    """
+
+    def __init__(self, outcome: Any = None) -> None:
+        super().__init__("a rank was lost")
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class SumOutcome:
+    """The outcome of one sum of gradients, equal on all ranks.
+
+    Attributes:
+        numbers: numbers of all ranks, by rank.
+        loss: mean loss of the global batch.
+        overflow: True if the sum is not finite, so that no rank steps.
+        totals: weights of all ranks' rows in each backward call that has one.
+    """
+
+    numbers: tuple[RankNumbers, ...]
+    loss: float
+    overflow: bool
+    totals: tuple[float, ...]
+
+
 class _Update:
     """One optimizer, and the sum of its parameters' gradients.
 
@@ -117,7 +147,7 @@ class _Update:
 
     Attributes:
         summed: step whose gradients are summed already; None: none is.
-        overflow: True if the sum is not finite, so that no rank steps.
+        may_step: True if the optimizer may step with the sum.
     """
 
     def __init__(
@@ -127,7 +157,7 @@ class _Update:
         self._known = list(map(id, self.all_parameters()))
         self._trained: list[Tensor] = []
         self.summed: int | None = None
-        self.overflow = False
+        self.may_step = False
 
     def all_parameters(self) -> list[Tensor]:
         """Return all parameters of the optimizer, frozen ones included."""
@@ -190,6 +220,8 @@ class StepGate:
         clock: this rank's time by activity.
         reached: returns the last step that this rank's loader has requested.
         on_step: called after each step, before the loader is asked for more rows.
+        collective: runs a collective, and returns its result; raises GroupChangedError if a rank
+            was lost meanwhile.
         numbers: numbers of all ranks in the last step, by rank.
         loss: loss of the last step; None before it.
         stepped: True if the last call of ``optimizer.step()`` has changed parameters.
@@ -211,7 +243,8 @@ class StepGate:
         self.clock = Clock(device)
         self.reached: Callable[[], int] = lambda: -1
         self.on_step: Callable[[FinishedStep], None] = lambda step: None
-        self.numbers: list[RankNumbers] = []
+        self.collective: Callable[[Callable[[], SumOutcome]], SumOutcome] = lambda work: work()
+        self.numbers: Sequence[RankNumbers] = ()
         self.loss: float | None = None
         self.stepped = self.repeats = False
         self._updates: dict[Optimizer, _Update] = {}
@@ -226,6 +259,7 @@ class StepGate:
         self._loss: Tensor | float = 0.0
         self._rows, self._rate = 0, 0.0
         self.norm: float | None = None
+        self._overflow = False  # True if a sum of the step was not finite
         self._was_asked = False  # True if an optimizer was to step in the present piece
 
     # -- pieces
@@ -252,7 +286,7 @@ class StepGate:
             return
         assert self.loss is not None
         step = FinishedStep(
-            piece, self.numbers, self.loss, self.norm, any(each.overflow for each in done),
+            piece, self.numbers, self.loss, self.norm, self._overflow,
             self.scale.value, self._rate, self.clock.cut(),
         )  # fmt: skip
         self._start_step()
@@ -440,7 +474,7 @@ class StepGate:
                 "gradient there: call it inside that loop"
             )
         if update.summed == piece.step:
-            return not update.overflow
+            return update.may_step
         if any(gradient._version != version for gradient, version in self._versions):
             raise MotleyError(
                 "the gradient was changed between lab.backward() and optimizer.step(), before the "
@@ -449,8 +483,26 @@ class StepGate:
             )
         self.clock.lap("compute", ready=True)
         self._rate = float(optimizer.param_groups[0]["lr"])
-        absent = update.add_up()
+        is_here = True
+        try:
+            outcome = self.collective(lambda: self._sum(update, piece))
+        except GroupChangedError as change:
+            if change.outcome is None:
+                self.drop()
+                return False
+            # Another rank has finished the step, and this one has received its parameters.
+            outcome, is_here = change.outcome, False
         self._versions = []
+        self.numbers, self.loss, self._totals = outcome.numbers, outcome.loss, outcome.totals
+        self._overflow |= outcome.overflow
+        self.scale.update(outcome.overflow)
+        update.summed, update.may_step = piece.step, is_here and not outcome.overflow
+        self.stepped = not is_here and not outcome.overflow
+        return update.may_step
+
+    def _sum(self, update: _Update, piece: Piece) -> SumOutcome:
+        """Sum the gradients of an optimizer over all ranks, and divide them by the true weight."""
+        absent = update.add_up()
         finite: Tensor | float = 1.0
         if self.scale.dynamic:
             finite = gradient_norm(update.parameters()).isfinite()
@@ -458,35 +510,44 @@ class StepGate:
             piece.step, self.clock.own_s, self.reached(), self._rows, self._loss, finite,
             len(absent), tuple(call.weight for call in self._calls if call.weight is not None),
         )  # fmt: skip
-        rows = all_gather_floats(own.as_row())
+        numbers = [
+            RankNumbers.from_row(row) for row in all_gather_floats(own.as_row(), can_leave=True)
+        ]
         self.clock.lap("sync")
-        self.numbers = [RankNumbers.from_row(row) for row in rows]
-        self._check_numbers()
-        if all(each.absent for each in self.numbers):
+        self._check_numbers(numbers)
+        if all(each.absent for each in numbers):
             drop_absent(update.parameters(), absent, wire_device(self._device))
-        correction = self._get_correction()
-        loss = math.fsum(float(each.loss) for each in self.numbers)
-        self.loss = loss / (correction or 1.0)
-        update.overflow = not all(each.finite for each in self.numbers)
+        totals = tuple(map(math.fsum, zip(*(each.weights for each in numbers), strict=True)))
+        correction = self._get_correction(totals)
+        overflow = not all(each.finite for each in numbers)
         zero = torch.zeros((), device=self._device)
         factor = None if correction is None else torch.tensor(correction, dtype=torch.float64)
         unscale_and_clip(update.parameters(), zero, self.scale.value, None, factor)
-        self.scale.update(update.overflow)
-        self._reducer.after_step(not update.overflow, 1.0)
-        update.summed = piece.step
-        return not update.overflow
+        self._reducer.after_step(not overflow, 1.0)
+        loss = math.fsum(float(each.loss) for each in numbers)
+        return SumOutcome(tuple(numbers), loss / (correction or 1.0), overflow, totals)
+
+    def join_group(self, names: Sequence[str], rank: int, reducer: Reducer) -> None:
+        """Continue in another group of ranks.
+
+        Args:
+            names: for messages, each rank with its host.
+            rank: number of this rank.
+            reducer: reducer of the wire mode in the new group.
+        """
+        self._names, self._rank, self._reducer = list(names), rank, reducer
 
     def _begin_sum(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         return leavable(self._reducer.send(bucket), self._device)
 
-    def _check_numbers(self) -> None:
+    def _check_numbers(self, numbers: Sequence[RankNumbers]) -> None:
         """Raise MotleyError if the ranks are not in the same step, or a loss is not finite."""
-        steps = {each.step for each in self.numbers}
-        calls = {len(each.weights) for each in self.numbers}
+        steps = {each.step for each in numbers}
+        calls = {len(each.weights) for each in numbers}
         if len(steps) > 1 or len(calls) > 1:
             listed = ", ".join(
                 f"{name}: batch {int(each.step)}, {len(each.weights)} weighted losses"
-                for name, each in zip(self._names, self.numbers, strict=True)
+                for name, each in zip(self._names, numbers, strict=True)
             )
             raise MotleyError(
                 f"optimizer.step() was called in different batches on different ranks ({listed}): "
@@ -494,21 +555,23 @@ class StepGate:
                 "number of passes through the loop differs between them; use lab.batch in it, or "
                 "a larger batch_size in place of accumulation"
             )
-        bad = [rank for rank, each in enumerate(self.numbers) if not math.isfinite(each.loss)]
+        bad = [rank for rank, each in enumerate(numbers) if not math.isfinite(each.loss)]
         if bad and not self.scale.dynamic:
             indices = ", ".join(map(str, self.piece.indices[:8])) if self.piece else ""
             own = f"; the rows of its last piece have the indices {indices}" * (self._rank in bad)
             raise NotFiniteError(
                 f"the loss of {self._names[bad[0]]} is not finite in step "
-                f"{int(self.numbers[0].step)}{own}: lower the learning rate, clip with "
+                f"{int(numbers[0].step)}{own}: lower the learning rate, clip with "
                 "lab.clip_grad_norm_(), or look at these rows"
             )
 
-    def _get_correction(self) -> float | None:
-        """Return the factor by which the gradient is too large; None: it is exact."""
+    def _get_correction(self, totals: Sequence[float]) -> float | None:
+        """Return the factor by which the gradient is too large; None: it is exact.
+
+        Args:
+            totals: weights of all ranks' rows in each backward call that has one.
+        """
         usual = [call.usual for call in self._calls if call.weight is not None]
-        totals = [math.fsum(each) for each in zip(*(n.weights for n in self.numbers), strict=True)]
-        self._totals = tuple(totals)
         if not totals:
             return None
         ratios = [total / divisor for total, divisor in zip(totals, usual, strict=True)]

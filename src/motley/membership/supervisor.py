@@ -395,9 +395,15 @@ class Supervisor:
         own.change.freeing.join()
         return own.change.take()
 
-    def end_without_lost(self) -> None:
-        """Have this process end without MPI_Finalize if a rank is lost: MPI would wait for it."""
-        if self._own.change.group:
+    def end_without_lost(self, at_once: bool = False) -> None:
+        """Have this process end without MPI_Finalize if a rank is lost: MPI would wait for it.
+
+        Args:
+            at_once: end it now, as the last of the functions that run at its exit.
+        """
+        if self._own.change.group and at_once:
+            self._own.leave(0)
+        elif self._own.change.group:
             atexit.register(self._own.leave, 0)
 
     def gather(self, value: Any) -> list[Any]:

@@ -40,7 +40,7 @@ from motley.train.compile_archive import CompileKeeper
 from motley.train.loop import Loop
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, memory_peak
-from motley.train.rescue import GroupRebuild, Rescue, arm_rescue
+from motley.train.rescue import JobRebuild, Rescue, arm_rescue
 from motley.train.setup import Job, MonitorFactory, StartedJob, begin
 from motley.train.summary import make_records, print_summary, print_verdict
 
@@ -93,7 +93,7 @@ def train(
     keeper = CompileKeeper(world, config)
     keeper.take(world)
     world.clock.lap("prepare")
-    survivor, survivors = GroupRebuild(world, config), None
+    survivor, survivors = JobRebuild(world, config), None
     while True:
         try:
             return train_with(survivor, survivors, run, keeper, engine_factory, make_model, monitor)
@@ -102,7 +102,7 @@ def train(
 
 
 def train_with(
-    survivor: GroupRebuild,
+    survivor: JobRebuild,
     survivors: Survivors | None,
     run: Run,
     keeper: CompileKeeper,

@@ -5,7 +5,9 @@ python tests/support/drivers/plain_loop.py '{"opt": "adamw"}' OUT.json
 
 import contextlib
 import json
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +58,7 @@ class Loop:
     save_at: int | None = None  # saves after so many steps
     stop: bool = False  # ends there
     path: str = "auto"  # to resume
+    kill: list[int] = field(default_factory=list)  # rank, step, and 1 if it dies after the sum
 
 
 class Log:
@@ -243,7 +246,27 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, steps: int) -> An
     return None
 
 
+def kill_rank(rank: int, step: int, after: int) -> None:
+    """Have a rank die in the middle of a step, before or after the sum of gradients."""
+    from motley.library.step_gate import StepGate
+
+    usual = StepGate._sum
+
+    def add_up(self: StepGate, update: Any, piece: Any) -> Any:
+        dies = int(os.environ["OMPI_COMM_WORLD_RANK"]) == rank and piece.step == step
+        if dies and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        outcome = usual(self, update, piece)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return outcome
+
+    StepGate._sum = add_up  # type: ignore[method-assign]
+
+
 def main(case: Loop, out: Path) -> None:
+    if case.kill:
+        kill_rank(*case.kill)
     torch.manual_seed(case.seed)
     np.random.seed(case.seed)
     random.seed(case.seed)
