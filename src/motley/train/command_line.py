@@ -185,10 +185,11 @@ def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
         general |= taken(group)
     # Checkpoints of earlier versions do not store what was typed. Their schedule ended with
     # --epochs.
-    typed = typed.union(saved.get(TYPED, ["epochs"]))
+    continued = frozenset(saved.get(TYPED, ["epochs"])) - typed
+    typed |= continued
     if "epochs" in typed:  # --max-steps then only ends one launch, not the run
         general.pop("max_steps", None)
-    return replace(config, **general, own=own, typed_names=typed)
+    return replace(config, **general, own=own, typed_names=typed, continued_names=continued)
 
 
 def list_different_options(config: Config, other: Config) -> list[str]:
