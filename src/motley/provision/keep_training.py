@@ -38,7 +38,7 @@ watches for other users, and ends with this script.
 
 The script gives up, and prints why, if another start makes no sense: after a wrong option, a
 loss that is not finite, or repeated faults without a step in between. Ctrl-C ends the script
-at once.
+at once, and so does SIGINT or SIGTERM to the script alone: kill PID.
 
 Within an allocation of Slurm's the line may be one of srun, whose nodes are asked through
 Slurm. Give salloc or sbatch --no-kill, for a job without that option ends with its first node:

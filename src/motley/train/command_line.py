@@ -239,7 +239,8 @@ def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]
             "says": (
                 f"how gradients are added up: {'; '.join(kind.says for kind in kinds)}. auto "
                 "(default): exact, or 16 bits if that is faster and some rank computes in 16 bits "
-                "anyway"
+                "anyway. exact/leafK, or with bf16 or fp16, spares the slow link of rank K; auto "
+                "chooses it too"
             ),
         },
         "strategy": {
