@@ -23,8 +23,9 @@ _OFF = 0.1  # deviation from the forecast that is reported
 _FIRST = 2  # first steps, which are not typical, because kernels are built
 _UNSURE = 1.5  # error factor of the plan from which its advice is called rough
 _SLOWER = 1.15  # ratio to the measurement at the start that is reported
-# Steps and seconds a step from which that ratio is no noise. Between two ranks on two processors,
-# steps of 20 to 40 ms took 1.2 to 1.8 times their measurement without any other program.
+# Steps and seconds a step from which that ratio is no noise. Two ranks on two processors took 0.9
+# to 1.7 times their measurement in steps of 30 to 70 ms, which is up to 11 ms. Loader processes and
+# the system use the same processors.
 _SLOWER_STEPS, _SLOWER_S, _SLOWER_GPU_S = 20, 0.02, 0.002
 _JOULES_OF_KWH = 3.6e6
 _FEW_KWH = 0.1

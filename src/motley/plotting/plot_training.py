@@ -212,7 +212,7 @@ def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
 def story(training: Training) -> str:
     """Return a title with the result of a run: its rate, and the part of the limit.
 
-    As in the verdict, the steps of the last launch count, because the limit is that launch's.
+    The steps of the last launch count, as in the verdict, because the limit is that launch's.
     """
     launch = training.last_launch() or training
     rate, unit = median(launch.rates()), training.unit
