@@ -367,8 +367,8 @@ class Lab:
     def save(self, best: bool = False) -> None:
         """Save a checkpoint of everything that :meth:`prepare` and :meth:`register` were given.
 
-        Rank 0 writes it to the folder ``checkpoints`` of the run while training continues. It
-        has hashes, and replaces the oldest of two. Before the last piece of a global batch the
+        Rank 0 writes it to the folder ``checkpoints`` of the run while training continues. A
+        checkpoint has hashes, and replaces the oldest of two. Before the last piece of a global batch the
         call does nothing.
 
         Args:

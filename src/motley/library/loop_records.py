@@ -132,7 +132,11 @@ class LoopRecords:
             compiles=True, silent=True,
         )  # fmt: skip
         self._recorder = self._open.enter_context(recorder)
-        self._world.supervisor.before_end(recorder.last_words, lambda: "start it again")
+        self._world.supervisor.before_end(
+            recorder.last_words,
+            lambda step: "start it again; lab.resume() continues from the last lab.save()",
+            clear_line="",
+        )
 
     def continue_with(
         self, world: World, group: ProcessGroup, plan: Plan, step: int, lost: str

@@ -103,7 +103,7 @@ class RankLoop:
         return self._mode.in_job(self.session.group.precisions).reducer(self.device)
 
     def set_status(self, phase: Phase) -> None:
-        """Report the phase of this rank. It has no time limit: the user's code may take any."""
+        """Report the phase of this rank, without a time limit for the user's code."""
         with contextlib.suppress(RankLostError):  # the next collective ends with an error
             self.session.world.supervisor.set_status(phase, None)
 
@@ -243,7 +243,7 @@ class RankLoop:
             rebuild.offer(self.session.group, lambda: None, without_first)
 
     def _continue_without(self, error: Exception) -> Any:
-        """Form the group of the survivors; return the result of this rank's collective, or None.
+        """Join the group of the survivors; return the result of this rank's collective, or None.
 
         The job ends if no rank is lost, or if the survivors cannot continue.
         """

@@ -15,8 +15,8 @@ class Piece:
         step: number of the global batch since the start of training.
         epoch: number of the pass over the data.
         batch: number of the global batch in its epoch.
-        rows: number of rows; 0 if this rank has none in the global batch. It then reads a row of
-            another rank, for a pass whose gradient does not count.
+        rows: number of rows; 0 if this rank has none in the global batch. The rank then reads
+            a row of another one, for a pass whose gradient does not count.
         global_rows: number of rows of the global batch.
         last: True for the last piece of this rank in the global batch.
         indices: indices of the rows in the data set.

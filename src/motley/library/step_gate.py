@@ -56,7 +56,7 @@ class RankNumbers:
         reached: last step that the rank's loader has requested.
         rows: rows of the rank in the step.
         loss: the rank's part of the loss.
-        finite: 1.0 if the sum of the gradients is finite, or if nobody asked.
+        finite: 1.0 if the sum of the gradients is finite, or if no loss scale is in use.
         absent: number of parameters without a gradient on the rank.
         weights: weight of the rank's rows in each backward call that has one.
     """

@@ -196,18 +196,18 @@ def console() -> Console:
     return Console(force_terminal=False, no_color=True, width=140)
 
 
-def on_terminal() -> bool:
-    """Return True if standard output is a user's terminal.
+def on_terminal(number: int = 1) -> bool:
+    """Return True if standard output, or 2 for standard error, is a user's terminal.
 
     Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output. A rank therefore looks
-    at the standard output of its parent process.
+    at the output of its parent process.
     """
-    if not sys.stdout.isatty():
+    if number == 1 and not sys.stdout.isatty():
         return False
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
-        return True
+        return os.isatty(number)
     try:
-        output = str(Path(f"/proc/{os.getppid()}/fd/1").readlink())
+        output = str(Path(f"/proc/{os.getppid()}/fd/{number}").readlink())
     except OSError:
         return False
     return output.startswith(("/dev/pts/", "/dev/tty"))
