@@ -44,6 +44,18 @@ class ShareSchedule:
         self._micro_batch = micro_batch
 
     @property
+    def most_rows(self) -> int | None:
+        """Most rows in a piece of this rank; None: no limit."""
+        return self._micro_batch
+
+    def limit(self, rows: int) -> None:
+        """Read pieces of at most so many rows from now on. Each rank may have a limit of its own.
+
+        Pieces decide how a rank computes its rows, and not which rows these are.
+        """
+        self._micro_batch = min(rows, self._micro_batch or rows)
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """Shares that were set last."""
         return self._changes[-1][1]
