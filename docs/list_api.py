@@ -119,6 +119,8 @@ def make_page() -> str:
             parts += describe_class(f"motley.{name}", value)
         elif inspect.isfunction(value):
             parts.append(describe_function(f"motley.{name}", value))
+        if name == "join":
+            parts += describe_class("motley.Lab", motley.Lab)
     parts.append(describe_function("motley.records.load", records.load))
     parts += describe_class("motley.records.Run", records.Run)
     return "".join(parts)

@@ -1,17 +1,22 @@
 """Loops of users' own train on several ranks as on one machine, or are refused by name."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import Jobs
+from project import LIMIT_S, ROOT
+from turns import count_commits
 
 from motley.membership.survivors import SURVIVE
 from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi
 
+FUZZER = ROOT / "tests" / "fuzz_loop.py"
 LOOP = "tests/support/drivers/plain_loop.py"
 CASES = {
     "plain": {},
@@ -59,12 +64,20 @@ def difference(one: Any, other: Any) -> float:
     return abs(one - other) / max(1.0, abs(one))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", CASES)
 def test_a_loop_trains_as_on_one_machine(jobs: Jobs, name: str) -> None:
     case = CASES[name]
     bare = play(jobs, 1, "", case | {"bare": True})
     assert bare["losses"]
     assert difference(bare, play(jobs, 3, "5,0,3", case)) < 2e-6
+
+
+def test_other_loops_find_nothing() -> None:
+    seed = f"{count_commits()}"
+    words = [sys.executable, FUZZER, "--count", "8", "--seed", seed]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_loop_without_a_launcher_is_the_bare_one_to_the_bit(jobs: Jobs) -> None:
@@ -150,6 +163,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_mistake_in_a_loop_is_named(jobs: Jobs, case: str) -> None:
     script = "tests/support/drivers/loop_refusals.py"

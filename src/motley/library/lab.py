@@ -241,7 +241,9 @@ class Lab:
         if self._loop is not None:
             facts = {"rows": len(loader.dataset), "batches an epoch": len(loader)}  # type: ignore[arg-type]
             check_same("data", facts, self._loop.names)
-        result = LabLoader(self, self._loop, self._position, loader, train)
+        result = LabLoader(
+            self._loop, self._position, loader, train, self._start_pass, self._restore_random_state
+        )
         if train:
             self._loaders.append(result)
         return result
@@ -524,7 +526,7 @@ class Lab:
             order.restore()
             self._random = RandomState.from_state_dict(state["random"]), state["cuda"]
             if not self._position.batch:
-                self.restore_random_state()
+                self._restore_random_state()
         if self.is_main:
             self._open_checkpoints().set_aside_after(self._position.step)
         return True
@@ -549,7 +551,7 @@ class Lab:
         content, notes = loop.broadcast_text(read)
         return content, spread(tensors, self.device), notes
 
-    def restore_random_state(self) -> None:
+    def _restore_random_state(self) -> None:
         """Restore the global generators of a process that is alone, after a resume."""
         if self._random is None:
             return
@@ -559,7 +561,7 @@ class Lab:
         for number, each in enumerate(cuda):
             torch.cuda.set_rng_state(each.cpu(), number)
 
-    def start_pass(self, batches: Batches) -> None:
+    def _start_pass(self, batches: Batches) -> None:
         """Prepare for a pass over training data; the loader calls it.
 
         Args:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -13,9 +13,6 @@ from motley.library.piece_loader import PieceReader
 from motley.library.rank_loop import RankLoop
 from motley.library.sample_order import Batches, RandomState
 
-if TYPE_CHECKING:
-    from motley.library.lab import Lab
-
 
 class LabLoader:
     """A loader of this rank's rows of each global batch.
@@ -23,11 +20,12 @@ class LabLoader:
     ``len()`` is the number of global batches of an epoch.
 
     Args:
-        lab: the lab.
         loop: this rank's part in the loop; None: the process is alone.
         position: the position of the loop.
         source: the user's loader.
         train: True for training data.
+        start_pass: called with the order of a pass over training data before its first step.
+        restore: restores the global random generators of a process that is alone.
 
     Attributes:
         source: the user's loader.
@@ -36,13 +34,15 @@ class LabLoader:
 
     def __init__(
         self,
-        lab: "Lab",
         loop: RankLoop | None,
         position: LoopPosition,
         source: "DataLoader[Any]",
         train: bool,
+        start_pass: Callable[[Batches], None],
+        restore: Callable[[], None],
     ) -> None:
-        self._lab, self._loop, self._position = lab, loop, position
+        self._loop, self._position = loop, position
+        self._prepare_pass, self._restore = start_pass, restore
         self.source, self._train, self.passes = source, train, 0
         if loop is not None:
             self._pieces = PieceReader(source, loop.schedule, lambda: loop.rank, loop.seed)
@@ -90,12 +90,12 @@ class LabLoader:
         """Yield the batches of the user's loader, without other ranks."""
         position = self._position
         first = self._start_pass(RandomState())
-        self._lab.start_pass(())
+        self._prepare_pass(())
         try:
             batches = iter(self.source)
             for _ in islice(batches, first):
                 pass
-            self._lab.restore_random_state()
+            self._restore()
             for rows in batches:
                 position.batch, position.step = position.batch + 1, position.step + 1
                 yield rows
@@ -108,7 +108,7 @@ class LabLoader:
         try:
             batches = self._draw(loop)
             position.order = loop.order.before
-            self._lab.start_pass(batches)
+            self._prepare_pass(batches)
             gate.reached = lambda: self._pieces.reached
             loop.read_rows = lambda indices: self._pieces.read_rows(indices, epoch)
             gate.clock.restart()
