@@ -268,6 +268,15 @@ class Lab:
             )
         self._gate.add_optimizer(optimizer)
 
+    def accelerate(self, accelerator: Any) -> Any:
+        """Let an ``accelerate.Accelerator`` train on all ranks, as on one machine; return it.
+
+        Call it before ``accelerator.prepare()``. See :mod:`motley.library.integrations.accelerate`.
+        """
+        from motley.library.integrations.accelerate import connect_accelerator
+
+        return connect_accelerator(self, accelerator)
+
     def loader(self, loader: "DataLoader[Any]", train: bool = True) -> "LabLoader":
         """Return a loader that yields this rank's rows of each batch.
 
@@ -441,18 +450,28 @@ class LabLoader:
         yield from read_held_out(self._held_out, batches, lab._schedule, lab._step, lab.rank)
 
     def _train_pass(self) -> Iterator[Any]:
+        for piece, rows in self.read_pieces():
+            self._lab._begin(piece)
+            yield rows
+
+    def read_pieces(self, first: int = 0) -> Iterator[tuple[Piece, Any]]:
+        """Yield this rank's pieces of one pass with their rows, without starting them.
+
+        A caller that reads ahead starts each piece with ``Lab._begin`` when it computes it.
+
+        Args:
+            first: number of the global batch to start with.
+        """
         lab, gate, epoch = self._lab, self._lab._gate, self._passes
         self._passes += 1
         lab._checked = False
         batches = lab._order.draw(self._loader)
         gate.reached = lambda: self._pieces.reached
         gate.clock.restart()
-        first = 0
         try:
             while first < len(batches):
                 for piece, rows in self._pieces.read(batches, epoch, first, lab._step):
-                    lab._begin(piece)
-                    yield rows
+                    yield piece, rows
                     if gate.repeats:
                         first, lab._step = piece.batch, piece.step
                         break
