@@ -1,0 +1,82 @@
+"""Checkpoints of a Trainer that rank 0 writes and all ranks read, and checks of its options."""
+
+from typing import Any
+
+from motley.comm.collectives import all_gather_object
+from motley.engines.gradient_sum import broadcast
+from motley.errors import MotleyError
+from motley.library.integrations import check_folder
+from motley.library.lab import Lab
+
+_Base: Any = object  # the methods of transformers.Trainer
+
+
+class TrainerCheckpoints(_Base):  # type: ignore[misc]
+    """The methods of a Trainer that write or read checkpoints, for all ranks of the lab."""
+
+    lab: Lab
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Train, with a checkpoint that all ranks can read."""
+        if resume_from_checkpoint and self.lab._session is not None:
+            is_path = resume_from_checkpoint is not True
+            check_folder(self.lab, resume_from_checkpoint if is_path else self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **options)
+
+    def _run_epoch(self: Any, **given: Any) -> None:
+        if given["resume_from_checkpoint"] and given["epoch"] == given["epochs_trained"]:
+            batches = given["epoch"] * len(given["train_dataloader"])
+            self.lab._step = batches + given["steps_trained_in_current_epoch"]
+        super()._run_epoch(**given)
+
+    def _save_rng_state(self: Any, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+    def _save_checkpoint(self: Any, *args: Any) -> None:
+        super()._save_checkpoint(*args)
+        if self.lab._session is not None:
+            best = all_gather_object(self.state.best_model_checkpoint)  # after rank 0 has saved
+            self.state.best_model_checkpoint = best[0]
+
+    def _load_best_model(self: Any) -> None:
+        if self.lab.is_main:
+            super()._load_best_model()
+        if self.lab._session is not None:
+            broadcast([*self.model.parameters(), *self.model.buffers()])
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise MotleyError if an option or a method makes the result depend on the shares."""
+    kind, args = type(trainer), trainer.args
+    config = getattr(trainer.model, "config", None)
+    if args.auto_find_batch_size:
+        raise MotleyError(
+            "auto_find_batch_size halves the batch of one rank alone after an out-of-memory error: "
+            "remove it, and limit the rows of a pass with motley.join(micro_batch=4)"
+        )
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise MotleyError(
+            "train_sampling_strategy='batch_rebalance' deals equal parts to all ranks: write "
+            "train_sampling_strategy='group_by_length'"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise MotleyError(
+            f"{type(trainer.model).__name__} balances its experts over the rows of one rank, so "
+            "the loss depends on the shares: write model.config.output_router_logits = False"
+        )
+    if trainer.lab._schedule._micro_batch and any(
+        each.__module__.startswith("trl.") for each in kind.__mro__
+    ):
+        raise MotleyError(
+            f"{kind.__name__} gathers its metrics in each pass, and micro_batch makes the number "
+            "of passes differ between ranks: leave out micro_batch in motley.join()"
+        )
+    owner = next(each for each in kind.__mro__ if "compute_loss" in vars(each))
+    is_known = owner.__module__.startswith(("transformers.", "trl."))
+    if not is_known and trainer.loss_is_scaled_for_ga is None:
+        raise MotleyError(
+            f"{owner.__name__}.compute_loss returns either a mean over rows or a sum divided by "
+            f"num_items_in_batch: write `loss_is_scaled_for_ga = False` in the class "
+            f"{owner.__name__} for a mean, True for such a sum"
+        )
