@@ -12,6 +12,7 @@ backward pass. Code that clips, logs or zeroes gradients after each piece theref
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -314,6 +315,7 @@ class StepGate:
             return
         usual = optimizer.step
 
+        @wraps(usual)  # with torch's mark of a scheduler, which warns otherwise
         def step(_: Optimizer, closure: Any = None) -> Any:
             if closure is not None:
                 raise MotleyError(
