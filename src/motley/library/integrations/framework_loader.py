@@ -66,8 +66,9 @@ class FrameworkLoader:
                     self.order_after = None
                 if train and not self.reads_ahead:
                     self._lab._begin(self.piece)
+                # Before the last batch, since some loops do not read on to the end.
+                self.iteration += self.piece.last and self.piece.batch == len(self) - 1
                 yield self.piece, rows
-            self.iteration += 1
         finally:
             self.piece = None
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.comm.collectives import all_gather_floats, all_gather_object
+from motley.errors import MotleyError
 from motley.library.lab import Lab
 from motley.library.share_schedule import Piece
 from motley.registry import import_extra
@@ -29,6 +30,16 @@ class RowCollectives:
         in_training = loader is None or getattr(loader, "reads_ahead", False)
         return self.lab._piece if in_training else getattr(loader, "piece", None)
 
+    def _check_piece(self) -> Piece | None:
+        """Return the piece, or raise MotleyError if other ranks may have fewer pieces."""
+        if self.piece and not self.piece.last:
+            raise MotleyError(
+                "Accelerate's collectives were called after one of several pieces of a batch, and "
+                "the other ranks have other numbers of pieces: call them `if "
+                "accelerator.sync_gradients:`, or leave out micro_batch in motley.join()"
+            )
+        return self.piece
+
     def gather(self, data: Any) -> Any:
         """Return the rows of all ranks in the order of the global batch.
 
@@ -36,7 +47,7 @@ class RowCollectives:
         rows as the global batch, such as ``loss.repeat(batch_size)``, counts for this rank's rows
         alone, so the mean of the result is the mean over the global batch.
         """
-        piece = self.piece
+        piece = self._check_piece()
 
         def join(tensor: Tensor) -> Tensor:
             own = tensor.detach()[None] if tensor.dim() == 0 else tensor.detach()
@@ -61,7 +72,8 @@ class RowCollectives:
 
         Outside of a loop the mean is that over ranks.
         """
-        rows = self.piece.rows if self.piece else 1
+        piece = self._check_piece()
+        rows = piece.rows if piece else 1
         factor = rows if reduction == "mean" else min(rows, 1)
 
         def add(tensor: Tensor) -> Tensor:

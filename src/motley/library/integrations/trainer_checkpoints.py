@@ -65,13 +65,6 @@ def check_trainer(trainer: Any) -> None:
             f"{type(trainer.model).__name__} balances its experts over the rows of one rank, so "
             "the loss depends on the shares: write model.config.output_router_logits = False"
         )
-    if trainer.lab._schedule._micro_batch and any(
-        each.__module__.startswith("trl.") for each in kind.__mro__
-    ):
-        raise MotleyError(
-            f"{kind.__name__} gathers its metrics in each pass, and micro_batch makes the number "
-            "of passes differ between ranks: leave out micro_batch in motley.join()"
-        )
     owner = next(each for each in kind.__mro__ if "compute_loss" in vars(each))
     is_known = owner.__module__.startswith(("transformers.", "trl."))
     if not is_known and trainer.loss_is_scaled_for_ga is None:
