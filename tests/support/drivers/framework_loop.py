@@ -3,8 +3,10 @@
 python tests/support/drivers/framework_loop.py accelerate '[{"epochs": 2}]' OUT.json
 """
 
+import importlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import motley
 from motley.library.sample_order import SampleOrder
@@ -58,6 +60,23 @@ class Texts(Dataset[Any]):
         return {"input_ids": self.rows[index]}
 
 
+class Shuffled(Sampler[int]):
+    """Another order in each epoch. Lightning leaves a random sampler before its last draw."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        yield from torch.randperm(self.rows, generator=generator).tolist()
+
+
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     pad = nn.utils.rnn.pad_sequence
     ids = [row["input_ids"] for row in rows]
@@ -96,7 +115,7 @@ def train_transformers(case: Case, lab: Any) -> dict[str, Any]:
     if lab is None:
         trainer_class = transformers.Trainer
     else:
-        from motley.library.integrations.transformers import Trainer as trainer_class
+        trainer_class = importlib.import_module("motley.library.integrations.transformers").Trainer
     transformers.utils.logging.disable_progress_bar()
     losses, norms, scores, counts = [], [], [], []
 
@@ -168,7 +187,7 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
         first = 3
     losses: list[float] = []
     norms, scores, counts, total, done = [], [], [], 0.0, first
-    for epoch in range(case.epochs):
+    for _ in range(case.epochs):
         model.train()
         loader = accelerator.skip_first_batches(train, first) if first else train
         first = 0
@@ -176,10 +195,10 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
             with accelerator.accumulate(model):
                 loss = model.row_losses(batch).mean()
                 accelerator.backward(loss)
-                size = case.batch // case.accumulate
-                total += accelerator.gather(loss.detach().repeat(size)).mean().item()
-                mean = accelerator.reduce(loss.detach(), "mean")
-                counts.append(float(mean))
+                if not (case.micro and lab):
+                    size = case.batch // case.accumulate
+                    total += accelerator.gather(loss.detach().repeat(size)).mean().item()
+                    counts.append(float(accelerator.reduce(loss.detach(), "mean")))
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), case.clip)
                     if float(norm):
@@ -188,7 +207,7 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
                 schedule.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                losses.append(total)
+                losses.append(lab.loss * case.accumulate if case.micro and lab else total)
                 total, done = 0.0, done + 1
                 if case.save and done == 3 and not case.resume:
                     accelerator.save_state(case.folder)
@@ -201,13 +220,98 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
         scores.append(seen)
     states = {n: p.double().flatten().tolist() for n, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "scores": scores, "states": states,
-            "counts": counts, "rate": schedule.get_last_lr()}  # fmt: skip
+            "counts": [] if case.micro else counts, "rate": schedule.get_last_lr()}  # fmt: skip
+
+
+def train_lightning(case: Case, lab: Any) -> dict[str, Any]:
+    import lightning
+    import torchmetrics
+
+    losses: list[float] = []
+    norms: list[float] = []
+    scores: list[float] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = Network()
+            self.right = torchmetrics.MeanMetric()
+            self.automatic_optimization = not case.manual
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            loss = self.network.row_losses(batch).mean()
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            if case.manual:
+                optimizer, schedule = self.optimizers(), self.lr_schedulers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, case.clip, "norm")
+                optimizer.step()
+                schedule.step()
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters()])))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            losses.append(float(self.trainer.callback_metrics["loss_step"]))
+
+        def on_train_epoch_end(self) -> None:
+            scores.extend(float(self.trainer.callback_metrics[k]) for k in ("held_out", "right"))
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            rows = self.network.row_losses(batch)
+            self.right.update(rows)
+            self.log("held_out", rows.mean())
+            self.log("right", self.right)
+
+        def predict_step(self, batch: Any, number: int) -> Any:
+            return self.network.row_losses(batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+            scheduler = {"scheduler": schedule, "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def make_strategy() -> Any:
+        if lab is None:
+            return "auto"
+        module = importlib.import_module("motley.library.integrations.lightning")
+        return module.MotleyStrategy()
+
+    trainer = lightning.Trainer(
+        strategy=make_strategy(), accelerator="cpu", devices=1, max_epochs=case.epochs, logger=False,
+        accumulate_grad_batches=case.accumulate, default_root_dir=case.folder,
+        gradient_clip_val=None if case.manual else case.clip, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=case.save,
+    )  # fmt: skip
+    data = Texts(case.rows)
+    order = Shuffled(case.rows)
+    size = case.batch // case.accumulate
+    train = DataLoader(data, size, sampler=order, collate_fn=collate)
+    held_out = DataLoader(Texts(17, 6), 6, collate_fn=collate)
+    module = Module()
+    path = f"{case.folder}.ckpt"
+    if case.save:
+        half = lightning.Trainer(
+            strategy=make_strategy(), accelerator="cpu", devices=1, max_epochs=2, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        half.fit(module, train, held_out)
+        half.save_checkpoint(path)
+        module = Module()
+    trainer.fit(module, train, held_out, ckpt_path=path if case.save else None)
+    predicted = torch.cat(trainer.predict(module, held_out)).tolist()
+    states = {n: p.double().flatten().tolist() for n, p in module.named_parameters()}
+    return {"losses": losses, "norms": norms, "scores": scores, "states": states,
+            "predicted": predicted}  # fmt: skip
 
 
 def main(framework: str, cases: list[dict[str, Any]], out: Path) -> None:
     bare = any(case.get("bare") for case in cases)
     lab = None if bare else motley.join(micro_batch=cases[0].get("micro"))
-    train = {"transformers": train_transformers, "accelerate": train_accelerate}[framework]
+    train = globals()[f"train_{framework}"]
     results = []
     for content in cases:
         torch.manual_seed(0)
