@@ -354,12 +354,14 @@ class StepGate:
             owner: object with the method, such as a scheduler.
             name: name of the method.
         """
-        usual = getattr(owner, name)
+        kind = type(owner)
+        usual = getattr(kind, name)
 
-        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return usual(*args, **kwargs) if self.is_open else None
+        def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            return usual(owner, *args, **kwargs) if self.is_open else None
 
-        setattr(owner, name, MethodType(method, owner))
+        # An attribute of the object itself would be part of a scheduler's state_dict().
+        owner.__class__ = type(kind.__name__, (kind,), {name: method})
 
     def add_up_for(self, parameters: Sequence[Tensor]) -> bool:
         """Sum the gradients of the optimizers of some parameters; see :meth:`add_up`."""
