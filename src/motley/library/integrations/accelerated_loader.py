@@ -98,4 +98,4 @@ def load_progress(lab: Lab, folder: str, loaders: Iterable[FrameworkLoader]) -> 
     if content["before"]:
         lab._order.continue_from(RandomState.from_json(content["before"]))
         for loader in loaders:
-            loader.order_after = order
+            loader.order_after[:] = [order]

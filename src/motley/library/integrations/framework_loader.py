@@ -31,7 +31,8 @@ class FrameworkLoader:
         reads_ahead: True if the reader starts each training piece itself, with ``Lab._begin``.
         first: number of the global batch with which the next pass starts.
         iteration: number of the next pass, which seeds the random numbers of rows.
-        order_after: state of the sample orders after the next training pass has drawn its own.
+        order_after: state of the sample orders once the next training pass has drawn its own, if
+            that pass continues one of a checkpoint.
     """
 
     def __init__(self, lab: Lab, loader: "DataLoader[Any]", train: bool | None = None) -> None:
@@ -41,7 +42,7 @@ class FrameworkLoader:
         self.piece: Piece | None = None
         self.reads_ahead = False
         self.first = self.iteration = 0
-        self.order_after: RandomState | None = None
+        self.order_after: list[RandomState] = []  # shared by copies of the loader
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -62,8 +63,7 @@ class FrameworkLoader:
         try:
             for self.piece, rows in pieces:
                 if train and self.order_after:
-                    self._lab._order.continue_from(self.order_after)
-                    self.order_after = None
+                    self._lab._order.continue_from(self.order_after.pop())
                 if train and not self.reads_ahead:
                     self._lab._begin(self.piece)
                 # Before the last batch, since some loops do not read on to the end.

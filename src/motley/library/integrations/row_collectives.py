@@ -86,7 +86,7 @@ class RowCollectives:
     def pad_across_processes(
         self, data: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Pad a dimension of each row to its longest on any rank.
+        """Extend a dimension of each row to its longest on any rank.
 
         The number of rows, dimension 0, needs no padding for :meth:`gather`.
         """

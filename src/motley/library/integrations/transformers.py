@@ -9,9 +9,9 @@ torchrun, so the arguments need no change. Each rank computes its share of it::
 
 For trl: ``class MotleySFT(MotleyTrainerMixin, SFTTrainer): pass``.
 
-Accelerate is told that there is one process (``Lab.accelerate``), and the lab computes the
-gradient. DistributedDataParallel is not used, since it averages over ranks, and needs as many
-backward passes on every rank. Labels are counted over the whole step on all ranks, whatever
+Accelerate sees one process (``Lab.accelerate``), and the lab computes the gradient.
+DistributedDataParallel is not used, since it averages over ranks, and needs as many backward
+passes on every rank. Labels are counted over the whole step on all ranks, whatever
 ``average_tokens_across_devices`` is, and losses are added up, which is exact for any shares,
 gradient accumulation, and a smaller last batch.
 """
