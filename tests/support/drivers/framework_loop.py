@@ -151,7 +151,9 @@ def train_transformers(case: Case, lab: Any) -> dict[str, Any]:
         model=model, args=args, train_dataset=Texts(case.rows), eval_dataset=Texts(17, 6),
         data_collator=collate, callbacks=[Notes()], compute_metrics=compute_metrics,
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=f"{case.folder}/checkpoint-3" if case.resume else None)
+    trainer.train(
+        resume_from_checkpoint=f"{first_folder(case)}/checkpoint-3" if case.resume else None
+    )
     states = {
         name: p.double().flatten().tolist()
         for name, p in model.named_parameters()
@@ -161,6 +163,11 @@ def train_transformers(case: Case, lab: Any) -> dict[str, Any]:
     predicted = result.predictions[result.label_ids != -100].astype(float).ravel().tolist()
     return {"losses": losses, "norms": norms, "scores": scores, "states": states,
             "counts": counts, "predicted": predicted}  # fmt: skip
+
+
+def first_folder(case: Case) -> str:
+    """Return the folder of the first case, whose training is resumed."""
+    return f"{case.folder.rpartition('-')[0]}-0"
 
 
 def decay(step: int) -> float:
@@ -183,7 +190,7 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
     )
     first = 0
     if case.resume:
-        accelerator.load_state(case.folder)
+        accelerator.load_state(first_folder(case))
         first = 3
     losses: list[float] = []
     norms, scores, counts, total, done = [], [], [], 0.0, first
@@ -281,10 +288,11 @@ def train_lightning(case: Case, lab: Any) -> dict[str, Any]:
         return module.MotleyStrategy()
 
     trainer = lightning.Trainer(
-        strategy=make_strategy(), accelerator="cpu", devices=1, max_epochs=case.epochs, logger=False,
-        accumulate_grad_batches=case.accumulate, default_root_dir=case.folder,
-        gradient_clip_val=None if case.manual else case.clip, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=case.save,
+        strategy=make_strategy(), accelerator="cpu", devices=1, logger=False,
+        max_epochs=case.epochs, accumulate_grad_batches=case.accumulate,
+        default_root_dir=case.folder, enable_checkpointing=case.save,
+        gradient_clip_val=None if case.manual else case.clip,
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     data = Texts(case.rows)
     order = Shuffled(case.rows)
