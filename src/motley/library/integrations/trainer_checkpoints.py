@@ -65,7 +65,8 @@ def check_trainer(trainer: Any) -> None:
             f"{type(trainer.model).__name__} balances its experts over the rows of one rank, so "
             "the loss depends on the shares: write model.config.output_router_logits = False"
         )
-    owner = next(each for each in kind.__mro__ if "compute_loss" in vars(each))
+    owners = [each for each in kind.__mro__ if "compute_loss" in vars(each)]
+    owner = next(each for each in owners if not each.__module__.startswith("motley."))
     is_known = owner.__module__.startswith(("transformers.", "trl."))
     if not is_known and trainer.loss_is_scaled_for_ga is None:
         raise MotleyError(

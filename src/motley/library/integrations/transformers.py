@@ -25,6 +25,7 @@ from torch import Tensor
 from motley.library.integrations import get_lab
 from motley.library.integrations.accelerated_loader import skip_first_batches
 from motley.library.integrations.trainer_checkpoints import TrainerCheckpoints, check_trainer
+from motley.library.integrations.trainer_evaluation import TrainerEvaluation
 from motley.library.share_schedule import Piece
 from motley.registry import import_extra
 
@@ -41,7 +42,7 @@ class GlobalBatch(dict[str, Any]):
         self.pieces = pieces
 
 
-class MotleyTrainerMixin(TrainerCheckpoints):
+class MotleyTrainerMixin(TrainerCheckpoints, TrainerEvaluation):
     """The methods that let a Trainer, or a subclass of it, train on all ranks of the lab."""
 
     _counted = False  # True if the labels of the present batch were counted
@@ -60,11 +61,6 @@ class MotleyTrainerMixin(TrainerCheckpoints):
             self.lab.accelerate(self.accelerator)
             self.args.__dict__["_setup_devices"] = self.lab.device
             self.args._n_gpu = int(self.lab.device.type == "cuda")
-
-    def _get_dataloader(self: Any, *args: Any, **options: Any) -> Any:
-        if not options.get("is_training"):
-            options["batch_size"] *= self.lab.size
-        return super()._get_dataloader(*args, **options)
 
     def _prepare_for_training(self: Any, max_steps: int, loader: Any, resumed: Any) -> Any:
         loader = self.accelerator.prepare_data_loader(loader)  # of a method of the user's own
@@ -135,14 +131,6 @@ class MotleyTrainerMixin(TrainerCheckpoints):
     def _finalize_training(self: Any, *args: Any) -> Any:
         self._tr_loss = self.lab.reduce(self._tr_loss)
         return super()._finalize_training(*args)
-
-    def prediction_step(self: Any, *args: Any, **options: Any) -> Any:
-        """Return the loss of the global batch, and this rank's results."""
-        loss, logits, labels = super().prediction_step(*args, **options)
-        if loss is not None and self.lab._session is not None:
-            total = self.lab.reduce(self._get_part(loss, self.accelerator.piece))
-            loss = total.expand(self.lab.size)  # of which transformers makes one entry per row
-        return loss, logits, labels
 
 
 class Trainer(MotleyTrainerMixin, _Trainer):  # type: ignore[misc]
