@@ -91,3 +91,17 @@ def test_an_example_runs_on_two_ranks(jobs: Jobs, name: str) -> None:
         need("lightning")
     done = jobs.fork(2, f"examples/{name}.py")
     assert done.code == 0, done.output
+
+
+def test_what_is_not_exact_is_refused_with_a_line_to_paste(jobs: Jobs) -> None:
+    done = jobs.fork(1, "tests/support/drivers/framework_refusals.py", MOTLEY_SHARES="1")
+    assert done.code == 0, done.output
+    lines = [line for line in done.output.splitlines() if line.startswith(("refused", "accepted"))]
+    wanted = ["`lab = motley.join()`", "motley.join(micro_batch=4)", "'group_by_length'",
+              "`loss_is_scaled_for_ga = False`", "accepted", "rsync", "accelerator.sync_gradients",
+              "lab.accelerate(Accelerator())"]  # fmt: skip
+    if importlib.util.find_spec("lightning"):
+        wanted.append("accumulate_grad_batches=2")
+    assert len(lines) == len(wanted), done.output
+    for line, words in zip(lines, wanted, strict=True):
+        assert words in line
