@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from motley.data.source import slices
+from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.library.lab import Lab
 from motley.library.piece_loader import RankReader, make_keys
@@ -57,6 +58,11 @@ class FrameworkLoader:
         train = self.train
         if train is None:
             train = any(model.training for model in self._lab._models)
+        if train and self._lab._piece is not None:
+            raise MotleyError(
+                "two loaders are read for training at the same time, and a step has the rows of "
+                "one: join the data sets, as in DataLoader(StackDataset(a, b), batch_size=32)"
+            )
         first, self.first = self.first, 0
         self._lab.epoch = self._pieces._passes = self.iteration
         pieces = self._pieces.read_pieces(first) if train else self._read_held_out()

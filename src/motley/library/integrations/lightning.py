@@ -8,8 +8,8 @@ Lightning sees one device, and the batch size of a DataLoader is that of all ran
 Automatic and manual optimization, gradient clipping, ``accumulate_grad_batches``, validation,
 prediction and checkpoints work as usual. The hook ``on_before_optimizer_step`` and the optimizer
 see the gradient of the global batch. ``self.log`` of a mean over rows gives the mean over the
-global batch. Rows that count differently need a ``training_step`` that returns
-``{"loss": loss, "weight": tokens}``, or ``self.manual_backward(loss, weight=tokens)``.
+global batch. For a mean over tokens, ``training_step`` returns ``{"loss": loss, "weight": tokens}``
+or calls ``self.manual_backward(loss, weight=tokens)``, and logs with ``batch_size=tokens``.
 """
 
 import contextlib

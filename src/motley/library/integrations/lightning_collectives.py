@@ -35,6 +35,7 @@ class LightningCollectives:
     Attributes:
         next_piece: the piece whose rows were read last.
         piece: the piece whose step runs; None outside of a step.
+        log_weight: weight of this rank in the mean of a value that is logged now.
     """
 
     lab: Lab
@@ -42,6 +43,7 @@ class LightningCollectives:
     _alone: bool
     next_piece: Piece | None = None
     piece: Piece | None = None
+    log_weight: float = 1.0
 
     @property
     def is_distributed(self) -> bool:
@@ -49,14 +51,14 @@ class LightningCollectives:
         return self.piece is not None and not self._alone
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the sum, maximum or minimum over ranks, or the mean weighted by rows in a step."""
+        """Return the sum, maximum or minimum over ranks, or the mean weighted in a step."""
         name = str(reduce_op).rpartition(".")[2].lower()
         if self._alone:
             return tensor
         if name in ("max", "min"):
             parts = torch.stack([each.cpu() for each in all_gather_object(torch.as_tensor(tensor))])
             return getattr(torch, f"a{name}")(parts, dim=0).to(self.root_device)
-        weight = self.piece.rows if self.piece and name != "sum" else 1
+        weight = 1.0 if name == "sum" else self.log_weight
         value = torch.as_tensor(tensor)
         total, count = self.lab.reduce((value.double() * weight, weight))
         if name == "sum":

@@ -14,7 +14,7 @@ _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}  # by name of the red
 
 
 def weigh_log(module: Any) -> None:
-    """Let ``module.log`` in a step weigh each rank's value by its rows.
+    """Let ``module.log`` in a step weigh each rank's value by its rows, or by ``batch_size=``.
 
     Args:
         module: the LightningModule, which is changed in place.
@@ -22,17 +22,21 @@ def weigh_log(module: Any) -> None:
     usual = module.log
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        piece: Piece | None = getattr(module.trainer.strategy, "piece", None)
+        strategy = module.trainer.strategy
+        piece: Piece | None = getattr(strategy, "piece", None)
         if piece is not None:
             options["sync_dist"] = not options.get("rank_zero_only")
             size = options.get("batch_size")
             if size is None or size == piece.global_rows or not piece.rows:
                 options["batch_size"] = piece.rows
+            strategy.log_weight = float(options["batch_size"])
             given = options.get("reduce_fx", "mean")
             reduction = getattr(given, "__name__", given)
             if not piece.rows and reduction in _NEUTRAL:
                 value = value * 0 + _NEUTRAL[reduction]
         usual(name, value, *args, **options)
+        if piece is not None:
+            strategy.log_weight = 1.0
 
     module.log = log
 
