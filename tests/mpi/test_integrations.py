@@ -23,10 +23,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "ragged": {"rows": 57, "save": True},
         "resumed in mid-epoch": {"rows": 57, "resume": True},
         "accumulation": {"accumulate": 2, "rows": 53, "epochs": 2},
+        "tokens": {"tokens": True, "rows": 29},
     },
     "lightning": {
         "ragged": {"rows": 57},
         "accumulation": {"accumulate": 2, "rows": 53, "epochs": 2},
+        "tokens": {"tokens": True, "rows": 29},
         "manual, from a checkpoint": {"manual": True, "save": True, "rows": 29},
     },
 }

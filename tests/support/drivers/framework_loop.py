@@ -38,6 +38,7 @@ class Case:
     clip: float = 0.05
     micro: int | None = None
     manual: bool = False
+    tokens: bool = False
     rank_batch: int = 0
     folder: str = ""
     save: bool = False
@@ -106,6 +107,11 @@ class Network(nn.Module):
         )
         mask = batch["attention_mask"].float()
         return (each * mask).sum(1) / mask.sum(1)
+
+    def token_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean over tokens, and their number."""
+        counts = batch["attention_mask"].sum(1)
+        return (self.row_losses(batch) * counts).sum() / counts.sum(), counts.sum()
 
 
 def train_transformers(case: Case, lab: Any) -> dict[str, Any]:
@@ -200,8 +206,10 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
         first = 0
         for batch in loader:
             with accelerator.accumulate(model):
-                loss = model.row_losses(batch).mean()
-                accelerator.backward(loss)
+                loss, tokens = model.row_losses(batch).mean(), None
+                if case.tokens:
+                    loss, tokens = model.token_loss(batch)
+                accelerator.backward(loss, **({"weight": tokens} if tokens and lab else {}))
                 if not (case.micro and lab):
                     size = case.batch // case.accumulate
                     total += accelerator.gather(loss.detach().repeat(size)).mean().item()
@@ -214,7 +222,8 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
                 schedule.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                losses.append(lab.loss * case.accumulate if case.micro and lab else total)
+                by_lab = lab is not None and bool(case.micro or case.tokens)
+                losses.append(lab.loss * case.accumulate if by_lab else total)
                 total, done = 0.0, done + 1
                 if case.save and done == 3 and not case.resume:
                     accelerator.save_state(case.folder)
@@ -227,7 +236,8 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
         scores.append(seen)
     states = {n: p.double().flatten().tolist() for n, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "scores": scores, "states": states,
-            "counts": [] if case.micro else counts, "rate": schedule.get_last_lr()}  # fmt: skip
+            "counts": [] if case.micro or case.tokens else counts,
+            "rate": schedule.get_last_lr()}  # fmt: skip
 
 
 def train_lightning(case: Case, lab: Any) -> dict[str, Any]:
@@ -247,6 +257,10 @@ def train_lightning(case: Case, lab: Any) -> dict[str, Any]:
 
         def training_step(self, batch: Any, number: int) -> Any:
             loss = self.network.row_losses(batch).mean()
+            if case.tokens:
+                loss, tokens = self.network.token_loss(batch)
+                self.log("loss", loss, on_step=True, on_epoch=True, batch_size=int(tokens))
+                return {"loss": loss, "weight": tokens}
             self.log("loss", loss, on_step=True, on_epoch=True)
             if case.manual:
                 optimizer, schedule = self.optimizers(), self.lr_schedulers()
