@@ -63,8 +63,8 @@ class MotleyTrainerMixin(TrainerCheckpoints, TrainerEvaluation):
             self.args._n_gpu = int(self.lab.device.type == "cuda")
 
     def _prepare_for_training(self: Any, max_steps: int, loader: Any, resumed: Any) -> Any:
-        loader = self.accelerator.prepare_data_loader(loader)  # of a method of the user's own
         if self.lab._session is not None:
+            loader = self.accelerator.prepare_data_loader(loader)  # of a method of the user's own
             loader.train = loader.reads_ahead = True
         return super()._prepare_for_training(max_steps, loader, resumed)
 
