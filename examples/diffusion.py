@@ -43,9 +43,8 @@ class UNet(nn.Module):
 
 lab = motley.join()
 accelerator = lab.accelerate(Accelerator(gradient_accumulation_steps=2))
-model = UNet()
+model, loader = UNet(), DataLoader(Discs(), batch_size=16, shuffle=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-loader = DataLoader(Discs(), batch_size=16, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 kept = torch.cos(torch.arange(STEPS, device=accelerator.device) / STEPS * 1.5)
 
