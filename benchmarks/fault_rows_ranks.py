@@ -96,26 +96,26 @@ def _stopped(place: Place, seen: Seen, *numbers: int) -> None:
             time.sleep(0.1)
 
     story.harm(stop).ended(
-        15, "stopped by you", "--resume auto", kind=FaultKind.STOPPED, status="stopped", word_s=3
+        15, "stopped by Ctrl-C", "--resume auto", kind=FaultKind.STOPPED, status="stopped", word_s=3
     )
 
 
-@row("SIGTERM to mpirun", "stopped by you; status stopped")
+@row("SIGTERM to mpirun", "stopped by Ctrl-C; status stopped")
 def stopped_term(place: Place, seen: Seen) -> None:
     _stopped(place, seen, signal.SIGTERM)
 
 
-@row("Ctrl-C", "stopped by you; status stopped")
+@row("Ctrl-C", "stopped by Ctrl-C; status stopped")
 def stopped_once(place: Place, seen: Seen) -> None:
     _stopped(place, seen, signal.SIGINT)
 
 
-@row("Ctrl-C twice", "stopped by you; status stopped")
+@row("Ctrl-C twice", "stopped by Ctrl-C; status stopped")
 def stopped_twice(place: Place, seen: Seen) -> None:
     _stopped(place, seen, signal.SIGINT, signal.SIGINT)
 
 
-@row("the terminal is closed (SIGHUP)", "stopped by you; status stopped")
+@row("the terminal is closed (SIGHUP)", "stopped by Ctrl-C; status stopped")
 def stopped_hangup(place: Place, seen: Seen) -> None:
     _stopped(place, seen, signal.SIGHUP)
 

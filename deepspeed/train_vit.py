@@ -1,4 +1,4 @@
-"""Train a Vision Transformer on all ranks with DeepSpeed, ZeRO stage 0 to 3.
+"""Train a model on all ranks with DeepSpeed, ZeRO stage 0 to 3. The default is a small ViT.
 
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train_vit.py
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train_vit.py --stage 1 --epochs 9

@@ -48,9 +48,10 @@ PLACES = {  # in the order in which a user meets them
 }
 HEAD = (
     "# Every message of an error\n\n"
-    "Made of the sources by `docs/list_messages.py`. What stands in `<angles>` is filled in. "
-    "Search this page for some words of the message that you have: it says the cause, what was "
-    "found, and mostly the fix. What to do first when something is wrong: [trouble](trouble.md).\n"
+    "This page lists the messages and explains nothing beyond them. Each names the cause, the "
+    "finding, and mostly the fix. Search for some words of your message; `<angles>` mark a value. "
+    "For the first steps when something is wrong, see [trouble](trouble.md). "
+    "`docs/list_messages.py` makes this page of the sources.\n"
 )
 
 

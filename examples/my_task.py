@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from motley.tasks.task import Task
+from motley import Task
 
 
 @dataclass

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from motley import records
     from motley.errors import MotleyError
-    from motley.library.lab import Lab, join
+    from motley.library.join import join
+    from motley.library.lab import Lab as Lab
     from motley.tasks.task import Task
     from motley.train.plan_vit import plan_shares
     from motley.train.train_model import train_model
 
-__all__ = ["Lab", "MotleyError", "Task", "join", "plan_shares", "records", "train_model"]
+__all__ = ["MotleyError", "Task", "join", "plan_shares", "records", "train_model"]
 
 PACKAGE = Path(__file__).resolve().parent
 # The clone that has the package, with scripts and the files beside them. None: pip installed it.
@@ -24,7 +25,7 @@ ROOT = PACKAGE.parents[1] if (PACKAGE.parents[1] / "entry_cn.sh").is_file() else
 __version__ = "0.1.0"
 _MODULES = {
     "Lab": "motley.library.lab", "MotleyError": "motley.errors", "Task": "motley.tasks.task",
-    "join": "motley.library.lab",
+    "join": "motley.library.join",
     "plan_shares": "motley.train.plan_vit", "train_model": "motley.train.train_model",
 }  # fmt: skip
 

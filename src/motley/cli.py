@@ -71,7 +71,7 @@ GROUPS = {
             "train.plan_vit", "split a batch and forecast its speed", "torch_dist/plan_vit.py"
         ),
         "infer": _on_ranks(
-            "infer.infer_vit", "classify images with a trained model", "torch_dist/infer_vit.py"
+            "infer.infer_vit", "predict with a trained model", "torch_dist/infer_vit.py"
         ),
         "export": _here(
             "infer.export_model", "write a trained model for timm or ONNX", "torch_dist/export.py"

@@ -4,7 +4,8 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 from motley.errors import MotleyError
 
 
-def entries(package: str, name: str) -> list[Any]:
+def entries(
+    package: str, name: str, is_entry: Callable[[object], bool], form: str, example: str
+) -> list[Any]:
     """Return the items of the tuple ``name`` of every module in a package.
 
     The items are in the order of the modules' file names. A module that is added to the package is
@@ -21,17 +24,45 @@ def entries(package: str, name: str) -> list[Any]:
     Args:
         package: full name of the package.
         name: name of the tuple.
+        is_entry: returns True for an item that the registry can use.
+        form: the form of an item, for the error.
+        example: name of a short module of the package, for the error.
 
     Raises:
-        TypeError: a module has no such tuple.
+        MotleyError: a module cannot be imported, or has no such tuple.
     """
     result: list[Any] = []
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        content = importlib.import_module(f"{package}.{module.name}")
-        if not isinstance(listed := getattr(content, name, None), tuple):
-            raise TypeError(f"{content.__file__} needs a tuple {name} of what it adds")
+    folder = Path(importlib.import_module(package).__path__[0])
+    for module in pkgutil.iter_modules([str(folder)]):
+        path = folder / f"{module.name}.py"
+        listed = getattr(_import_entry(f"{package}.{module.name}", path), name, None)
+        if not (isinstance(listed, tuple) and all(map(is_entry, listed))):
+            raise MotleyError(
+                f"{path}: {name} has to be a tuple of {form}; a whole example: "
+                f"{folder / example}.py"
+            )
         result += listed
     return result
+
+
+def is_subclass(item: object, kind: type) -> bool:
+    """Return True if an item is a class of this kind."""
+    return isinstance(item, type) and issubclass(item, kind)
+
+
+def _import_entry(module: str, path: Path) -> ModuleType:
+    """Import a module of a registry. An error of its own lines becomes one line for the user."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            number, text = error.lineno, error.msg
+        elif place.filename == str(path):
+            number, text = place.lineno, str(error)
+        else:
+            raise
+        raise MotleyError(f"{path}, line {number}: {type(error).__name__}: {text}") from error
 
 
 _ON_ALL = " on all hosts"

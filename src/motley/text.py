@@ -21,6 +21,7 @@ _CLONE_COMMAND = re.compile(
     r"|(?:\b(?:bash|python) )?(?<![\w./-])(?P<door>(?:the mpirun of )?(?:setup|plots|torch_dist|"
     r"deepspeed)/\w+\.(?:sh|py)|\w+_\w+\.sh|baseline_measure\.py|\.venv/bin/pip|examples/my_task\.py)"
 )
+CLEAR_LINE = "\r\x1b[2K\x1b[?25h"  # on a terminal: removes a progress bar, and shows the cursor
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _MOST_S = 366 * 86400
 

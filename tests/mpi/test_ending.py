@@ -122,8 +122,8 @@ def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     assert job.returncode != 0
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
     assert re.search(
-        r"stopped by you \(.*, while .*\) after step \d+; "
-        r"saved as of step \d+: continue with: ",
+        r"stopped by Ctrl-C or a signal to the launcher after step \d+; "
+        r"the last checkpoint is of step \d+(, and steps? .* will be repeated)?; continue with: ",
         line,
     )
     begun = [str(word) for word in job.args]
@@ -151,7 +151,9 @@ def test_a_closed_terminal_does_not_end_what_nohup_keeps(jobs: Jobs) -> None:
         goes_on(lambda: steps_done(jobs.logs / "long"))
         job.send_signal(signal.SIGINT)  # mpirun has no terminal that would send it one
         output, _ = job.communicate(timeout=15)
-    assert "stopped by you" in output and job.returncode == 130, output
+    assert "stopped by Ctrl-C" in output and job.returncode == 130, output
+    last_words = output.partition("stopped by")[2]  # one instruction, if there is a checkpoint
+    assert last_words.count("--run long") == last_words.count("continue with") <= 1
 
 
 def test_last_words_come_to_the_terminal_where_ctrl_c_has_ended_tee(jobs: Jobs) -> None:
@@ -173,7 +175,7 @@ def test_last_words_come_to_the_terminal_where_ctrl_c_has_ended_tee(jobs: Jobs) 
                 said += os.read(screen, 65536)
     os.waitpid(pid, 0)
     os.close(screen)
-    assert b"motley: stopped by you" in said.partition(b"\x03")[2], said.decode()
+    assert b"motley: stopped by Ctrl-C" in said.partition(b"\x03")[2], said.decode()
     wait_until(lambda: not processes_of(str(jobs.logs)), 10)
 
 

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from jobs import Jobs
 
+from motley.membership.survivors import SURVIVE
+from motley.records.run_folder import RunFolder
+
 pytestmark = pytest.mark.mpi
 
 LOOP = "tests/support/drivers/plain_loop.py"
@@ -35,10 +38,11 @@ CASES = {
 def play(jobs: Jobs, ranks: int, shares: str, case: dict[str, Any]) -> dict[str, Any]:
     """Run the loop of a case, and return its losses, scores and parameters."""
     out = jobs.logs.parent / f"loop-{ranks}-{shares}.json"
+    case = {"logs": str(jobs.logs), **case}
     variables = {"MOTLEY_SHARES": shares} if shares else {}
     done = jobs.fork(ranks, LOOP, json.dumps(case), out, **variables)
     assert done.code == 0, done.output
-    result: dict[str, Any] = json.loads(Path(out).read_text())
+    result: dict[str, Any] = {} if case.get("stop") else json.loads(Path(out).read_text())
     return result
 
 
@@ -72,3 +76,45 @@ def test_random_numbers_of_rows_do_not_depend_on_the_shares(jobs: Jobs) -> None:
     one = play(jobs, 1, "1", case)
     assert difference(one, play(jobs, 3, "1,0,6", case | {"workers": 2})) < 2e-6
     assert difference(one, play(jobs, 2, "1,1", case | {"micro": 1})) < 2e-6
+
+
+@pytest.mark.parametrize("save_at", [3, 4])  # within an epoch, and at its end
+def test_a_stopped_loop_continues_on_other_ranks(jobs: Jobs, save_at: int) -> None:
+    case = {"opt": "sgd", "schedule": "onecycle", "augment": True, "parts": ["average"],
+            "evaluate": True, "run": "kept"}  # fmt: skip
+    whole = play(jobs, 3, "5,0,3", case | {"run": "whole"})
+    play(jobs, 3, "5,0,3", case | {"save_at": save_at, "stop": True})
+    rest = play(jobs, 2, "1,2", case | {"micro": 2})
+    whole["scores"] = whole["scores"][-len(rest["scores"]) :]
+    assert difference(whole, rest) < 2e-6
+    assert len(rest["losses"]) == 8
+
+
+# The first rank, before the sum; another one, after it, which is followed by an evaluation.
+@pytest.mark.parametrize("kill", [(0, 2, 0), (2, 3, 1)])
+def test_a_lost_rank_costs_no_step(jobs: Jobs, kill: tuple[int, int, int]) -> None:
+    case = {"schedule": "onecycle", "augment": True, "parts": ["average"], "evaluate": True}
+    whole = play(jobs, 1, "1", case)
+    out, case = jobs.logs / "out.json", case | {"logs": str(jobs.logs), "run": "lost"}
+    done = jobs.run(3, LOOP, json.dumps(case | {"kill": kill}), out, **SURVIVE,
+                    MOTLEY_SHARES="5,2,3")  # fmt: skip
+    assert done.code == 0 and "on with 2 of 3 ranks" in done.output, done.output
+    assert difference(whole, json.loads(out.read_text())) < 2e-6
+    assert [each["event"] for each in RunFolder(jobs.logs / "lost").read_events()] == [
+        "lost", "regroup", "finished",
+    ]  # fmt: skip
+
+
+def test_an_error_in_the_loop_ends_all_ranks_and_is_the_last_word(jobs: Jobs) -> None:
+    out = jobs.logs / "out.json"
+    done = jobs.run(2, LOOP, json.dumps({"logs": str(jobs.logs), "parts": 5}), out)
+    assert done.code == 1 and done.seconds < 60
+    assert "motley: rank " in done.output and "TypeError" in done.output, done.output
+
+
+@pytest.mark.parametrize("save_at", [3, 4])
+def test_a_loop_without_a_launcher_continues_to_the_bit(jobs: Jobs, save_at: int) -> None:
+    case = {"scaler": True, "schedule": "cosine", "parts": ["dropout"], "augment": True}
+    bare = play(jobs, 1, "", case | {"bare": True})
+    play(jobs, 1, "", case | {"save_at": save_at, "stop": True, "run": "kept"})
+    assert play(jobs, 1, "", case | {"run": "kept"}) == bare

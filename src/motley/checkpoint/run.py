@@ -186,13 +186,19 @@ class Run:
         self.samples, self.trains_since = 0, 0.0
 
     @classmethod
-    def find(cls, world: World, config: Config) -> "Run":
-        """Find the run's folder, and lock it on rank 0 if it exists; no folder is made yet."""
+    def find(cls, world: World, config: Config, explains: bool = True) -> "Run":
+        """Find the run's folder, and lock it on rank 0 if it exists; no folder is made yet.
+
+        Args:
+            world: the ranks.
+            config: the options.
+            explains: print a sentence if ``--resume auto`` finds no run.
+        """
         path, resume_from = world.from_first(lambda: find_run(config))
         run = cls(RunFolder(path), resume_from, world)
         run.unnamed = config.run is None and not resume_from
         world.from_first(lambda: run._take() if path.exists() else None)
-        if config.resume is not None and not resume_from and world.rank == 0:
+        if explains and config.resume is not None and not resume_from and world.rank == 0:
             print(f"motley: {explain_new_run(config)}", flush=True)
         return run
 

@@ -71,6 +71,15 @@ def ignores_hangup() -> bool:
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+def is_in_foreground() -> bool:
+    """Return True if a terminal's Ctrl-C reaches this process and all of its process group."""
+    try:
+        with Path("/dev/tty").open() as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is no terminal
+        return False
+
+
 PATIENCE_S = 3.0  # between SIGTERM, on which a rank notifies the others, and SIGKILL
 
 

@@ -131,7 +131,7 @@ def _plain(group: type, each: "Field[Any]") -> Option:
     if len(kinds) != 1 or kinds[0] not in (int, float, str, bool):
         raise MotleyError(
             f"{name} is of type {hint}, which no option can have; take int, float, str or bool, or "
-            "declare it by motley.config.option.option()"
+            "one of these | None; for a list, take a str as in 1,2 and split it in the task"
         )
     if each.default is MISSING or callable(each.default):
         raise MotleyError(

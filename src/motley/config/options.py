@@ -294,11 +294,14 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
         own: groups of options of the chosen script's strategies, and the task.
         typed_names: names of the options that the user typed, in this launch or in those that it
             continues.
+        continued_names: the part of ``typed_names`` that the checkpoint has, and the user did not
+            type in this launch.
         recipe_names: names of the options that ``--recipe`` set, and the user did not type.
     """
 
     own: tuple[Any, ...] = ()
     typed_names: frozenset[str] = field(default=frozenset(), compare=False)
+    continued_names: frozenset[str] = field(default=frozenset(), compare=False)
     recipe_names: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property

@@ -3,9 +3,9 @@
 The tools are timm's ``train.py``, torchvision's references, Hugging Face's Trainer, Accelerate,
 Lightning, nanoGPT, DeepSpeed, torchrun and Ultralytics.
 
-SAME lists options of the same meaning; a command line may use these spellings. NAMED and ANSWERS
-serve error messages: NAMED has the option that does the same in another way, and ANSWERS has a
-sentence if there is no such option.
+SAME lists options of the same meaning; a command line may use these spellings. NAMED, ANSWERS and
+VALUES serve error messages: NAMED has the option that does the same in another way, and ANSWERS has
+a sentence if there is no such option. VALUES has a sentence for a value.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -183,6 +183,16 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
 ANSWERS: Mapping[str, str] = {
     word: answer for answer, words in _SPELLINGS.items() for word in words
 }
+_CONSTANT = "for a constant rate: --warmup-epochs 0 --min-lr as --lr"
+_RISES = "for a rate that rises and then stays: --warmup-epochs E --min-lr as --lr"
+# By Motley's option, values of other tools in small letters and with dashes.
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "--sched": {
+        "constant": _CONSTANT, "none": _CONSTANT, "constant-with-warmup": _RISES,
+        "cosineannealinglr": "it is cosine", "linear": "it is poly", "polynomial": "it is poly",
+        "steplr": "it is step", "multisteplr": "it is multistep",
+    },
+}  # fmt: skip
 _TRAINER = "--trainer."  # Lightning's command line
 # Switches that the Trainer's users give a value.
 _SWITCHES = frozenset(("--bf16", "--fp16", "--gradient-checkpointing", "--tf32", "--torch-compile"))
@@ -236,6 +246,11 @@ def plain_name(word: str) -> str:
     """Return an option's name with dashes, and without Lightning's ``--trainer.``."""
     dashed = word.replace("_", "-")
     return f"--{dashed.removeprefix(_TRAINER)}" if dashed.startswith(_TRAINER) else dashed
+
+
+def answer_value(name: str, value: object) -> str:
+    """Return the answer to a value that another tool's option has; empty if there is none."""
+    return VALUES.get(name, {}).get(str(value).lower().replace("_", "-"), "")
 
 
 def own_name(word: str) -> str | None:

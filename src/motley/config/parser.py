@@ -155,6 +155,14 @@ class OptionParser(OneVoice):
         """Return a command line in this parser's spelling, also for options of other tools."""
         return other_tools.own_words(words, self._option_string_actions)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is no choice, with an answer to the values of other tools."""
+        is_wrong = action.choices is not None and value not in action.choices
+        name = "".join(action.option_strings[:1])
+        if is_wrong and (answer := other_tools.answer_value(name, value)):
+            raise argparse.ArgumentError(action, f"{value}: {answer}")
+        super()._check_value(action, value)
+
     def add_own(self, group: type, title: str) -> None:
         """Add a group of options besides those of all scripts.
 
@@ -288,6 +296,8 @@ class OptionParser(OneVoice):
             kind = getattr(action.type, "__name__", "value")
             raise MotleyError(f"{flag} {text}: it is no {kind}") from None
         if action.choices is not None and read not in action.choices:
+            if answer := other_tools.answer_value(flag, text):
+                raise MotleyError(f"{flag} {text}: {answer}")
             raise MotleyError(f"{flag} {text}: choose {', '.join(map(str, action.choices))}")
 
     def make_config(self, words: argparse.Namespace) -> Config:

@@ -419,10 +419,15 @@ def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
         return ""
     if length.updates(state) + last - state.step >= total - 1:
         return ""
-    return (
+    falls = (
         f"the learning rate falls until step {total:,}, with epoch {config.epochs}, and "
-        f"--max-steps stops after step {last:,}; without --epochs it falls until --max-steps"
+        f"--max-steps stops after step {last:,}"
     )
+    if "epochs" in config.continued_names:
+        return (
+            f"{falls}; --epochs {config.epochs} is from the checkpoint, and --epochs N changes it"
+        )
+    return f"{falls}; without --epochs it falls until --max-steps"
 
 
 def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) -> None:

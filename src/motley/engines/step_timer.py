@@ -55,6 +55,15 @@ class Clock:
             return Laps(self._marks).ready_s
         return self._last.ready_s if self._last else 0.0
 
+    @property
+    def own_s(self) -> float:
+        """Seconds of this rank's own work in the step of :attr:`ready_s`, without any wait.
+
+        A step with several optimizers waits for the other ranks more than once.
+        """
+        laps = Laps(self._marks) if self.at_once else self._last
+        return laps.seconds(HOST, "data", "compute") if laps else 0.0
+
     def lap(self, name: str, ready: bool = False) -> None:
         """End a lap, and attribute the time since the last mark to it.
 
@@ -66,6 +75,10 @@ class Clock:
         self._marks.append((name, self._now()))
         if name != HOST:
             self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
+
+    def end_wait(self) -> None:
+        """Attribute the time since the last mark to a wait for other ranks, in the same phase."""
+        self._marks.append(("sync", self._now()))
 
     def cut(self) -> "Laps":
         """Return the laps of the finished step. The next step starts where the last lap ended."""

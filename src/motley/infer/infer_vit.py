@@ -1,4 +1,4 @@
-"""Classify images with a trained model on all ranks, none of which waits for another.
+r"""Predict with a trained model of any task on all ranks, none of which waits for another.
 
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \
@@ -6,7 +6,7 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkp
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \
   --images my/photos
 
-There is no process group: each rank takes the next free shard of images, so a faster rank computes
+There is no process group: each rank takes the next free shard of samples, so a faster rank computes
 more. If a rank dies, the other ranks take over its shards. Finished shards stay: the same line
 again, on any ranks, computes the missing ones. All shards in order are then in OUT/predictions.csv.
 OUT has to be on a disk that all hosts share.

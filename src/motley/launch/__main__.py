@@ -28,7 +28,17 @@ from types import TracebackType
 def report_failed_import(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an uncaught exception. For a failed import, also print the host and a remedy."""
+    """Print an uncaught exception. For a failed import, also print the host and a remedy.
+
+    An error that the user can correct is one line. A registry raises such an error during an import
+    if an added file has the wrong form.
+    """
+    from motley.errors import MotleyError
+
+    if isinstance(error, MotleyError):
+        from motley.launch.process import stop_usage
+
+        stop_usage(str(error))
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, ImportError):
         from motley.text import typed_command

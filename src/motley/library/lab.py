@@ -1,163 +1,96 @@
-"""The user's own training loop on all machines: :func:`join` and :class:`Lab`."""
+"""The lab of a user's own training loop: all ranks, as :func:`motley.join` returns them."""
 
+import atexit
 import contextlib
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from motley.checkpoint.run import find_run
+from motley.checkpoint.store import make_progress, spread
 from motley.comm.collectives import all_gather_floats
-from motley.comm.modes import parse_wire
-from motley.data.source import make_seed
 from motley.engines.gradient_sum import broadcast
-from motley.engines.named_state import seed_random
 from motley.errors import MotleyError
-from motley.faults import Phase
-from motley.library.piece_loader import (
-    PieceReader,
-    RankReader,
-    check_loader,
-    read_held_out,
+from motley.library.lab_loader import LabLoader
+from motley.library.loop_position import LoopPosition
+from motley.library.loop_records import make_config
+from motley.library.loop_state import (
+    LoopCheckpoints,
+    LoopState,
+    cuda_state,
+    get_objects,
+    get_position,
+    read_loop,
 )
-from motley.library.refusals import (
-    check_allowed,
-    check_model,
-    check_same,
-    check_statistics,
-)
-from motley.library.sample_order import SampleOrder, kept_random_state
-from motley.library.session import Session, check_joinable, is_alone, own_device
-from motley.library.share_schedule import Piece, ShareSchedule
-from motley.library.step_gate import StepGate
-from motley.plan.precision import LossScale, PerRank, read_shares, start_scale
-from motley.plan.wire import Addition
+from motley.library.piece_loader import check_loader
+from motley.library.rank_loop import RankLoop
+from motley.library.refusals import check_model, check_same, check_statistics
+from motley.library.sample_order import Batches, RandomState
+from motley.measure.process_group import promised_precision
+from motley.plan.length import TrainState
+from motley.plan.precision import start_scale
 
 T = TypeVar("T")
-SHARES = "MOTLEY_SHARES"  # in the environment: shares of the ranks, as in 5,0,3
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_lab: "Lab | None" = None  # the one of this process
-
-
-def join(
-    *,
-    shares: Sequence[float] | None = None,
-    micro_batch: int | None = None,
-    wire: str = "exact",
-    precision: str = "auto",
-    seed: int = 0,
-    allow: Collection[str] = (),
-) -> "Lab":
-    """Connect this script to all other ranks of its launch, and return the lab of all.
-
-    Call it once, before the process group and the model are made::
-
-        lab = motley.join()
-        model, optimizer = lab.prepare(model, optimizer)
-        loader = lab.loader(train_loader)
-        for epoch in lab.epochs(10):
-            for x, y in loader:
-                lab.backward(loss_fn(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-
-    Start the script as ``mpirun -np 5 --hostfile hosts.txt motley run SCRIPT.py``, with srun or
-    torchrun, or alone. Without a launcher, and without ``shares`` and ``micro_batch``, everything
-    is as in the script without Motley, to the last bit.
-
-    Args:
-        shares: rows of each rank, in proportion; a rank may have 0. None: the variable
-            MOTLEY_SHARES, as in ``5,0,3``, else equal at first, and then as fast as each rank is.
-        micro_batch: most rows that a rank computes at once. None: all of its rows.
-        wire: form of the gradients between ranks, as ``--wire`` of ``motley train``.
-        precision: type in which :meth:`Lab.autocast` computes: fp32, bf16, fp16, or auto for the
-            fastest on each device.
-        seed: seed of the random numbers of data sets, and of drop-out.
-        allow: names of what is not exact and is accepted: ``batch_norm``.
-
-    Raises:
-        MotleyError: the script has joined already, or has a process group of its own.
-    """
-    global _lab
-    if _lab is not None:
-        raise MotleyError(
-            "motley.join() was called twice in one process: keep the lab that the first call "
-            "returned"
-        )
-    check_joinable()
-    check_allowed(allow)
-    text = os.environ.get(SHARES)
-    given = read_shares(text) if text else None
-    if shares is not None:
-        given = read_shares(",".join(map(str, shares)))
-    if micro_batch is not None and micro_batch < 1:
-        raise MotleyError(f"micro_batch={micro_batch}: give 1 row or more")
-    alone = is_alone() and given is None and micro_batch is None
-    with kept_random_state():  # the measurement of a device's precision draws numbers
-        session = None if alone else Session(precision)
-    _lab = Lab(session, given, micro_batch, wire, seed, allow)
-    return _lab
 
 
 class Lab:
-    """All ranks of the launch, for a training loop of the user's own. Made by :func:`join`.
+    """All ranks of the launch, for a training loop of the user's own.
+
+    :func:`motley.join` makes it.
+
+    Args:
+        loop: this rank's part in the loop; None: the process is alone, and nothing is divided.
+        state: objects of the loop.
+        folder: folder of all runs, and name of this run's folder or None.
+        allow: names of what is not exact and is accepted.
 
     Attributes:
-        rank: number of this rank among those that train.
-        size: number of ranks that train.
         device: device of this rank.
-        epoch: number of the present epoch of :meth:`epochs`.
     """
 
     def __init__(
         self,
-        session: Session | None,
-        shares: PerRank[float] | None,
-        micro_batch: int | None,
-        wire: str,
-        seed: int,
-        allow: Collection[str],
+        loop: RankLoop | None,
+        state: LoopState,
+        folder: tuple[str, str | None] = ("logs", None),
+        allow: Collection[str] = (),
     ) -> None:
-        self._session, self._seed, self._allow = session, seed, frozenset(allow)
-        self.epoch = 0
-        self._models: list[nn.Module] = []
-        self._step = 0  # of the next global batch
-        self._piece: Piece | None = None
+        self._loop, self._folder, self._allow = loop, folder, frozenset(allow)
+        alone = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = loop.device if loop else alone
+        self._state, self._position = state, LoopPosition()
+        self._loaders: list[LabLoader] = []  # of training data
+        self._checkpoints: LoopCheckpoints | None = None
+        self._best: float | None = None
+        self._run_path: Path | None = None  # folder of a continued run, alone
+        self._epochs = 0  # epochs of the whole run, as far as they are known
         self._loss: Tensor | None = None  # without other ranks
-        self._checked = False  # True once the layers of all models were checked in this epoch
-        if session is None:
-            self.rank, self.size, self.device = 0, 1, own_device()
-            self._names = ["this process"]
-            return
-        group = session.group
-        assert group.rank is not None
-        self.rank, self.size, self.device = group.rank, group.size, group.device
-        self._names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
-        equal = (1.0,) * self.size
-        self._schedule = ShareSchedule(
-            equal if shares is None else shares.for_ranks(self.size), micro_batch
-        )
-        self._scale = LossScale(1.0, dynamic=False)
-        self._order = SampleOrder()
-        mode = parse_wire(wire)
-        if mode is None or mode.addition is Addition.LOCAL_STEPS:
-            raise MotleyError(f"wire={wire!r} is not exact, bf16, fp16 or powersgd:RANK")
-        reducer = mode.in_job(group.precisions).reducer(self.device)
-        self._gate = StepGate(self._names, self.rank, self.device, reducer, self._scale)
-        self._gate.clock.at_once = not group.has_gpus
-        self._gate.clock.on_phase = self._set_status
+        self._random: tuple[RandomState, list[Tensor]] | None = None  # to restore, alone
+        self._checked = False  # True once the layers of all models were checked in this pass
+        if loop is not None:
+            loop.pause = self._pause
 
     def __repr__(self) -> str:
         return f"Lab(rank {self.rank} of {self.size}, {self.device})"
 
-    def _set_status(self, phase: Phase) -> None:
-        if self._session is not None:  # no limit: the user's own code may take any time
-            self._session.world.supervisor.set_status(phase, None)
-
     # -- the ranks
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among those that train."""
+        return self._loop.rank if self._loop else 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that train."""
+        return self._loop.size if self._loop else 1
 
     @property
     def is_main(self) -> bool:
@@ -178,7 +111,7 @@ class Lab:
 
                     right, count = lab.reduce((right, count))
         """
-        if self._session is None:
+        if self._loop is None:
             return value
         leaves: list[Any] = []
         _collect(value, leaves)
@@ -189,19 +122,25 @@ class Lab:
             for leaf in leaves
         ]
         flat = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-        sums = torch.tensor(all_gather_floats(list(flat)), dtype=torch.float64).sum(dim=0)
-        places = iter(torch.split(sums, [len(part) for part in parts]))
-        result: T = _fill(value, places)
+        rows = self._loop.repeat_collective(lambda: all_gather_floats(list(flat), can_leave=True))
+        sums = torch.tensor(rows, dtype=torch.float64).sum(dim=0)
+        result: T = _fill(value, iter(torch.split(sums, [len(part) for part in parts])))
         return result
 
-    # -- preparing
+    def plan(self) -> str:
+        """Return the present shares of all ranks, one line per rank."""
+        if self._loop is None:
+            return "this process computes all rows"
+        return self._loop.describe_plan(self._position.step)
+
+    # -- the user's objects
 
     def prepare(self, *objects: Any) -> Any:
         """Make models, optimizers, schedulers and scalers those of all ranks; return them.
 
         The objects stay the same, and are changed in place: models move to :attr:`device` and get
         the values of rank 0. ``step()`` of an optimizer or a scheduler acts once per global batch.
-        All ranks call it.
+        Checkpoints hold the state of all of them. All ranks call it.
 
         Args:
             objects: modules, ``torch.optim`` optimizers and schedulers, ``torch.amp.GradScaler``,
@@ -224,40 +163,42 @@ class Lab:
     def _prepare_model(self, model: nn.Module) -> None:
         check_model(model)
         model.to(self.device)
-        if self._session is None:
+        self._state.add(model)
+        if self._loop is None:
             return
         if isinstance(model, torch.optim.swa_utils.AveragedModel):
-            self._gate.add_gated(model, "update_parameters")
-        else:
-            self._models.append(model)
+            self._loop.gate.add_gated(model, "update_parameters")
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         shapes = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
-        check_same("model", shapes, self._names)
+        check_same("model", shapes, self._loop.names)
         broadcast([each.detach() for each in tensors.values()])
 
     def _prepare_other(self, each: Any) -> None:
-        if isinstance(each, torch.optim.Optimizer):
-            if self._session is not None:
-                self._prepare_optimizer(each)
-        elif isinstance(each, torch.amp.GradScaler):
-            if self._session is not None:
-                self._gate.add_scaler(each)
-        elif isinstance(each, DataLoader):
+        gate = self._loop.gate if self._loop else None
+        if isinstance(each, DataLoader):
             raise MotleyError(
                 "lab.prepare() was given a DataLoader: pass it to lab.loader(), with train=False "
                 "for held-out data"
             )
+        if isinstance(each, torch.optim.Optimizer):
+            self._check_optimizer(each)
+            if gate:
+                gate.add_optimizer(each)
+        elif isinstance(each, torch.amp.GradScaler):
+            if gate:
+                gate.add_scaler(each)
         elif callable(getattr(each, "step", None)):  # a scheduler, of torch or of another package
-            if self._session is not None:
-                self._gate.add_gated(each, "step")
+            if gate:
+                gate.add_gated(each, "step")
         else:
             raise MotleyError(
                 f"lab.prepare() was given a {type(each).__name__}: it takes models, optimizers, "
-                "schedulers and a GradScaler"
+                "schedulers and a GradScaler; lab.register() takes other objects with a state"
             )
+        self._state.add(each)
 
-    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        known = {id(p) for model in self._models for p in model.parameters()}
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        known = {id(p) for model in self._state.models for p in model.parameters()}
         own = [each for group in optimizer.param_groups for each in group["params"]]
         unknown = sum(id(each) not in known for each in own)
         if unknown:
@@ -266,7 +207,15 @@ class Lab:
                 "no model that lab.prepare() was given: pass all models, and make the optimizer "
                 "from the parameters of the same models, after any change that replaces them"
             )
-        self._gate.add_optimizer(optimizer)
+
+    def register(self, *objects: Any) -> None:
+        """Save the state of further objects with each checkpoint.
+
+        Args:
+            objects: objects with ``state_dict()`` and ``load_state_dict()``, equal on all ranks.
+        """
+        for each in objects:
+            self._state.add(each)
 
     def accelerate(self, accelerator: Any) -> Any:
         """Let an ``accelerate.Accelerator`` train on all ranks, as on one machine; return it.
@@ -277,7 +226,7 @@ class Lab:
 
         return connect_accelerator(self, accelerator)
 
-    def loader(self, loader: "DataLoader[Any]", train: bool = True) -> "LabLoader":
+    def loader(self, loader: "DataLoader[Any]", train: bool = True) -> LabLoader:
         """Return a loader that yields this rank's rows of each batch.
 
         The batch size of ``loader`` is that of all ranks together. Its sampler decides the order,
@@ -292,31 +241,45 @@ class Lab:
             MotleyError: the rows cannot be divided among ranks.
         """
         check_loader(loader)
-        if self._session is not None:
+        if self._loop is not None:
             facts = {"rows": len(loader.dataset), "batches an epoch": len(loader)}  # type: ignore[arg-type]
-            check_same("data", facts, self._names)
-        return LabLoader(self, loader, train)
+            check_same("data", facts, self._loop.names)
+        result = LabLoader(self, self._loop, self._position, loader, train)
+        if train:
+            self._loaders.append(result)
+        return result
 
     # -- the loop
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present epoch, or of the epoch at which a resumed run continues."""
+        return self._position.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs, from the one at which the training continues.
 
         Samplers and data sets that have ``set_epoch`` are given each number by the loaders.
         """
-        for epoch in range(self.epoch, count):
-            self.epoch = epoch
+        self._epochs = count
+        for epoch in range(self._position.epoch, count):
+            self._position.start_epoch(epoch)
             yield epoch
 
     @property
     def batch(self) -> int:
         """Number of the present global batch in its epoch, the same on all ranks."""
-        return self._piece.batch if self._piece else 0
+        return max(0, self._position.batch - 1)
 
     @property
-    def rows(self) -> int:
-        """Number of this rank's rows in the present piece; 0 if the rank has none in the batch."""
-        return self._piece.rows if self._piece else 0
+    def rows(self) -> int | None:
+        """Number of this rank's rows in the present piece; 0 if the rank has none in the batch.
+
+        None: the process is alone, and has all rows.
+        """
+        if self._loop is None:
+            return None
+        return self._loop.piece.rows if self._loop.piece else 0
 
     @property
     def stepped(self) -> bool:
@@ -324,7 +287,7 @@ class Lab:
 
         An average of the user's own is updated then: ``if lab.stepped: ema.update(model)``.
         """
-        return self._session is None or self._gate.stepped
+        return self._loop is None or self._loop.gate.stepped
 
     @property
     def loss(self) -> float | None:
@@ -332,8 +295,8 @@ class Lab:
 
         Several backward calls of a step are added up.
         """
-        if self._session is not None:
-            return self._gate.loss
+        if self._loop is not None:
+            return self._loop.gate.loss
         return None if self._loss is None else float(self._loss)
 
     def backward(
@@ -352,14 +315,14 @@ class Lab:
             reduction: ``mean`` if ``loss`` is a mean over the rows, ``sum`` if it is a sum.
             options: further arguments of ``Tensor.backward``.
         """
-        if self._session is None:
+        if self._loop is None:
             self._loss = loss.detach()
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         if not self._checked:  # here, because a script may change the mode of layers until now
-            check_statistics(self._models, self._allow)
+            check_statistics(self._state.models, self._allow)
             self._checked = True
-        self._gate.backward(loss, weight, reduction, options)
+        self._loop.gate.backward(loss, weight, reduction, options)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, **options: Any
@@ -375,118 +338,188 @@ class Lab:
             The norm before clipping; 0 before the last piece of a global batch.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self._session is None:
+        if self._loop is None:
             return torch.nn.utils.clip_grad_norm_(chosen, max_norm, **options)
-        if not self._gate.add_up_for(chosen):
+        if not self._loop.gate.add_up_for(chosen):
             return torch.zeros(())
         gradients = [each.grad for each in chosen if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, **options)
         # Unlike devices round differently, and clip factors that differ in one bit would make the
         # ranks' parameters diverge.
-        norm.fill_(all_gather_floats([norm])[0][0])
+        rows = self._loop.repeat_collective(lambda: all_gather_floats([norm], can_leave=True))
+        self._loop.gate.norm = rows[0][0]
+        norm.fill_(rows[0][0])
         torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
         return norm
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which this rank computes in its precision.
 
-        If a rank computes in fp16, all ranks share one loss scale.
+        If a rank computes in fp16, all ranks share one loss scale. A process that is alone
+        computes in bf16 where its device does so fast, else in fp32.
         """
-        if self._session is None:
-            return contextlib.nullcontext()
-        precisions = self._session.group.precisions
-        if "fp16" in precisions and not self._scale.dynamic:
-            self._scale.__dict__.update(vars(start_scale("auto", precisions)))
-        own = _TYPES.get(precisions[self.rank])
+        if self._loop is None:
+            precision, _ = promised_precision(self.device)
+            own = torch.bfloat16 if precision == "bf16" else None
+        else:
+            precisions = self._loop.session.group.precisions
+            own = _TYPES.get(precisions[self.rank])
+            if "fp16" in precisions and not self._loop.scale.dynamic:
+                started = start_scale("auto", precisions)
+                self._loop.scale.value, self._loop.scale.dynamic = started.value, True
         if own is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=own)
 
-    def _begin(self, piece: Piece) -> None:
-        """Start a piece, whose rows are read."""
-        if self._piece is None or self._piece.step != piece.step:
-            # Drop-out differs between ranks and steps. A repeated step has the same drop-out.
-            seed_random(make_seed(self._seed, self.rank, piece.step), self.device)
-            assert self._session is not None
-            self._session.world.supervisor.step = piece.step
-        self._piece, self._step = piece, piece.step + 1
-        self._gate.begin_piece(piece)
+    # -- checkpoints
 
+    def save(self, best: bool = False) -> None:
+        """Save a checkpoint of everything that :meth:`prepare` and :meth:`register` were given.
 
-class LabLoader:
-    """A loader of this rank's rows. Made by :meth:`Lab.loader`.
-
-    ``len()`` is the number of global batches of an epoch.
-    """
-
-    def __init__(self, lab: Lab, loader: "DataLoader[Any]", train: bool) -> None:
-        self._lab, self._loader, self._train = lab, loader, train
-        self._passes = 0  # over the data so far
-        if lab._session is None:
-            return
-        if train:
-            self._pieces = PieceReader(loader, lab._schedule, lab.rank, lab._seed)
-        else:
-            self._held_out = RankReader(loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    @property
-    def dataset(self) -> Any:
-        """The user's data set."""
-        return self._loader.dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        _set_epoch(self._loader, self._lab.epoch)
-        if self._lab._session is None:
-            return iter(self._loader)
-        return self._train_pass() if self._train else self._held_out_pass()
-
-    def _held_out_pass(self) -> Iterator[Any]:
-        lab = self._lab
-        batches = lab._order.draw(self._loader)
-        lab._set_status(Phase.EVALUATE)
-        yield from read_held_out(self._held_out, batches, lab._schedule, lab._step, lab.rank)
-
-    def _train_pass(self) -> Iterator[Any]:
-        for piece, rows in self.read_pieces():
-            self._lab._begin(piece)
-            yield rows
-
-    def read_pieces(self, first: int = 0) -> Iterator[tuple[Piece, Any]]:
-        """Yield this rank's pieces of one pass with their rows, without starting them.
-
-        A caller that reads ahead starts each piece with ``Lab._begin`` when it computes it.
+        Rank 0 writes it to the folder ``checkpoints`` of the run while training continues. A
+        checkpoint has hashes, and replaces the oldest of two. Before the last piece of a global
+        batch the call does nothing.
 
         Args:
-            first: number of the global batch to start with.
+            best: True: write it to the folder ``best`` of the run too.
         """
-        lab, gate, epoch = self._lab, self._lab._gate, self._passes
-        self._passes += 1
-        lab._checked = False
-        batches = lab._order.draw(self._loader)
-        gate.reached = lambda: self._pieces.reached
-        gate.clock.restart()
-        try:
-            while first < len(batches):
-                for piece, rows in self._pieces.read(batches, epoch, first, lab._step):
-                    yield piece, rows
-                    if gate.repeats:
-                        first, lab._step = piece.batch, piece.step
-                        break
-                    first = piece.batch + piece.last
-        finally:
-            gate.leave_loop()
-            lab._piece = None
+        loop, position = self._loop, self._position
+        if (loop is not None and not loop.gate.is_open) or not self.is_main:
+            return
+        checkpoints = self._open_checkpoints()
+        checkpoints.check()
+        order = (loop.order.state if loop else None) or RandomState()
+        generators = [g.get_state() for each in self._loaders for g in each.generators]
+        where = position.state_dict(order, generators)
+        where["passes"] = [each.passes - position.in_pass for each in self._loaders]
+        where["best"] = self._best
+        if loop is None:
+            where["random"], where["cuda"] = RandomState().state_dict(), cuda_state()
+        scale = loop.scale.state_dict() if loop else {}
+        at = TrainState(where["step"], where["epoch"], 0)
+        progress = make_progress(at, 0, scale, make_config(*self._folder).as_json(), {})
+        checkpoints.save(progress, where, best)
 
+    def _pause(self) -> str:
+        """Save a checkpoint before the job pauses; return a sentence on it."""
+        if self._position.step == 0:
+            return ""
+        self.save()
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        return f"saved as of step {self._position.step}"
 
-def _set_epoch(loader: "DataLoader[Any]", epoch: int) -> None:
-    """Give the number of the epoch to the parts of a loader that ask for it."""
-    for part in (loader.sampler, loader.batch_sampler, loader.dataset):
-        set_epoch: Callable[[int], Any] | None = getattr(part, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+    def _open_checkpoints(self) -> LoopCheckpoints:
+        """Return the checkpoints of the run; rank 0 calls it."""
+        if self._checkpoints is None:
+            path = self._run_path
+            if self._loop is not None:
+                path = self._loop.records.run.folder.path
+            elif path is None:
+                path, _ = find_run(make_config(*self._folder))
+            self._checkpoints = LoopCheckpoints(self._state, path / "checkpoints")
+            atexit.register(self._checkpoints.wait)
+        return self._checkpoints
+
+    def best(self, metric: float, higher: bool = True) -> bool:
+        """Save a checkpoint in the folder ``best`` if a metric is better than ever before.
+
+        All ranks call it with the same number.
+
+        Args:
+            metric: a number from :meth:`reduce`, so that it is the same on all ranks.
+            higher: True if higher is better.
+
+        Returns:
+            True if the metric is better.
+        """
+        if math.isnan(metric):
+            return False
+        if self._best is not None and not (metric > self._best if higher else metric < self._best):
+            return False
+        self._best = float(metric)
+        self.save(best=True)
+        return True
+
+    def resume(self, path: str | Path = "auto") -> bool:
+        """Continue from a checkpoint, if there is one; all ranks call it before the first loop.
+
+        Call it after :meth:`prepare`, :meth:`register` and :meth:`loader`. :meth:`epochs` and the
+        loader then continue with the batch that follows the checkpoint's. Any number of ranks may
+        read it.
+
+        Args:
+            path: a run folder or a checkpoint; ``auto``: the run of ``motley.join(run=...)``, else
+                the newest unfinished run of this script.
+
+        Returns:
+            True if there was a checkpoint.
+        """
+        content, tensors, notes = self._read(str(path))
+        if content is None:
+            return False
+        for note in notes:
+            self.print(f"motley: {note}")
+        state = get_position(content, tensors)
+        self._state.load(get_objects(content), tensors)
+        order = self._position.load_state_dict(state)
+        self._best = state["best"]
+        for loader, passes in zip(self._loaders, state["passes"], strict=True):
+            loader.passes = passes
+        generators = [g for each in self._loaders for g in each.generators]
+        for generator, saved in zip(generators, state["generators"], strict=False):
+            generator.set_state(saved.to(torch.uint8))
+        if self._loop is not None:
+            self._loop.order.state = order
+        elif "random" in state:
+            order.restore()
+            self._random = RandomState.from_state_dict(state["random"]), state["cuda"]
+            if not self._position.batch:
+                self.restore_random_state()
+        if self.is_main:
+            self._open_checkpoints().set_aside_after(self._position.step)
+        return True
+
+    def _read(self, path: str) -> tuple[dict[str, Any] | None, dict[str, Tensor], list[str]]:
+        """Return the JSON, the tensors and the notes of a checkpoint; None if there is none."""
+        loop = self._loop
+        if loop is None:
+            config = make_config(*self._folder, path)
+            self._run_path, folders = find_run(config)
+            return read_loop(folders) if folders else (None, {}, [])
+        folders = loop.records.resume(path)
+        if not folders:
+            return None, {}, []
+        tensors: dict[str, Tensor] = {}
+
+        def read() -> Any:
+            nonlocal tensors
+            content, tensors, notes = read_loop(folders)
+            return content, notes
+
+        content, notes = loop.broadcast_text(read)
+        return content, spread(tensors, self.device), notes
+
+    def restore_random_state(self) -> None:
+        """Restore the global generators of a process that is alone, after a resume."""
+        if self._random is None:
+            return
+        state, cuda = self._random
+        self._random = None
+        state.restore()
+        for number, each in enumerate(cuda):
+            torch.cuda.set_rng_state(each.cpu(), number)
+
+    def start_pass(self, batches: Batches) -> None:
+        """Prepare for a pass over training data; the loader calls it.
+
+        Args:
+            batches: indices of each global batch.
+        """
+        self._checked = False
+        if self._loop is not None:
+            left = max(1, self._epochs - self._position.epoch)
+            self._loop.start_pass(batches, self._position.step, left)
 
 
 def _collect(value: Any, leaves: list[Any]) -> None:

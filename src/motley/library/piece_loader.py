@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ class PieceReader:
     Args:
         loader: the user's loader.
         schedule: the shares of all ranks.
-        rank: number of this rank.
+        rank: returns the number of this rank, which a lost rank changes.
         seed: seed of the random numbers of rows.
 
     Attributes:
@@ -140,7 +140,7 @@ class PieceReader:
     """
 
     def __init__(
-        self, loader: "DataLoader[Any]", schedule: ShareSchedule, rank: int, seed: int
+        self, loader: "DataLoader[Any]", schedule: ShareSchedule, rank: Callable[[], int], seed: int
     ) -> None:
         self._reader, self._schedule = RankReader(loader), schedule
         self._rank, self._seed = rank, seed
@@ -162,6 +162,45 @@ class PieceReader:
         for rows in self._reader.read(self._request(batches, epoch, first_batch, step)):
             yield self._pending.popleft(), rows
 
+    def read_held_out(self, batches: Batches, step: int) -> Iterator[Any]:
+        """Yield this rank's rows of each global batch of held-out data, without padding.
+
+        Args:
+            batches: indices of each global batch.
+            step: the current step, whose shares are used.
+        """
+
+        def request() -> Iterator[list[Key]]:
+            for indices in batches:
+                plan = self._schedule.get_plan(step, len(indices))
+                for part in slices(indices, plan, self._rank()):
+                    if part:
+                        yield make_keys(part, 0)
+
+        yield from self._reader.read(request())
+
+    def read_held_out_pieces(self, batches: Batches, step: int) -> Iterator[tuple[Piece, Any]]:
+        """Yield one piece for each global batch of held-out data, on every rank.
+
+        A rank without rows gets one row whose results do not count. The rows do not disturb those
+        that :meth:`read` has requested.
+
+        Args:
+            batches: indices of each global batch.
+            step: the current step, whose shares are used.
+        """
+        waiting: deque[Piece] = deque()
+
+        def request() -> Iterator[list[Key]]:
+            for number, indices in enumerate(batches):
+                plan = self._schedule.get_plan(step, len(indices))
+                own = [each for part in slices(indices, plan, self._rank()) for each in part]
+                waiting.append(Piece(step, 0, number, len(own), len(indices), True, tuple(own)))
+                yield make_keys(own or indices[:1], 0)
+
+        for rows in self._reader.read(request()):
+            yield waiting.popleft(), rows
+
     def keys(self, indices: Sequence[Any], epoch: int) -> list[Key]:
         """Return the keys of rows in an epoch."""
         return make_keys(indices, make_seed(self._seed, epoch))
@@ -177,10 +216,10 @@ class PieceReader:
             indices, at = batches[batch], step + batch - first_batch
             plan = self._schedule.get_plan(at, len(indices))
             self.reached = at
-            parts = slices(indices, plan, self._rank)
+            parts = slices(indices, plan, self._rank())
             for number, part in enumerate(parts):
                 self._pending.append(
-                    Piece(at, batch, len(part), len(indices), number == len(parts) - 1,
+                    Piece(at, epoch, batch, len(part), len(indices), number == len(parts) - 1,
                           tuple(part))
                 )  # fmt: skip
                 yield self.keys(part or indices[:1], epoch)
@@ -196,25 +235,3 @@ def _number(index: Any) -> int:
     if isinstance(index, int) and index >= 0:
         return index
     return int.from_bytes(hashlib.sha256(repr(index).encode()).digest()[:7], "little")
-
-
-def read_held_out(
-    reader: RankReader, batches: Batches, schedule: ShareSchedule, step: int, rank: int
-) -> Iterator[Any]:
-    """Yield this rank's rows of each global batch of held-out data, without padding.
-
-    Args:
-        reader: reader of the user's loader.
-        batches: indices of each global batch.
-        schedule: the shares of all ranks.
-        step: the current step, whose shares are used.
-        rank: number of this rank.
-    """
-
-    def request() -> Iterator[list[Key]]:
-        for indices in batches:
-            for part in slices(indices, schedule.get_plan(step, len(indices)), rank):
-                if part:
-                    yield make_keys(part, 0)
-
-    yield from reader.read(request())

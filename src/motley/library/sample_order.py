@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from motley.comm.collectives import broadcast_object
+
 Batches = Sequence[Sequence[Any]]
 
 
@@ -23,7 +25,7 @@ class RandomState:
 
     def __init__(self) -> None:
         self.torch = torch.get_rng_state()
-        self.numpy = np.random.get_state(legacy=False)
+        self.numpy: Any = np.random.get_state()
         self.python = random.getstate()
 
     def restore(self) -> None:
@@ -32,28 +34,23 @@ class RandomState:
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the state as numbers, for a checkpoint."""
-        keys = self.numpy["state"]
-        return {
-            "torch": self.torch.tolist(),
-            "numpy": [self.numpy["bit_generator"], keys["key"].tolist(), int(keys["pos"]),
-                      int(self.numpy["has_gauss"]), float(self.numpy["gauss"])],
-            "python": [self.python[0], list(self.python[1]), self.python[2]],
-        }  # fmt: skip
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        version, numbers, gauss = self.python
+        python = torch.tensor(numbers, dtype=torch.int64)
+        name, keys, *rest = self.numpy
+        numpy = (name, torch.from_numpy(keys.astype(np.int64)), *rest)  # torch sends no uint32
+        return {"torch": self.torch, "numpy": numpy, "python": (version, python, gauss)}
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "RandomState":
-        """Return the state that :meth:`as_json` has written."""
+    def from_state_dict(cls, state: dict[str, Any]) -> "RandomState":
+        """Return the state that :meth:`state_dict` has returned."""
         result = cls()
-        result.torch = torch.tensor(content["torch"], dtype=torch.uint8)
-        name, key, position, has_gauss, gauss = content["numpy"]
-        result.numpy = {
-            "bit_generator": name, "has_gauss": has_gauss, "gauss": gauss,
-            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
-        }  # fmt: skip
-        version, numbers, gauss = content["python"]
-        result.python = (version, tuple(numbers), gauss)
+        result.torch = state["torch"].to(torch.uint8)
+        name, keys, *rest = state["numpy"]
+        result.numpy = (name, keys.numpy().astype(np.uint32), *rest)
+        version, numbers, gauss = state["python"]
+        result.python = (version, tuple(numbers.tolist()), gauss)
         return result
 
 
@@ -68,47 +65,54 @@ def kept_random_state() -> Iterator[None]:
 
 
 class SampleOrder:
-    """The stream of random numbers from which samplers draw, on rank 0.
+    """The stream of random numbers from which samplers draw. Rank 0 draws, and all ranks hold it.
 
     Attributes:
         before: state of the stream before the last order was drawn; None before the first.
+        state: state of the stream; None: that of the global generators, when the next order is
+            drawn.
     """
 
     def __init__(self) -> None:
-        self._state: RandomState | None = None
         self.before: RandomState | None = None
+        self.state: RandomState | None = None
 
-    def continue_from(self, state: RandomState) -> None:
-        """Draw the next order from a saved state."""
-        self._state = state
-
-    def draw(self, loader: "DataLoader[Any]") -> Batches:
+    def draw(
+        self, loader: "DataLoader[Any]", generators: Sequence[torch.Generator], device: torch.device
+    ) -> Batches:
         """Return the indices of each global batch of one epoch; all ranks call it.
 
         Args:
             loader: the user's loader, which has a batch sampler.
+            generators: the user's own generators from which its samplers draw.
+            device: device of this rank.
         """
-        content = [self._draw_here(loader) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(content, src=0)
-        indices, sizes = content[0]  # type: ignore[misc]
+        drawn = None
+        if dist.get_rank() == 0:
+            drawn = self._draw_here(loader), [each.get_state() for each in generators]
+        drawn = broadcast_object(drawn, device)
+        (indices, sizes, self.before, self.state), states = drawn
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
         return _cut(indices, sizes)
 
-    def _draw_here(self, loader: "DataLoader[Any]") -> tuple[Any, list[int]]:
+    def _draw_here(self, loader: "DataLoader[Any]") -> tuple[Any, list[int], Any, Any]:
         usual = RandomState()
-        self.before = self._state or usual
-        self.before.restore()
+        before = self.state or usual
+        before.restore()
         try:
             # A DataLoader draws this number for its workers before its sampler draws.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             assert loader.batch_sampler is not None
             batches = [list(batch) for batch in loader.batch_sampler]
-            self._state = RandomState()
+            after = RandomState()
         finally:
             usual.restore()
+        sizes = [len(batch) for batch in batches]
         flat = [index for batch in batches for index in batch]
         if all(isinstance(index, int) for index in flat):  # 8 bytes each
-            return np.array(flat, dtype=np.int64), [len(batch) for batch in batches]
-        return flat, [len(batch) for batch in batches]
+            return np.array(flat, dtype=np.int64), sizes, before, after
+        return flat, sizes, before, after
 
 
 def _cut(indices: Any, sizes: Sequence[int]) -> Batches:

@@ -3,9 +3,9 @@
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from motley.cluster.launcher import read_launch
@@ -28,27 +28,40 @@ class Session:
     Attributes:
         world: the ranks.
         group: process group of the ranks that train.
+        before_end: called at the end of the script, while the ranks are still connected.
+        finish: waits until all ranks have ended their scripts.
     """
 
     def __init__(self, precision: str) -> None:
         self.world: World = start_rank()
+        self.before_end: Callable[[], None] = lambda: None
+        self.finish: Callable[[], None] = self.world.supervisor.finish
         self._failed = False
         self._usual_hook = sys.excepthook
-        sys.excepthook = self._end_with
+        self.catch_errors()
         world = self.world
         world.supervisor.set_status(Phase.BUILD, None)
         self.group: ProcessGroup = join_process_group(world, read_precisions(precision))
+        self.catch_errors()
         atexit.register(self._end)
         if self.group.rank is None:
             for line in self.group.describe_left_out():
                 print(f"motley: {line}", file=sys.stderr, flush=True)
             sys.exit(0)  # which waits for the others
 
+    def catch_errors(self) -> None:
+        """End all ranks with the first uncaught error. Call it after a process group is made.
+
+        Torch replaces ``sys.excepthook`` then, and has its hook print to a string.
+        """
+        sys.excepthook = self._end_with
+
     def _end_with(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """End all ranks, because of an error that the script has not caught."""
         self._failed = True
+        sys.excepthook = self._usual_hook  # which words the fault
         self.world.supervisor.fail(error)
 
     def _end(self) -> None:
@@ -56,14 +69,15 @@ class Session:
         if self._failed:
             return
         try:
+            self.before_end()
             # A rank that still waits for this one's gradient fails now, and does not wait longer.
             if dist.is_initialized():
                 leave_process_group()
             self.world.supervisor.set_status(Phase.LEAVE, None)
-            self.world.supervisor.finish()
+            self.finish()
         except BaseException as error:
             self.world.supervisor.fail(error)
-        self.world.supervisor.end_without_lost()
+        self.world.supervisor.end_without_lost(at_once=True)
 
 
 def check_joinable() -> None:
@@ -78,8 +92,3 @@ def check_joinable() -> None:
 def is_alone() -> bool:
     """Return True if no launcher has started other ranks."""
     return read_launch(os.environ).size == 1
-
-
-def own_device() -> torch.device:
-    """Return the device of a process without other ranks."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,15 +13,17 @@ class Piece:
 
     Attributes:
         step: number of the global batch since the start of training.
+        epoch: number of the pass over the data.
         batch: number of the global batch in its epoch.
-        rows: number of rows; 0 if this rank has none in the global batch. It then reads a row of
-            another rank, for a pass whose gradient does not count.
+        rows: number of rows; 0 if this rank has none in the global batch. The rank then reads
+            a row of another one, for a pass whose gradient does not count.
         global_rows: number of rows of the global batch.
         last: True for the last piece of this rank in the global batch.
         indices: indices of the rows in the data set.
     """
 
     step: int
+    epoch: int
     batch: int
     rows: int
     global_rows: int
@@ -35,11 +37,14 @@ class ShareSchedule:
     Args:
         shares: one number per rank, in proportion to its rows.
         micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+
+    Attributes:
+        micro_batch: see above.
     """
 
     def __init__(self, shares: Sequence[float], micro_batch: int | None = None) -> None:
         self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(shares))]
-        self._micro_batch = micro_batch
+        self.micro_batch = micro_batch
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -51,8 +56,19 @@ class ShareSchedule:
         self._changes = [each for each in self._changes if each[0] < step]
         self._changes.append((step, tuple(shares)))
 
+    def keep_ranks(self, ranks: Sequence[int]) -> None:
+        """Divide all coming batches among some ranks alone, in the same proportions.
+
+        Args:
+            ranks: numbers of the surviving ranks.
+        """
+        kept = [(step, tuple(shares[rank] for rank in ranks)) for step, shares in self._changes]
+        self._changes = [
+            (step, shares if any(shares) else (1.0,) * len(ranks)) for step, shares in kept
+        ]
+
     def get_plan(self, step: int, rows: int) -> Plan:
         """Return the plan of a global batch with this number of rows."""
         shares = next(shares for first, shares in reversed(self._changes) if first <= step)
-        most = self._micro_batch or max(1, rows)
+        most = self.micro_batch or max(1, rows)
         return Plan(rows, shares, (most,) * len(shares), EXACT)

@@ -12,7 +12,6 @@ backward pass. Code that clips, logs or zeroes gradients after each piece theref
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -24,12 +23,13 @@ from motley.comm.collectives import all_gather_floats, leavable
 from motley.comm.reducer import Bucket, Reducer
 from motley.engines.gradient_sum import GradientSum, drop_absent, wire_device
 from motley.engines.step import gradient_norm, unscale_and_clip
-from motley.engines.step_timer import Clock
+from motley.engines.step_timer import HOST, Clock, Laps
 from motley.errors import MotleyError, NotFiniteError
 from motley.library.share_schedule import Piece
 from motley.plan.precision import LossScale
 
 _CALLS = 4  # backward calls with a weight in a step
+_BY_SCHEDULER = "_wrapped_by_lr_sched"  # torch's mark of a step() that its schedulers know
 _ALIKE = 1e-9  # relative difference up to which two corrections are equal
 
 
@@ -52,17 +52,17 @@ class RankNumbers:
 
     Attributes:
         step: number of the step.
-        ready_s: seconds until the rank's own gradient was ready.
+        own_s: seconds of the rank's own work, without waiting for others.
         reached: last step that the rank's loader has requested.
         rows: rows of the rank in the step.
         loss: the rank's part of the loss.
-        finite: 1.0 if the sum of the gradients is finite, or if nobody asked.
+        finite: 1.0 if the sum of the gradients is finite, or if no loss scale is in use.
         absent: number of parameters without a gradient on the rank.
         weights: weight of the rank's rows in each backward call that has one.
     """
 
     step: float
-    ready_s: float
+    own_s: float
     reached: float
     rows: float
     loss: Tensor | float
@@ -73,14 +73,71 @@ class RankNumbers:
     def as_row(self) -> list[Tensor | float]:
         """Return the numbers in a row of a fixed length."""
         weights = [*self.weights, *[0.0] * (_CALLS - len(self.weights))]
-        return [self.step, self.ready_s, self.reached, self.rows, self.loss, self.finite,
+        return [self.step, self.own_s, self.reached, self.rows, self.loss, self.finite,
                 self.absent, float(len(self.weights)), *weights]  # fmt: skip
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankNumbers":
         """Return the numbers that :meth:`as_row` has written."""
-        step, ready_s, reached, rows, loss, finite, absent, count, *weights = row
-        return cls(step, ready_s, reached, rows, loss, finite, absent, tuple(weights[: int(count)]))
+        step, own_s, reached, rows, loss, finite, absent, count, *weights = row
+        return cls(step, own_s, reached, rows, loss, finite, absent, tuple(weights[: int(count)]))
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that all ranks have taken, or skipped after an overflow.
+
+    Attributes:
+        piece: this rank's last piece of it.
+        batches: number of global batches that the script has accumulated.
+        numbers: numbers of all ranks, by rank.
+        loss: mean loss of the global batch.
+        norm: norm of the gradient before clipping; None if the script does not clip.
+        overflow: True if the gradient was not finite, and no rank stepped.
+        loss_scale: loss scale of the step.
+        rate: learning rate of the first optimizer's first group.
+        laps: this rank's time by activity.
+    """
+
+    piece: Piece
+    batches: int
+    numbers: Sequence[RankNumbers]
+    loss: float
+    norm: float | None
+    overflow: bool
+    loss_scale: float
+    rate: float
+    laps: Laps
+
+
+class GroupChangedError(Exception):
+    """A rank was lost, and the survivors have formed a new group.
+
+    Attributes:
+        outcome: result of the collective that this rank was in, if another survivor had finished
+            it. None: no rank had.
+    """
+
+    def __init__(self, outcome: Any = None) -> None:
+        super().__init__("a rank was lost")
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class SumOutcome:
+    """The outcome of one sum of gradients, equal on all ranks.
+
+    Attributes:
+        numbers: numbers of all ranks, by rank.
+        loss: mean loss of the global batch.
+        overflow: True if the sum is not finite, so that no rank steps.
+        totals: weights of all ranks' rows in each backward call that has one.
+    """
+
+    numbers: tuple[RankNumbers, ...]
+    loss: float
+    overflow: bool
+    totals: tuple[float, ...]
 
 
 class _Update:
@@ -92,7 +149,7 @@ class _Update:
 
     Attributes:
         summed: step whose gradients are summed already; None: none is.
-        overflow: True if the sum is not finite, so that no rank steps.
+        may_step: True if the optimizer may step with the sum.
     """
 
     def __init__(
@@ -102,7 +159,7 @@ class _Update:
         self._known = list(map(id, self.all_parameters()))
         self._trained: list[Tensor] = []
         self.summed: int | None = None
-        self.overflow = False
+        self.may_step = False
 
     def all_parameters(self) -> list[Tensor]:
         """Return all parameters of the optimizer, frozen ones included."""
@@ -130,6 +187,26 @@ class _Update:
         return self._sum.add_up() if trained else []
 
 
+def _override(owner: Any, name: str, may_run: Callable[..., bool]) -> None:
+    """Let a method of one object run only if ``may_run`` allows it, with the same arguments.
+
+    The object gets a class of its own. An attribute of the object would become a part of a
+    scheduler's ``state_dict``.
+
+    Args:
+        owner: the object.
+        name: name of the method.
+        may_run: returns True if the method may run.
+    """
+    usual = getattr(type(owner), name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return usual(self, *args, **kwargs) if may_run(*args) else None
+
+    kind = type(owner)
+    owner.__class__ = type(kind.__name__, (kind,), {name: method, "__module__": kind.__module__})
+
+
 class StepGate:
     """The gate through which pieces become steps of the optimizers.
 
@@ -144,10 +221,14 @@ class StepGate:
         piece: the piece that the user's code computes now; None outside of the loop.
         clock: this rank's time by activity.
         reached: returns the last step that this rank's loader has requested.
+        on_step: called after each step, before the loader is asked for more rows.
+        collective: runs a collective, and returns its result; raises GroupChangedError if a rank
+            was lost meanwhile.
         numbers: numbers of all ranks in the last step, by rank.
         loss: loss of the last step; None before it.
         stepped: True if the last call of ``optimizer.step()`` has changed parameters.
         repeats: True if the present global batch is computed again.
+        norm: norm to which the gradient of the present step was clipped; None: it was not.
     """
 
     def __init__(
@@ -163,7 +244,9 @@ class StepGate:
         self.piece: Piece | None = None
         self.clock = Clock(device)
         self.reached: Callable[[], int] = lambda: -1
-        self.numbers: list[RankNumbers] = []
+        self.on_step: Callable[[FinishedStep], None] = lambda step: None
+        self.collective: Callable[[Callable[[], SumOutcome]], SumOutcome] = lambda work: work()
+        self.numbers: Sequence[RankNumbers] = ()
         self.loss: float | None = None
         self.stepped = self.repeats = False
         self._updates: dict[Optimizer, _Update] = {}
@@ -176,35 +259,57 @@ class StepGate:
         self._calls: list[_Call] = []
         self._first_call = self._call = 0  # of the present global batch, and of the present piece
         self._loss: Tensor | float = 0.0
-        self._rows = 0
+        self._rows, self._batches, self._rate = 0, 0, 0.0
+        self.norm: float | None = None
+        self._overflow = False  # True if a sum of the step was not finite
         self._was_asked = False  # True if an optimizer was to step in the present piece
 
     # -- pieces
 
     def begin_piece(self, piece: Piece) -> None:
         """Start a piece, whose rows are read."""
-        self._end_batch()
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self._rows += piece.rows
         self.stepped = self.repeats = False
         self.clock.lap("data")
 
+    def end_piece(self) -> None:
+        """End the present piece, whose rows the user's code does not need any more."""
+        piece, self.piece = self.piece, None
+        if piece is None:
+            return
+        if not piece.last:
+            self.clock.lap(HOST)
+            return
+        self._batches += 1
+        done = [each for each in self._updates.values() if each.summed == piece.step]
+        if not done:  # the user accumulates several batches
+            self._first_call = len(self._calls)
+            self.clock.lap(HOST)
+            return
+        assert self.loss is not None
+        step = FinishedStep(
+            piece, self._batches, self.numbers, self.loss, self.norm, self._overflow,
+            self.scale.value, self._rate, self.clock.cut(),
+        )  # fmt: skip
+        self._start_step()
+        self.clock.lap(HOST)  # the user's code after the step is work before the next one
+        self.on_step(step)
+
     def leave_loop(self) -> None:
-        """End the present piece, because the loop over the loader ends."""
-        if self.piece is not None and not self.piece.last:  # the user's code broke off
+        """End the loop over the loader, maybe in the middle of a global batch."""
+        if self.piece is not None and not self.piece.last:
             self._aside = []
             self._start_step()
-        self._end_batch()
-        self.piece = None
+        self.end_piece()
 
-    def _end_batch(self) -> None:
-        """Start the next step if a global batch has ended with one."""
-        if self.piece is None or not self.piece.last:
-            return
-        if any(update.summed == self.piece.step for update in self._updates.values()):
-            self._start_step()
-        else:  # the user accumulates several batches
-            self._first_call = len(self._calls)
+    @property
+    def is_within_step(self) -> bool:
+        """True after a backward pass of a step that no sum over all ranks has finished."""
+        is_summed = self.piece is not None and any(
+            each.summed == self.piece.step for each in self._updates.values()
+        )
+        return bool(self._calls) and not is_summed
 
     def drop(self) -> None:
         """Drop all gradients of the present step, which is computed again."""
@@ -315,7 +420,6 @@ class StepGate:
             return
         usual = optimizer.step
 
-        @wraps(usual)  # with torch's mark of a scheduler, which warns otherwise
         def step(_: Optimizer, closure: Any = None) -> Any:
             if closure is not None:
                 raise MotleyError(
@@ -329,23 +433,19 @@ class StepGate:
             self.clock.lap("opt")
             return result
 
+        if hasattr(usual, _BY_SCHEDULER):
+            setattr(step, _BY_SCHEDULER, True)
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def add_scaler(self, scaler: Any) -> None:
         """Let a ``torch.amp.GradScaler`` see the gradient of all ranks, once per global batch."""
-        unscale, step, update = scaler.unscale_, scaler.step, scaler.update
 
-        def unscale_(_: Any, optimizer: Optimizer) -> Any:
-            return unscale(optimizer) if self.add_up(optimizer) else None
+        def may_step(optimizer: Optimizer, *_: Any) -> bool:
+            return self.add_up(optimizer)
 
-        def step_(_: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return step(optimizer, *args, **kwargs) if self.add_up(optimizer) else None
-
-        def update_(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return update(*args, **kwargs) if self.is_open else None
-
-        scaler.unscale_, scaler.step = MethodType(unscale_, scaler), MethodType(step_, scaler)
-        scaler.update = MethodType(update_, scaler)
+        _override(scaler, "unscale_", may_step)
+        _override(scaler, "step", may_step)
+        self.add_gated(scaler, "update")
 
     def add_gated(self, owner: Any, name: str) -> None:
         """Let a method do nothing before the last piece of a global batch, and in a repeated one.
@@ -354,14 +454,7 @@ class StepGate:
             owner: object with the method, such as a scheduler.
             name: name of the method.
         """
-        kind = type(owner)
-        usual = getattr(kind, name)
-
-        def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            return usual(owner, *args, **kwargs) if self.is_open else None
-
-        # An attribute of the object itself would be part of a scheduler's state_dict().
-        owner.__class__ = type(kind.__name__, (kind,), {name: method})
+        _override(owner, name, lambda *_: self.is_open)
 
     def add_up_for(self, parameters: Sequence[Tensor]) -> bool:
         """Sum the gradients of the optimizers of some parameters; see :meth:`add_up`."""
@@ -392,7 +485,7 @@ class StepGate:
                 "gradient there: call it inside that loop"
             )
         if update.summed == piece.step:
-            return not update.overflow
+            return update.may_step
         if any(gradient._version != version for gradient, version in self._versions):
             raise MotleyError(
                 "the gradient was changed between lab.backward() and optimizer.step(), before the "
@@ -400,44 +493,72 @@ class StepGate:
                 "GradScaler to lab.prepare()"
             )
         self.clock.lap("compute", ready=True)
-        absent = update.add_up()
+        self._rate = float(optimizer.param_groups[0]["lr"])
+        is_here = True
+        try:
+            outcome = self.collective(lambda: self._sum(update, piece))
+        except GroupChangedError as change:
+            if change.outcome is None:
+                self.drop()
+                return False
+            # Another rank has finished the step, and this one has received its parameters.
+            outcome, is_here = change.outcome, False
         self._versions = []
+        self.numbers, self.loss, self._totals = outcome.numbers, outcome.loss, outcome.totals
+        self._overflow |= outcome.overflow
+        self.scale.update(outcome.overflow)
+        update.summed, update.may_step = piece.step, is_here and not outcome.overflow
+        self.stepped = not is_here and not outcome.overflow
+        return update.may_step
+
+    def _sum(self, update: _Update, piece: Piece) -> SumOutcome:
+        """Sum the gradients of an optimizer over all ranks, and divide them by the true weight."""
+        absent = update.add_up()
         finite: Tensor | float = 1.0
         if self.scale.dynamic:
             finite = gradient_norm(update.parameters()).isfinite()
         own = RankNumbers(
-            piece.step, self.clock.ready_s, self.reached(), self._rows, self._loss, finite,
+            piece.step, self.clock.own_s, self.reached(), self._rows, self._loss, finite,
             len(absent), tuple(call.weight for call in self._calls if call.weight is not None),
         )  # fmt: skip
-        rows = all_gather_floats(own.as_row())
+        numbers = [
+            RankNumbers.from_row(row) for row in all_gather_floats(own.as_row(), can_leave=True)
+        ]
         self.clock.lap("sync")
-        self.numbers = [RankNumbers.from_row(row) for row in rows]
-        self._check_numbers()
-        if all(each.absent for each in self.numbers):
+        self._check_numbers(numbers)
+        if all(each.absent for each in numbers):
             drop_absent(update.parameters(), absent, wire_device(self._device))
-        correction = self._get_correction()
-        loss = math.fsum(float(each.loss) for each in self.numbers)
-        self.loss = loss / (correction or 1.0)
-        update.overflow = not all(each.finite for each in self.numbers)
+        totals = tuple(map(math.fsum, zip(*(each.weights for each in numbers), strict=True)))
+        correction = self._get_correction(totals)
+        overflow = not all(each.finite for each in numbers)
         zero = torch.zeros((), device=self._device)
         factor = None if correction is None else torch.tensor(correction, dtype=torch.float64)
         unscale_and_clip(update.parameters(), zero, self.scale.value, None, factor)
-        self.scale.update(update.overflow)
-        self._reducer.after_step(not update.overflow, 1.0)
-        update.summed = piece.step
-        return not update.overflow
+        self._reducer.after_step(not overflow, 1.0)
+        loss = math.fsum(float(each.loss) for each in numbers)
+        return SumOutcome(tuple(numbers), loss / (correction or 1.0), overflow, totals)
+
+    def join_group(self, names: Sequence[str], rank: int, reducer: Reducer) -> None:
+        """Continue in another group of ranks.
+
+        Args:
+            names: for messages, each rank with its host.
+            rank: number of this rank.
+            reducer: reducer of the wire mode in the new group.
+        """
+        self._names, self._rank, self._reducer = list(names), rank, reducer
 
     def _begin_sum(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         return leavable(self._reducer.send(bucket), self._device)
 
-    def _check_numbers(self) -> None:
+    def _check_numbers(self, numbers: Sequence[RankNumbers]) -> None:
         """Raise MotleyError if the ranks are not in the same step, or a loss is not finite."""
-        steps = {each.step for each in self.numbers}
-        calls = {len(each.weights) for each in self.numbers}
+        steps = {each.step for each in numbers}
+        calls = {len(each.weights) for each in numbers}
         if len(steps) > 1 or len(calls) > 1:
             listed = ", ".join(
                 f"{name}: batch {int(each.step)}, {len(each.weights)} weighted losses"
-                for name, each in zip(self._names, self.numbers, strict=True)
+                for name, each in zip(self._names, numbers, strict=True)
             )
             raise MotleyError(
                 f"optimizer.step() was called in different batches on different ranks ({listed}): "
@@ -445,21 +566,23 @@ class StepGate:
                 "number of passes through the loop differs between them; use lab.batch in it, or "
                 "a larger batch_size in place of accumulation"
             )
-        bad = [rank for rank, each in enumerate(self.numbers) if not math.isfinite(each.loss)]
+        bad = [rank for rank, each in enumerate(numbers) if not math.isfinite(each.loss)]
         if bad and not self.scale.dynamic:
             indices = ", ".join(map(str, self.piece.indices[:8])) if self.piece else ""
             own = f"; the rows of its last piece have the indices {indices}" * (self._rank in bad)
             raise NotFiniteError(
                 f"the loss of {self._names[bad[0]]} is not finite in step "
-                f"{int(self.numbers[0].step)}{own}: lower the learning rate, clip with "
+                f"{int(numbers[0].step)}{own}: lower the learning rate, clip with "
                 "lab.clip_grad_norm_(), or look at these rows"
             )
 
-    def _get_correction(self) -> float | None:
-        """Return the factor by which the gradient is too large; None: it is exact."""
+    def _get_correction(self, totals: Sequence[float]) -> float | None:
+        """Return the factor by which the gradient is too large; None: it is exact.
+
+        Args:
+            totals: weights of all ranks' rows in each backward call that has one.
+        """
         usual = [call.usual for call in self._calls if call.weight is not None]
-        totals = [math.fsum(each) for each in zip(*(n.weights for n in self.numbers), strict=True)]
-        self._totals = tuple(totals)
         if not totals:
             return None
         ratios = [total / divisor for total, divisor in zip(totals, usual, strict=True)]

@@ -447,7 +447,8 @@ class Coordinator:
         self._own.stopped = True
         if (lost := self._regroup.recent_loss) and message.number == signal.SIGTERM:
             self.end_job(lost)
-        known = self._statuses(), self._last_step(), self._own.hooks.how_to_continue()
+        step = self._last_step()
+        known = self._statuses(), step, self._own.hooks.how_to_continue(step)
         self._suspect(self._signals.came(status, message.number, *known), _SIGNAL_S)
 
     HANDLERS: ClassVar[dict[type[Message], Callable[[Any, RankStatus, Any], None]]] = {

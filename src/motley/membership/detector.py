@@ -494,12 +494,14 @@ class StopSignals:
             how_to_continue: remedy for the user.
         """
         self._ranks.add(status.rank)
-        name = signal.Signals(number).name
-        _, where = whereabouts(statuses)
         if 0 in self._ranks or len(self._ranks) > 1:
-            slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
-            by = f"you{slurm} ({name} from the launcher, while {where})"
+            # The launcher passes Ctrl-C on as SIGTERM.
+            others = ["a signal to the launcher"] * (number != signal.SIGINT)
+            others += ["Slurm"] * ("SLURM_JOB_ID" in os.environ)
+            by = " or ".join(["Ctrl-C", *others])
             return make_stop_fault(step, number, by, how_to_continue)
+        _, where = whereabouts(statuses)
+        name = signal.Signals(number).name
         return Fault(
             status.number, status.host, step,
             f"stopped by {name}, which came to this rank alone, when {where}",

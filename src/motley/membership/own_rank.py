@@ -40,19 +40,22 @@ class TrainingHooks:
         rescue: saves the state of this rank before it ends, and returns a note on what it did.
             None: this rank cannot.
         last_words: writes the records of this rank that are not written yet.
-        how_to_continue: returns an instruction to the user on how to continue a stopped run.
+        how_to_continue: returns an instruction to the user on how to continue a run that is
+            stopped after this many steps.
         keep: copies the state to memory that needs no process group, to continue without a lost
             rank. None: this rank cannot.
         free: makes the training thread leave a collective that waits for the lost rank.
         without_first: the training can also continue without rank 0.
+        clear_line: text that removes this rank's progress bar from the terminal; empty: no bar.
     """
 
     rescue: Callable[[], str] | None = None
     last_words: Callable[[], None] = lambda: None
-    how_to_continue: Callable[[], str] = lambda: "continue with --resume auto"
+    how_to_continue: Callable[[int | None], str] = lambda _: "continue with --resume auto"
     keep: Callable[[], None] | None = None
     free: Callable[[], None] = lambda: None
     without_first: bool = False
+    clear_line: str = ""
 
 
 class Outbox:
@@ -233,7 +236,7 @@ class OwnRank:
         if self.reaper and self.reaper.send(line=line, fault=None, ended=True) and self.stopped:
             return
         with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
-            print(text, file=sys.stderr, flush=True)
+            print(f"{self.hooks.clear_line}{text}", file=sys.stderr, flush=True)
 
     def save_what_is_known(self) -> str:
         """Call the hook ``rescue`` from the watching thread, and return a note on its result.

@@ -37,6 +37,7 @@ from motley.membership.fault_causes import (
 )
 from motley.membership.messages import greeting
 from motley.records.run_folder import RunFolder
+from motley.text import CLEAR_LINE
 
 # sm_segment.HOST.USER.JOB.RANK, of Open MPI 5; 4.1 calls it vader_segment
 _SEGMENT = re.compile(r"/dev/shm/((?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILINE)
@@ -344,10 +345,11 @@ def _main() -> None:
 def _print_line(line: str, terminal: str | None) -> None:
     """Print a line where mpirun prints. Use its terminal instead if Ctrl-C has ended a ``tee``."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        clear = CLEAR_LINE if sys.stderr.isatty() else ""
+        print(f"{clear}{line}", file=sys.stderr, flush=True)
     except OSError:
         with contextlib.suppress(OSError), Path(terminal or os.devnull).open("w") as screen:
-            print(line, file=screen, end="\r\n")
+            print(f"{CLEAR_LINE}{line}", file=screen, end="\r\n")
 
 
 def _report_host_alive(rank: int, host: str, address: str, port: int, token: str) -> None:

@@ -324,14 +324,20 @@ class Supervisor:
                 own.reaper.dismiss()
 
     def before_end(
-        self, last_words: Callable[[], None], how_to_continue: Callable[[], str]
+        self,
+        last_words: Callable[[], None],
+        how_to_continue: Callable[[int | None], str],
+        clear_line: str,
     ) -> None:
         """Set the functions that the watching thread calls before this rank ends with the job.
 
         Args:
             last_words: writes the last records.
-            how_to_continue: returns an instruction to the user on how to continue the run.
+            how_to_continue: returns an instruction to the user on how to continue the run, from
+                the number of finished steps.
+            clear_line: text that removes the progress bar from the terminal; empty: no bar.
         """
+        self._own.hooks.clear_line = clear_line
         self._own.hooks.last_words, self._own.hooks.how_to_continue = last_words, how_to_continue
 
     def can_rescue(self, save: Callable[[], str], first: bool) -> None:
@@ -395,9 +401,15 @@ class Supervisor:
         own.change.freeing.join()
         return own.change.take()
 
-    def end_without_lost(self) -> None:
-        """Have this process end without MPI_Finalize if a rank is lost: MPI would wait for it."""
-        if self._own.change.group:
+    def end_without_lost(self, at_once: bool = False) -> None:
+        """Have this process end without MPI_Finalize if a rank is lost: MPI would wait for it.
+
+        Args:
+            at_once: end it now, as the last of the functions that run at its exit.
+        """
+        if self._own.change.group and at_once:
+            self._own.leave(0)
+        elif self._own.change.group:
             atexit.register(self._own.leave, 0)
 
     def gather(self, value: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motley.plan.evidence import LONGEST, WINDOWS, Evidence, Groups, median
-from motley.plan.plan import Floats, Speeds, split
+from motley.plan.plan import Floats, Rank, Speeds, split
 from motley.plan.speeds import SpeedTable
 
 _FIRST = 64  # steps before a failed move is tried again
@@ -92,6 +92,23 @@ class Device(NamedTuple):
 
     name: Hashable
     model: Hashable
+
+
+def list_devices(workers: Sequence[Rank], micro_batches: Sequence[int]) -> list[Device]:
+    """Return the device of each rank.
+
+    Args:
+        workers: the ranks that train.
+        micro_batches: most samples of each rank in a micro-batch.
+    """
+    return [
+        Device(
+            worker.uuid or worker.host,
+            # The device's name without its number: cuda:1 NVIDIA H200.
+            (worker.host, worker.device.partition(" ")[2], worker.precision, size),
+        )
+        for worker, size in zip(workers, micro_batches, strict=True)
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

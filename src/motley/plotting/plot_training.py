@@ -1,4 +1,6 @@
-"""Draw a training: the parts of a step's time, loss, accuracy, rate and loss scale.
+"""Draw a training: the parts of a step's time, loss, accuracy, images/s, memory, learning rate.
+
+A loss scale is drawn if the run has used one.
 
     python plots/plot_training.py logs/                   # logs/<run>/training.png, every run
     python plots/plot_training.py logs/ --out pictures    # all PNGs in one folder
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from motley.live.snapshot import fraction_of_limit
+from motley.live.verdict import run_verdict
 from motley.plotting import command, style
 from motley.plotting.run_steps import list_others, seat_label, title, usual_steps
 from motley.records.costs import Training, column, leak, mean, median, read_training
@@ -119,6 +121,13 @@ def draw_scale(ax: "Axes", training: Training) -> None:
     style.legend_above(ax)
 
 
+def draw_learning_rate(ax: "Axes", training: Training) -> None:
+    """Draw the learning rate against steps."""
+    ax.plot(training.taken(), training.values("lr"), color=LINE, label="learning rate")
+    style.label_axes(ax, "step", "learning rate", zero=True)
+    style.legend_above(ax)
+
+
 def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None:
     """Draw each rank's peak memory, in its host's colour; report a growth that lasts to the end."""
     for rank, records in training.steps.items():
@@ -182,7 +191,7 @@ def is_scaled(training: Training) -> bool:
 def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
     """Return the picture of one run. If the loss scale is always 1, it has no panel."""
     scaled = is_scaled(training)
-    rows = [["loss", "time"], ["rate", "memory"], *([["scale", "scale"]] if scaled else [])]
+    rows = [["loss", "time"], ["rate", "memory"], ["lr", "scale" if scaled else "lr"]]
     usual, chosen = usual_steps(training)
     curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(usual.steps) + len(list_others(usual)))
     figure = style.new_figure(11, curves + bars)
@@ -194,18 +203,25 @@ def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
     draw_time(axes["time"], training)
     draw_rate(axes["rate"], training)
     draw_memory(axes["memory"], training, colours)
+    draw_learning_rate(axes["lr"], training)
     if scaled:
         draw_scale(axes["scale"], training)
     return figure
 
 
 def story(training: Training) -> str:
-    """Return a title with the result of a run: its rate, and the part of the limit."""
-    rate, unit = median(training.rates()), training.unit
+    """Return a title with the result of a run: its rate, and the part of the limit.
+
+    The steps of the last launch count, as in the verdict, because the limit is that launch's.
+    """
+    launch = training.last_launch() or training
+    rate, unit = median(launch.rates()), training.unit
     words = f"{format_rate(rate)} {unit}/s" if np.isfinite(rate) else "no rate is recorded"
-    samples = median(training.values("samples_per_s"))
-    part = fraction_of_limit(training.run, samples if np.isfinite(samples) else None)
-    return f"{words}, {part:.0%} of the sum of all devices" if part is not None else words
+    part = run_verdict(training, co2_per_kwh=None).fraction
+    if part is not None:
+        words += f", {part:.0%} of the sum of all devices"
+    first = launch.lead[0]["step"]
+    return f"{words}, since step {first + 1}" if first > training.lead[0]["step"] else words
 
 
 def run_panels(
@@ -222,6 +238,7 @@ def run_panels(
         "loss against time": (3.2, lambda ax: draw_time(ax, training)),
         f"{training.unit} per second": (3.2, lambda ax: draw_rate(ax, training)),
         "memory of each rank": (3.2, lambda ax: draw_memory(ax, training, colours)),
+        "learning rate": (3.2, lambda ax: draw_learning_rate(ax, training)),
         "loss scale": (3.2, lambda ax: draw_scale(ax, training)),
     }  # fmt: skip
     if not is_scaled(training):

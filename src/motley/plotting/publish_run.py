@@ -50,10 +50,10 @@ def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
 def main() -> int:
     """Publish the run, and return the exit code."""
     escape_unprintable()
-    kinds = trackers()
-    args = parse(kinds)
-    os.nice(19)  # a run on this machine comes first
     try:
+        kinds = trackers()
+        args = parse(kinds)
+        os.nice(19)  # a run on this machine comes first
         kind = kinds[args.to]
         kind.check()
         run = open_run(args.run)

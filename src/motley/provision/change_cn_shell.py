@@ -12,7 +12,7 @@ ssh without a password (bash setup/passwordless_ssh.sh). Only the account's
 login shell is changed, through the host's own chsh.
 
 Options:
-  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --shell PATH      default: /bin/bash; must be in each host's /etc/shells
   --dry-run         print every change, do none
 

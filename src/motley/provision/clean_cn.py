@@ -20,7 +20,7 @@ Processes of others, and yours that are not of this repository, are never
 touched.
 
 Options:
-  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --running         also end running and unknown processes
   --yes             ask nothing
   --dry-run         print every change, do none

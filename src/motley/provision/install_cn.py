@@ -19,7 +19,7 @@ host imports the packages and runs a kernel. After an interruption, the same com
 continues. Only the repository's folder, the environment and pip's cache are changed.
 
 Options:
-  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --python-archive FILE   an install_only archive of python-build-standalone
                     for hosts that need a Python and have no network
   --offline FOLDER  install from its wheels alone. Done by pip if uv is not among them

@@ -8,8 +8,8 @@ boundary if the rest of the training gains more by that than the new start costs
 runs use the host when they are started again.
 
 Options:
-  --hostfile FILE   the hosts that there are; default: hosts.txt in the
-                    repository (motley: in this folder)
+  --hostfile FILE   the hosts that there are; default: the repository's
+                    hosts.txt (command motley: the current folder's)
   --dry-run         print which hosts are away, and change nothing
 
 Exit status: 0 all take part, 1 some host could not be asked, 2 nothing was begun.

@@ -38,7 +38,7 @@ watches for other users, and ends with this script.
 
 The script gives up, and prints why, if another start makes no sense: after a wrong option, a
 loss that is not finite, or repeated faults without a step in between. Ctrl-C ends the script
-at once.
+at once, and so does SIGINT or SIGTERM to the script alone: kill PID.
 
 Within an allocation of Slurm's the line may be one of srun, whose nodes are asked through
 Slurm. Give salloc or sbatch --no-kill, for a job without that option ends with its first node:
@@ -53,8 +53,11 @@ Exit status: that of the last run; 2 nothing was begun.
 """
 
 import argparse
+import contextlib
+import fcntl
 import os
 import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -66,7 +69,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from motley.cluster.processes import ignores_hangup
+from motley.cluster.processes import ignores_hangup, is_in_foreground
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.launch.process import die_with_parent
@@ -95,6 +98,7 @@ _LOOK_S = 0.5
 # Seconds for srun to end after a fault, if rank 0 has ended, and if it has not. By Slurm's own
 # settings srun waits for a lost node for minutes.
 _SRUN_S, _SRUN_MOST_S = 3.0, 60.0
+_STOP_S = 2.0  # after Ctrl-C, for mpirun to end
 _NO_MACHINE = {  # faults that would happen again on any machines
     FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
     FaultKind.REFUSED: "what it says is for you to change",
@@ -110,18 +114,34 @@ class Stop:
 
     Attributes:
         number: number of the signal; 0: no request.
+        at: time of the signal.
         job: the process of the launcher while it runs.
+        sent: True if the launcher has been sent the signal.
     """
 
     number: int = 0
+    at: float = 0.0
     job: subprocess.Popen[bytes] | None = None
+    sent: bool = False
 
     def __call__(self, number: int, _: object) -> None:
         """Store the signal, and pass it on to the launcher if the launcher has not received it."""
-        self.number = number
-        # A terminal sends Ctrl-C to mpirun too. A signal to this process alone is passed on.
-        if self.job is not None and (number == signal.SIGTERM or ignores_hangup()):
-            self.job.send_signal(number)
+        self.number, self.at = number, time.monotonic()
+        # A terminal sends Ctrl-C to mpirun too. A second signal would have mpirun kill the ranks
+        # before they have saved their records.
+        if number == signal.SIGTERM or ignores_hangup() or not is_in_foreground():
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """Send the launcher the signal."""
+        if self.job is not None:
+            self.sent = True
+            self.job.send_signal(self.number)
+
+    def look(self) -> None:
+        """Pass on a signal that the launcher has not acted on: it came to this process alone."""
+        if self.number and not self.sent and time.monotonic() > self.at + _STOP_S:
+            self.pass_on()
 
 
 class Keeper:
@@ -164,9 +184,9 @@ class Keeper:
                 if number or before >= 0 or self._content():
                     now = now.resumed(before >= 0)
                 code, early = self._start(now, requested, started)
-            if self._stop.number:
-                return self._stopped()
             content = self._content()
+            if self._stop.number:
+                return self._stopped(begun=content.get("started") != started)
             if content.get("status") == "finished":
                 if number:
                     print_now(f"finished, after {number} restart{'s' * (number != 1)}")
@@ -180,8 +200,12 @@ class Keeper:
                 return code or 1
         return 1
 
-    def _stopped(self) -> int:
-        print_now(f"stopped by you; go on with the same line and --run {self._line.folder.name}")
+    def _stopped(self, begun: bool = False) -> int:
+        # The last line of a job that had begun says how to continue.
+        if not begun or self._content().get("status") != "stopped":
+            print_now(
+                f"stopped by you; continue with the same line and --run {self._line.folder.name}"
+            )
         return CODES[signal.Signals(self._stop.number)]
 
     # -- before the first start
@@ -351,6 +375,7 @@ class Keeper:
                     returns.ended()
                     return code, early
                 except subprocess.TimeoutExpired:
+                    self._stop.look()
                     self._figures.look()
                     returns.look()
                     if early is None and self._has_failed(started):
@@ -360,6 +385,18 @@ class Keeper:
         finally:
             self._stop.job = None
             self._figures.read()
+
+
+def _append_output() -> None:
+    """Have this process and the launcher write to the end of a file that the shell has opened.
+
+    A rank's last line is appended while the launcher ends. The next line must not overwrite it.
+    """
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(os.fstat(number).st_mode):
+                flags = fcntl.fcntl(number, fcntl.F_GETFL)
+                fcntl.fcntl(number, fcntl.F_SETFL, flags | os.O_APPEND)
 
 
 def main(words: Sequence[str]) -> int:
@@ -395,6 +432,7 @@ def main(words: Sequence[str]) -> int:
     busy = f"{line.folder} is kept alive by another keep_training.sh"
     with take_folder(place, busy, "stop it first, or choose another --run NAME"):
         stop = Stop()
+        _append_output()
         for each in CODES:
             signal.signal(each, stop)
         if options.polite:

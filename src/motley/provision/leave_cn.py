@@ -19,8 +19,8 @@ yours runs, and all hosts of a run, which would end it.
 
 Options:
   --for TIME        come back automatically after this time; default: stay away
-  --hostfile FILE   the hosts that there are; default: hosts.txt in the
-                    repository (motley: in this folder)
+  --hostfile FILE   the hosts that there are; default: the repository's
+                    hosts.txt (command motley: the current folder's)
   --dry-run         print what would leave, and change nothing
 
 Exit status: 0 they have left, 1 some host has not, 2 nothing was begun.

@@ -20,7 +20,7 @@ goes to the hosts alone, and is kept nowhere. A second run changes nothing,
 and finishes work that was stopped half-way.
 
 Options:
-  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --known-hosts FILE   host keys, as your administrator may give you, instead
                     of asking; others are refused
   --mesh            mpirun does not need it: it starts all ranks from here. If

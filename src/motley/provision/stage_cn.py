@@ -27,7 +27,7 @@ Options:
   --needs RATE      images/s that a host's GPUs process. A host with a slower
                     disk is named
   --jobs N          processes that pack. Default: all cores
-  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --dry-run         print every change, do none
 
 Exit status: 0 all hosts have the file, 1 some host has not, or a disk that is

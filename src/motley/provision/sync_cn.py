@@ -11,7 +11,7 @@ shares this folder (NFS) needs nothing. Files that only the host has stay. An ed
 on a host is overwritten.
 
 Options:
-  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --dry-run         print every change, do none
 
 Exit status: 0 all hosts have the same files, 1 some host has not, 2 nothing

@@ -11,7 +11,7 @@ repository's folder and one to your home, and removed at once, to see whether
 that works.
 
 Options:
-  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --json            one JSON object instead, as shown below
   --dry-run         print which hosts would be asked, and ask none
 

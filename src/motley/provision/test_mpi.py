@@ -16,7 +16,7 @@ there is a compiler here), and in Python through entry_cn.sh. The Python ranks
 also measure the links' bandwidth and name a link that is slow, busy or broken.
 
 Options:
-  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --dry-run         print every change, do none
 
 Exit status: 0 every host answered, 1 some host did not, 2 nothing was begun.

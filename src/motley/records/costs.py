@@ -76,6 +76,7 @@ def lead(steps: Mapping[int, Sequence[JsonDict]]) -> Sequence[JsonDict]:
 
 
 _WARM = 1 / 3  # fraction of a run's steps that is warm-up
+_LEAK_HALF = 10  # steps of each half; allocators still grow in shorter runs
 _LEAK_MIB, _LEAK_PART = 8.0, 0.01  # growth in a run that is no leak: the larger of the two
 
 Steps = Mapping[int, Sequence[JsonDict]]  # records by rank
@@ -96,7 +97,7 @@ def leak(steps: Steps) -> float | None:
     for lines in steps.values():
         later = [line["mem_peak_mib"] for line in warm(lines)]
         half = len(later) // 2
-        if half < 3 or None in later:
+        if half < _LEAK_HALF or None in later:
             continue
         slopes = [
             statistics.linear_regression(range(len(part)), part).slope

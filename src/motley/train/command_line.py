@@ -185,10 +185,11 @@ def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
         general |= taken(group)
     # Checkpoints of earlier versions do not store what was typed. Their schedule ended with
     # --epochs.
-    typed = typed.union(saved.get(TYPED, ["epochs"]))
+    continued = frozenset(saved.get(TYPED, ["epochs"])) - typed
+    typed |= continued
     if "epochs" in typed:  # --max-steps then only ends one launch, not the run
         general.pop("max_steps", None)
-    return replace(config, **general, own=own, typed_names=typed)
+    return replace(config, **general, own=own, typed_names=typed, continued_names=continued)
 
 
 def list_different_options(config: Config, other: Config) -> list[str]:
@@ -238,7 +239,8 @@ def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]
             "says": (
                 f"how gradients are added up: {'; '.join(kind.says for kind in kinds)}. auto "
                 "(default): exact, or 16 bits if that is faster and some rank computes in 16 bits "
-                "anyway"
+                "anyway. exact/leafK, or with bf16 or fp16, spares the slow link of rank K; auto "
+                "chooses it too"
             ),
         },
         "strategy": {

@@ -196,18 +196,18 @@ def console() -> Console:
     return Console(force_terminal=False, no_color=True, width=140)
 
 
-def on_terminal() -> bool:
-    """Return True if standard output is a user's terminal.
+def on_terminal(number: int = 1) -> bool:
+    """Return True if standard output, or 2 for standard error, is a user's terminal.
 
     Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output. A rank therefore looks
-    at the standard output of its parent process.
+    at the output of its parent process.
     """
-    if not sys.stdout.isatty():
+    if number == 1 and not sys.stdout.isatty():
         return False
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
-        return True
+        return os.isatty(number)
     try:
-        output = str(Path(f"/proc/{os.getppid()}/fd/1").readlink())
+        output = str(Path(f"/proc/{os.getppid()}/fd/{number}").readlink())
     except OSError:
         return False
     return output.startswith(("/dev/pts/", "/dev/tty"))
@@ -273,6 +273,7 @@ class Recorder:
         first_steps: FirstSteps | None = None,
         most_writers: int = MOST_WRITERS,
         diverges: bool = False,
+        silent: bool = False,
     ) -> None:
         """Start at ``done`` of ``total`` steps.
 
@@ -288,6 +289,7 @@ class Recorder:
             first_steps: comparison of the wire with the forecast; None: nothing is compared.
             most_writers: largest number of ranks of which each writes its steps.
             diverges: True if each rank takes steps of its own.
+            silent: print nothing, since the script prints its own progress.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
@@ -298,7 +300,7 @@ class Recorder:
         self._open(done)
         self._writing = threading.RLock()
         self._task = task
-        self._reporter = Reporter(task, total, done, config.log_interval, silent=rank != 0)
+        self._reporter = Reporter(task, total, done, config.log_interval, silent or rank != 0)
         if group.device.type == "cuda":  # the measurements for the plan do not count
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync

@@ -21,22 +21,21 @@ import torch
 import torch.distributed as dist
 
 from motley.checkpoint.store import KeptState, make_progress
-from motley.comm.collectives import abandon_group, connections
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.engines.named_state import snapshot
-from motley.engines.out_of_memory import release_all
 from motley.engines.protocol import Engine, LaunchedStep, Scope
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.world import World
 from motley.measure.measured_plan import Planned
-from motley.measure.process_group import ProcessGroup, leave_process_group, reconnected
+from motley.measure.process_group import ProcessGroup
 from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.membership.survivors import Survivors
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan, make_plan
 from motley.plan.speeds import SpeedTable
+from motley.train.group_rebuild import GroupRebuild
 from motley.train.setup import Job, StartedJob
 
 _WAIT_S = 3.0  # for the training thread to finish the update that it has started
@@ -222,9 +221,6 @@ def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -
     world.supervisor.pause(text, first=dist.get_rank() == 0)
 
 
-_LOOPBACK = "127.0.0.1"
-
-
 @dataclass(frozen=True)
 class Continuation:
     """The group, plan and state with which the survivors of a lost rank start.
@@ -240,21 +236,16 @@ class Continuation:
     state: KeptState | None
 
 
-class GroupRebuild:
-    """One rank's part in forming a new group after a loss.
+class JobRebuild(GroupRebuild):
+    """One rank's part in continuing a job of ``motley train`` after a loss.
 
     Attributes:
-        world: the surviving ranks.
         config: options for the survivors; an option may have one value per rank.
     """
 
     def __init__(self, world: World, config: Config) -> None:
-        self.world, self.config = world, config
-        self._hosts = {_LOOPBACK} | {
-            each.address for node in world.nodes for each in node.interfaces
-        }
-        self._before = connections()
-        self._group: ProcessGroup
+        super().__init__(world)
+        self.config = config
         self._speeds: tuple[SpeedTable, ...] = ()  # of the group's ranks
         self._places: list[int] = []  # of the group's ranks, in the plan that is kept
         self._rescue: Rescue | None = None
@@ -270,59 +261,28 @@ class GroupRebuild:
             rescue: the state to continue with; None: this rank takes no part in training.
             shared: True if all ranks see the disk that the run is recorded on.
         """
-        without_first = self._can_lose_first(shared)
+        without_first = self.can_lose_first(shared)
         if rescue is not None and not rescue.possible:
             return
-        self._group, self._speeds, self._rescue = group, planned.speeds, rescue
+        self._speeds, self._rescue = planned.speeds, rescue
         self._places = list(range(group.size))
-        self.world.supervisor.can_regroup(
-            rescue.keep if rescue else lambda: None,
-            self._abandon,
-            without_first,
-        )
-
-    def _abandon(self) -> None:
-        abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
-
-    def _can_lose_first(self, shared: bool) -> bool:
-        """Return True if rank 1 can replace rank 0; all ranks call this method.
-
-        Rank 1 must see the disk of rank 0, and no fixed address may be set for the process group.
-        """
-        fixed, machines = self.world.has_fixed_master(), self.world.machines
-        return len(machines) > 1 and (machines[1] == machines[0] or (shared and not fixed))
-
-    def get_survivors(self, error: Exception) -> Survivors:
-        """Return the survivors to continue with after an error.
-
-        The job ends if no rank is lost, or if the survivors cannot continue. Release the objects of
-        the old group that the error still holds before calling :meth:`go_on`.
-        """
-        return self.world.supervisor.get_survivors(error)
+        self.offer(group, rescue.keep if rescue else lambda: None, without_first)
 
     def go_on(self, survivors: Survivors) -> Continuation:
         """Make a group of the survivors; all of them call it.
 
         If one of them is lost meanwhile, the remaining ones call it again.
         """
-        self.world = self.world.without_lost(survivors)
-        numbers, workers = self.world.numbers, self._group.workers
-        stay = [at for at, worker in enumerate(workers) if worker.rank in numbers]
+        stay = self.leave_lost(survivors)
         self.config = config_for_survivors(self.config, stay)
-        self._group = self._group.without_lost(numbers)
         self._places = [self._places[at] for at in stay]
         self._speeds = tuple(self._speeds[at] for at in stay if self._speeds)
-        if dist.is_initialized():
-            leave_process_group()
-        release_all()  # set_aside() had excluded the old objects from garbage collection
-        self._before = connections()
         saved = self._rescue.kept if self._rescue else None
         own = None if saved is None else (saved.state.step, saved.plan)
         received = [each for each in self.world.allgather(own) if each is not None]
         _, plan = max(received, key=lambda each: each[0])
-        self._group = reconnected(self.world, self._group)
         planned = Planned(plan_for_survivors(plan, self._places), self._speeds)
-        return Continuation(self._group, planned, saved)
+        return Continuation(self.join(), planned, saved)
 
 
 def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:

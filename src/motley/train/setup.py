@@ -28,7 +28,7 @@ from motley.measure.process_group import ProcessGroup
 from motley.plan.length import Length, TrainState, make_ramp
 from motley.plan.plan import Plan, Rank
 from motley.plan.precision import start_scale
-from motley.plan.replan import Device, ReplanMonitor
+from motley.plan.replan import ReplanMonitor, list_devices
 from motley.plan.speeds import SpeedTable
 from motley.tasks.builtin import CLASS_NAMES, SAMPLES, get_identity, get_task
 from motley.tasks.model import TaskModel
@@ -484,13 +484,5 @@ def _watch(
 ) -> ReplanMonitor:
     # If every pass waits for all ranks, each rank seems to take as long as the slowest.
     watches = config.replan == "auto" and not engine.equal_micro_steps
-    most = planned.plan.max_micro_batch
-    devices = [
-        Device(
-            worker.uuid or worker.host,
-            # The device's name without its number: cuda:1 NVIDIA H200.
-            (worker.host, worker.device.partition(" ")[2], worker.precision, size),
-        )
-        for worker, size in zip(workers, most, strict=True)
-    ]  # fmt: skip
+    devices = list_devices(workers, planned.plan.max_micro_batch)
     return monitor(planned.speeds if watches else (), devices)

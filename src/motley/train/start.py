@@ -4,6 +4,7 @@ A run chooses the ranks that take part, opens the data and the model, makes a pl
 and records the result. If a rank is lost and the others can continue, they do all this again.
 """
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from motley.config.options import Config
 from motley.engines.out_of_memory import release, set_aside
 from motley.engines.protocol import EngineFactory
 from motley.engines.strategies import Strategy, list_engines
+from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.world import World
 from motley.measure.planner import ModelFactory, open_model, plan_batch
@@ -31,6 +33,7 @@ from motley.membership.survivors import Survivors
 from motley.plan.replan import ReplanMonitor
 from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
+from motley.text import CLEAR_LINE
 from motley.train.command_line import (
     list_different_options,
     make_resume_line,
@@ -39,8 +42,8 @@ from motley.train.command_line import (
 from motley.train.compile_archive import CompileKeeper
 from motley.train.loop import Loop
 from motley.train.profiler import StepProfiler
-from motley.train.recorder import Recorder, memory_peak
-from motley.train.rescue import GroupRebuild, Rescue, arm_rescue
+from motley.train.recorder import Recorder, memory_peak, on_terminal
+from motley.train.rescue import JobRebuild, Rescue, arm_rescue
 from motley.train.setup import Job, MonitorFactory, StartedJob, begin
 from motley.train.summary import make_records, print_summary, print_verdict
 
@@ -66,6 +69,7 @@ def train_or_continue(world: World, given: Config, strategies: Mapping[str, Stra
     return result.folder.path
 
 
+_NEARLY_S = 0.1  # in which a checkpoint may still be counted; an mpirun that stops leaves us 0.3 s
 _LAST_SAVE_S = 5.0  # that a checkpoint being written may still take when the job has to end
 
 
@@ -93,7 +97,7 @@ def train(
     keeper = CompileKeeper(world, config)
     keeper.take(world)
     world.clock.lap("prepare")
-    survivor, survivors = GroupRebuild(world, config), None
+    survivor, survivors = JobRebuild(world, config), None
     while True:
         try:
             return train_with(survivor, survivors, run, keeper, engine_factory, make_model, monitor)
@@ -102,7 +106,7 @@ def train(
 
 
 def train_with(
-    survivor: GroupRebuild,
+    survivor: JobRebuild,
     survivors: Survivors | None,
     run: Run,
     keeper: CompileKeeper,
@@ -182,6 +186,7 @@ def train_begun(
     world.supervisor.before_end(
         partial(last_words, recorder, job.checkpoints),
         partial(how_to_continue, line, job.checkpoints, job.length.save_every),
+        CLEAR_LINE if on_terminal() and on_terminal(2) else "",
     )
     say = partial(world.supervisor.set_status, timeout_s=PROGRESS_TIMEOUT_S)
     profiler = StepProfiler(job.config, group, run.folder, group.machines(world), recorder, say)
@@ -223,14 +228,33 @@ def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
         checkpoints.wait(_LAST_SAVE_S)
 
 
-def how_to_continue(line: str, checkpoints: Checkpoints, save_every: int | None) -> str:
-    """Return a sentence on the saved state of a stopped run, and the line that continues it."""
+def how_to_continue(
+    line: str, checkpoints: Checkpoints, save_every: int | None, step: int | None
+) -> str:
+    """Return a sentence on the saved state of a stopped run, and the line that continues it.
+
+    Args:
+        line: the line.
+        checkpoints: the run's checkpoints.
+        save_every: steps between two checkpoints; 0: the task keeps none.
+        step: number of finished steps; None: before step 1.
+    """
     if save_every == 0:
         return "nothing of it is saved, for this task keeps no checkpoints"
+    with contextlib.suppress(MotleyError, TimeoutError):  # one that is nearly written counts
+        checkpoints.wait(_NEARLY_S)
     result = checkpoints.list_folders()
-    if not result:
+    saved = parse_step(result[0]) if result else None
+    if saved is None:
         return "nothing of it is saved yet; --save-every N saves it every N steps"
-    return f"saved as of step {parse_step(result[0])}: continue with: {line}"
+    behind = (step or 0) - saved
+    steps = (
+        f"step {step}"
+        if behind == 1
+        else (f"steps {saved + 1} {'and' if behind == 2 else 'to'} {step}")
+    )
+    repeated = f", and {steps} will be repeated" if behind > 0 else ""
+    return f"the last checkpoint is of step {saved}{repeated}; continue with: {line}"
 
 
 def record_from(begun: StartedJob, run: Run, group: ProcessGroup) -> Recorder:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import motley
+from motley.library.loop_position import LoopPosition
 from motley.library.sample_order import SampleOrder
 
 WORDS = 23
@@ -338,7 +339,9 @@ def main(framework: str, cases: list[dict[str, Any]], out: Path) -> None:
     for content in cases:
         torch.manual_seed(0)
         if lab is not None:  # each case is a script of its own
-            lab._order, lab._models = SampleOrder(), []
+            lab._position, lab._loop.order = LoopPosition(), SampleOrder()
+            for objects in vars(lab._state).values():
+                objects.clear()
         results.append(train(Case(framework, **content), lab))
     if lab is None or lab.is_main:
         out.write_text(json.dumps(results))

@@ -5,7 +5,9 @@ python tests/support/drivers/plain_loop.py '{"opt": "adamw"}' OUT.json
 
 import contextlib
 import json
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -51,6 +53,25 @@ class Loop:
     break_at: int | None = None
     seed: int = 0
     augment: bool = False
+    logs: str = "logs"
+    run: str | None = None
+    save_at: int | None = None  # saves after so many steps
+    stop: bool = False  # ends there
+    path: str = "auto"  # to resume
+    kill: list[int] = field(default_factory=list)  # rank, step, and 1 if it dies after the sum
+
+
+class Log:
+    """What the script has printed so far; a checkpoint holds it."""
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = state["losses"]
 
 
 class Bare:
@@ -99,6 +120,12 @@ class Bare:
 
     def reduce(self, value: Any) -> Any:
         return value
+
+    def resume(self, path: str) -> bool:
+        return False
+
+    def register(self, *objects: Any) -> None:
+        pass
 
 
 class Texts(Dataset[Any]):
@@ -219,9 +246,33 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, steps: int) -> An
     return None
 
 
+def kill_rank(rank: int, step: int, after: int) -> None:
+    """Have a rank die in the middle of a step, before or after the sum of gradients."""
+    from motley.library.step_gate import StepGate
+
+    usual = StepGate._sum
+
+    def add_up(self: StepGate, update: Any, piece: Any) -> Any:
+        dies = int(os.environ["OMPI_COMM_WORLD_RANK"]) == rank and piece.step == step
+        if dies and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        outcome = usual(self, update, piece)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return outcome
+
+    StepGate._sum = add_up  # type: ignore[method-assign]
+
+
 def main(case: Loop, out: Path) -> None:
+    if case.kill:
+        kill_rank(*case.kill)
     torch.manual_seed(case.seed)
-    lab: Any = Bare() if case.bare else motley.join(micro_batch=case.micro)
+    np.random.seed(case.seed)
+    random.seed(case.seed)
+    lab: Any = (
+        Bare() if case.bare else motley.join(micro_batch=case.micro, logs=case.logs, run=case.run)
+    )
     data = Texts(case.rows, case.augment)
     model = Network(case.parts)
     optimizer = make_optimizer(case.opt, list(model.parameters()))
@@ -241,7 +292,10 @@ def main(case: Loop, out: Path) -> None:
         )  # fmt: skip
     train = lab.loader(loader)
     held_out = lab.loader(DataLoader(Texts(17, False), batch_size=5, collate_fn=collate), False)
-    losses, norms, scores = [], [], []
+    log, norms, scores = Log(), [], []
+    lab.register(log)
+    lab.resume(case.path)
+    losses = log.losses
     step = scaler.step if scaler else lambda optimizer: optimizer.step()
     scaled: Callable[[Tensor], Tensor] = scaler.scale if scaler else lambda loss: loss
     for epoch in lab.epochs(case.epochs):
@@ -272,6 +326,10 @@ def main(case: Loop, out: Path) -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = 0.01 / (1 + len(losses))
             optimizer.zero_grad()
+            if lab.stepped and case.save_at == len(losses):
+                lab.save()
+                if case.stop:
+                    sys.exit(0)
             if case.break_at == len(losses):
                 break
         if case.schedule == "plateau":

@@ -105,6 +105,7 @@ def test_options_come_from_the_checkpoint_unless_typed_or_of_one_launch() -> Non
     typed = restore_options(read_config(training_parser("", known_strategies(TORCH)), words), saved)
     assert (typed.lr, typed.clip_grad, get_task(typed).augment) == (1e-3, None, True)
     assert (typed.max_steps, typed.epochs, typed.schedule_ends_with_run) == (None, 3, False)
+    assert "lr" in again.continued_names and not {"lr", "epochs"} & typed.continued_names
     assert set(list_different_options(typed, again)) == {
         "--lr 0.001", "--clip-grad none", "--epochs 3", "--max-steps none", "--augment True",
     }  # fmt: skip

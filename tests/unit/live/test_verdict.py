@@ -115,6 +115,20 @@ def test_a_report_of_one_run_opens_with_it(tmp_path: Path) -> None:
     assert '<p class="lead">The run reached 63% of the limit' in page
 
 
+def test_a_difference_of_some_ms_between_ranks_on_cpus_is_no_finding(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")  # each rank takes 0.105 s
+    planned(run, compute_s=0.09)
+    sentences, found = verdict(run)
+    assert found["slower_times"] == pytest.approx(0.105 / 0.09)
+    assert not [each for each in sentences if "at the start" in each]
+    ranks = [{"rank": 0, "host": "a", "uuid": "GPU-1"}, {"rank": 1, "host": "b", "uuid": "GPU-2"}]
+    run.update_run(ranks=ranks)  # whose times are exact
+    assert "a (rank 0) takes 1.17 times as long as at the start" in " ".join(verdict(run)[0])
+    fsdp = write_run(tmp_path / "fsdp", known=False)  # a pass waits for all ranks
+    planned(fsdp, compute_s=0.05)
+    assert verdict(fsdp)[1]["slower_times"] is None
+
+
 def test_energy_and_memory_that_grows_are_told(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     run.update_run(ranks=[{"rank": 0, "host": "a", "uuid": "GPU-1"}])

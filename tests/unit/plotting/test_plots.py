@@ -20,6 +20,7 @@ from small_runs import START, write_gpu_log, write_lab_log, write_run
 from motley import records
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError
+from motley.live.verdict import run_verdict
 from motley.plotting import plot_gpu, plot_training, style
 from motley.plotting.plot_gpu import read_folder
 from motley.records.costs import read_training
@@ -107,6 +108,24 @@ def test_training_picture_says_what_is_unknown_and_leaves_it_out(tmp_path: Path)
     assert {"compute", "communication", "waiting for the slowest rank"} <= set(good)
     assert not {"communication", "waiting for the slowest rank"} & set(cut)
     assert any("communication not separable from compute" in text for text in cut)
+
+
+def test_the_title_and_the_verdict_of_a_resumed_run_agree(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    ranks = run.read_run()["ranks"]
+    run.update_run(
+        groups=[{"step": 0, "ranks": ranks}, {"step": 30, "ranks": ranks}],
+        plan={"wire": "exact", "forecast": {"global_batch": 40, "limit_s": 0.1, "step_s": 0.15}},
+    )
+    training = read_training(run)
+    for lines in training.steps.values():
+        for line in lines[:30]:  # the first launch was slower
+            line["samples_per_s"] = 100.0
+    fraction = run_verdict(training).fraction
+    assert fraction == pytest.approx(253 * 0.1 / 40)
+    said = plot_training.story(training)
+    assert said == f"810 images/s, {fraction:.0%} of the sum of all devices, since step 31"
+    assert "learning rate" in texts_of(run.path)
 
 
 def test_a_smaller_last_batch_of_an_epoch_is_no_dip_of_the_rate(tmp_path: Path) -> None:

@@ -207,6 +207,7 @@ def test_memory_that_grows_to_the_end_is_a_leak_and_a_buffer_is_not() -> None:
     assert leak(steps([100.0] * 15 + [400.0] * 15)) is None
     assert leak(steps([100.0] * 30)) is None
     assert leak(steps([9000.0 + 0.1 * step for step in range(30)])) is None  # noise
+    assert leak(steps([700.0 + 0.7 * step for step in range(20)])) is None  # too few
 
 
 def test_energy_is_that_of_the_gpus_that_trained(tmp_path: Path) -> None:

@@ -6,17 +6,20 @@ kinds in the list.
 """
 
 import dataclasses
+from functools import partial
 
 from motley.errors import MotleyError
 from motley.plan.wire import Addition, WireMode
-from motley.registry import entries
+from motley.registry import entries, is_subclass
 from motley.text import did_you_mean
 
 
 def modes() -> dict[str, type[WireMode]]:
     """Return all kinds by name, the least demanding for an engine first."""
     order = list(Addition)
-    kinds: list[type[WireMode]] = entries(__name__, "MODES")
+    kinds: list[type[WireMode]] = entries(
+        __name__, "MODES", partial(is_subclass, kind=WireMode), "subclasses of WireMode", "numbers"
+    )
     return {kind.name: kind for kind in sorted(kinds, key=lambda kind: order.index(kind.addition))}
 
 

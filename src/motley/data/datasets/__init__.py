@@ -88,7 +88,11 @@ class Family:
 
 def known_datasets() -> dict[str, Dataset | Family]:
     """Return all data sets and families by name or prefix."""
-    return {each.name: each for each in entries("motley.data.datasets", "DATASETS")}
+    listed = entries(
+        __name__, "DATASETS", lambda item: isinstance(item, Dataset | Family), "Dataset(...)",
+        "synthetic",
+    )  # fmt: skip
+    return {each.name: each for each in listed}
 
 
 def find_dataset(name: str) -> Dataset:

@@ -62,7 +62,12 @@ class OwnOptimizer:
 @cache
 def own_optimizers() -> tuple[OwnOptimizer, ...]:
     """Return all optimizers that modules of this package list."""
-    return tuple(entries("motley.engines.optimizers", "OPTIMIZERS"))
+    return tuple(
+        entries(
+            __name__, "OPTIMIZERS", lambda item: isinstance(item, OwnOptimizer),
+            "OwnOptimizer(...)", "adamw8bit",
+        )
+    )  # fmt: skip
 
 
 def find_own(opt: str) -> OwnOptimizer | None:

@@ -76,7 +76,9 @@ class Engines:
 
 def known_strategies(script: str | None = None) -> dict[str, Strategy]:
     """Return the strategies that a script trains with, by name; None: all."""
-    result: list[Strategy] = entries("motley.engines.strategies", "STRATEGIES")
+    result: list[Strategy] = entries(
+        __name__, "STRATEGIES", lambda item: isinstance(item, Strategy), "Strategy(...)", "ddp"
+    )
     return {each.name: each for each in result if script in (None, each.script)}
 
 

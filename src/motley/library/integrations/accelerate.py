@@ -17,23 +17,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from motley.comm.collectives import all_gather_object
 from motley.errors import MotleyError
-from motley.library.integrations import check_folder
-from motley.library.integrations.accelerated_loader import (
+from motley.library.integrations.accelerate_rows import (
     AcceleratedLoader,
+    RowCollectives,
     load_progress,
     save_progress,
     skip_first_batches,
 )
-from motley.library.integrations.row_collectives import RowCollectives
+from motley.library.integrations.framework_loader import check_folder
 from motley.library.lab import Lab
 from motley.library.piece_loader import check_loader
 from motley.registry import import_extra
 
 accelerate = import_extra("accelerate", "lab.accelerate()")
-
-
 _Accelerator: Any = accelerate.Accelerator
 
 
@@ -43,7 +40,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepare models first, since an optimizer may precede its model."""
         for each in objects:
-            if isinstance(each, nn.Module) and all(each is not m for m in self.lab._models):
+            if isinstance(each, nn.Module) and all(each is not m for m in self.lab._state.models):
                 self.lab.prepare(each)
         return super().prepare(*objects, **options)
 
@@ -65,7 +62,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
             return loader
         check_loader(loader)
         shard = super().prepare_data_loader(loader, *args, **options)
-        self._dataloaders[-1] = AcceleratedLoader(self.lab, self, loader, shard)
+        self._dataloaders[-1] = AcceleratedLoader(self.lab, self.loop, self, loader, shard)
         return self._dataloaders[-1]
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
@@ -95,7 +92,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
         """Clip the entries of the gradient of the global batch."""
         self.unscale_gradients()
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self.lab._gate.add_up_for(chosen):
+        if self.loop.gate.add_up_for(chosen):
             nn.utils.clip_grad_value_(chosen, clip_value)
 
     def save_state(self, *args: Any, **options: Any) -> Any:
@@ -108,7 +105,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: Any = None, **options: Any) -> None:
         """Load on all ranks, and continue in the data."""
         if input_dir is not None:
-            check_folder(self.lab, input_dir)
+            check_folder(self.loop, input_dir)
         super().load_state(input_dir, **options)
         if input_dir is not None:
             load_progress(self.lab, input_dir, self._dataloaders)
@@ -116,7 +113,8 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
 
 def connect_accelerator(lab: Lab, accelerator: Any) -> Any:
     """Let an Accelerator act on all ranks, and return it; see ``Lab.accelerate``."""
-    if lab._session is None:
+    loop = lab._loop
+    if loop is None:
         return accelerator
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
@@ -129,19 +127,19 @@ def connect_accelerator(lab: Lab, accelerator: Any) -> Any:
             "accelerator.prepare() was called before lab.accelerate(): write "
             "`accelerator = lab.accelerate(Accelerator())`, and call prepare() below it"
         )
-    assert lab._session.group.rank is not None
-    hosts = [worker.host for worker in lab._session.group.workers]
     facts = {
         "distributed_type": accelerate.DistributedType.NO, "num_processes": 1, "backend": None,
-        "process_index": lab.rank, "local_process_index": hosts[: lab.rank].count(hosts[lab.rank]),
         "device": lab.device,
     }  # fmt: skip
     state = accelerate.PartialState
-    state._shared_state.update(facts)
-    accelerate.state.AcceleratorState._shared_state.update(facts)
-    state.wait_for_everyone = lambda state: all_gather_object(None)
+    for kind in (state, accelerate.state.AcceleratorState):
+        kind._shared_state.update(facts)
+        # A lost rank changes the numbers, and Accelerate's own are of no use.
+        kind.process_index = property(lambda _: loop.rank, lambda _, number: None)
+        kind.local_process_index = property(lambda _: loop.local_rank, lambda _, number: None)
+    state.wait_for_everyone = lambda state: loop.gather_objects(None)
     state.destroy_process_group = lambda state, group=None: None  # the group is the lab's
-    accelerator.lab = lab
+    accelerator.lab, accelerator.loop = lab, loop
     accelerator.__class__ = type("LabAccelerator", (LabAccelerator, type(accelerator)), {})
     if accelerator.scaler is not None:
         lab.prepare(accelerator.scaler)

@@ -19,10 +19,15 @@ from typing import Any
 from torch import Tensor
 
 from motley.errors import MotleyError
-from motley.library.integrations import get_lab
-from motley.library.integrations.lightning_collectives import LightningCollectives, LightningLoader
-from motley.library.integrations.lightning_gradients import clip_over_ranks, run_closure_before
-from motley.library.integrations.lightning_log import kept_metrics, weigh_log
+from motley.library.integrations.framework_loader import get_lab
+from motley.library.integrations.lightning_collectives import (
+    LightningCollectives,
+    LightningLoader,
+    clip_over_ranks,
+    kept_metrics,
+    run_closure_before,
+    weigh_log,
+)
 from motley.registry import import_extra
 
 lightning = import_extra("lightning.pytorch", "MotleyStrategy", "lightning")
@@ -39,15 +44,18 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
         self.lab = get_lab("MotleyStrategy")
         super().__init__(self.lab.device)
         self._weight: Any = None
-        self._alone = self.lab._session is None
+        self.loop = self.lab._loop
         self.global_rank = self.local_rank = self.lab.rank
         lightning.utilities.rank_zero_only.rank = self.lab.rank
-        if not self._alone and self.lab._schedule._micro_batch:
+        if self.loop is None:
+            return
+        if self.loop.schedule.micro_batch:
             raise MotleyError(
                 "Lightning counts the passes of an epoch, and micro_batch makes their number "
                 "differ between ranks: leave out micro_batch in motley.join(), and write a "
                 "smaller batch_size with accumulate_grad_batches=2"
             )
+        self.loop.end_without("trainer.fit(..., ckpt_path='last') continues")
 
     @property
     def is_global_zero(self) -> bool:
@@ -57,20 +65,20 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
     def connect(self, model: Any) -> None:
         """Take the LightningModule, whose logged values are weighed by rows from now on."""
         super().connect(model)
-        if not self._alone and "log" not in vars(model):
+        if self.loop is not None and "log" not in vars(model):
             weigh_log(model)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader of this rank's rows of each global batch."""
-        return dataloader if self._alone else LightningLoader(self, dataloader)
+        return dataloader if self.loop is None else LightningLoader(self, dataloader)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, and let them step with the gradient of all ranks."""
         super().setup_optimizers(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
         self.lab.prepare(self.lightning_module, *self.optimizers, *([scaler] if scaler else []))
-        if not self._alone:
-            clip_over_ranks(self.lab, self.precision_plugin)
+        if self.loop is not None:
+            clip_over_ranks(self.lab, self.loop, self.precision_plugin)
             for optimizer in self.optimizers:
                 run_closure_before(optimizer)
 
@@ -79,15 +87,15 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
 
         def closure_of_all() -> Any:
             result = closure()
-            if not self._alone:
-                self.lab._gate.add_up(optimizer)
+            if self.loop is not None:
+                self.loop.gate.add_up(optimizer)
             return result
 
         return super().optimizer_step(optimizer, closure_of_all, *args, **options)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **options: Any) -> Tensor:
         """Compute this rank's part of the gradient of the global batch."""
-        if self._alone:
+        if self.loop is None:
             options.pop("weight", None)
             result: Tensor = super().backward(closure_loss, optimizer, *args, **options)
             return result
@@ -109,7 +117,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
         """Return the loss of this rank's rows, and keep the weight that is returned with it."""
         with self._in_step():
             output = super().training_step(*args, **options)
-        if output is None and self.lightning_module.automatic_optimization and not self._alone:
+        if output is None and self.lightning_module.automatic_optimization and self.loop:
             raise MotleyError(
                 "training_step() returned None, and the other ranks need this rank's gradient: "
                 'return {"loss": loss, "weight": 0.0} for rows that do not count'

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motley.library.integrations import get_lab
-from motley.library.integrations.accelerated_loader import skip_first_batches
-from motley.library.integrations.trainer_checkpoints import TrainerCheckpoints, check_trainer
-from motley.library.integrations.trainer_evaluation import TrainerEvaluation
+from motley.library.integrations.accelerate_rows import skip_first_batches
+from motley.library.integrations.framework_loader import get_lab
+from motley.library.integrations.trainer_parts import TrainerParts, check_trainer
 from motley.library.share_schedule import Piece
 from motley.registry import import_extra
 
@@ -42,7 +41,7 @@ class GlobalBatch(dict[str, Any]):
         self.pieces = pieces
 
 
-class MotleyTrainerMixin(TrainerCheckpoints, TrainerEvaluation):
+class MotleyTrainerMixin(TrainerParts):
     """The methods that let a Trainer, or a subclass of it, train on all ranks of the lab."""
 
     _counted = False  # True if the labels of the present batch were counted
@@ -51,26 +50,27 @@ class MotleyTrainerMixin(TrainerCheckpoints, TrainerEvaluation):
         self.lab = get_lab(type(self).__name__)
         super().__init__(*args, **options)
         self._train_batch_size *= self.lab.size
-        if self.lab._session is not None:
+        if self.lab._loop is not None:
             check_trainer(self)
+            self.lab._loop.end_without("trainer.train(resume_from_checkpoint=True) continues")
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         """Make the Accelerator, and connect it to the lab."""
         super().create_accelerator_and_postprocess()
-        if self.lab._session is not None:
+        if self.lab._loop is not None:
             self.lab.accelerate(self.accelerator)
             self.args.__dict__["_setup_devices"] = self.lab.device
             self.args._n_gpu = int(self.lab.device.type == "cuda")
 
     def _prepare_for_training(self: Any, max_steps: int, loader: Any, resumed: Any) -> Any:
-        if self.lab._session is not None:
+        if self.lab._loop is not None:
             loader = self.accelerator.prepare_data_loader(loader)  # of a method of the user's own
             loader.train = loader.reads_ahead = True
         return super()._prepare_for_training(max_steps, loader, resumed)
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Read the pieces of the global batches of one step, and count their labels."""
-        if self.lab._session is None:
+        if self.lab._loop is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches: list[GlobalBatch] = []
         while len(batches) < num_batches:
@@ -86,7 +86,7 @@ class MotleyTrainerMixin(TrainerCheckpoints, TrainerEvaluation):
 
     def _get_num_items_in_batch(self: Any, batches: list[Any], device: Any) -> Any:
         """Return the number of labels of all ranks, or None for a loss that is a mean."""
-        if self.lab._session is None or not batches:
+        if self.lab._loop is None or not batches:
             return super()._get_num_items_in_batch(batches, device)
         pairs = [
             pair for batch in batches
@@ -112,14 +112,15 @@ class MotleyTrainerMixin(TrainerCheckpoints, TrainerEvaluation):
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Compute the pieces of one global batch, and return this rank's part of its loss."""
-        if self.lab._session is None:
+        if self.lab._loop is None:
             return super().training_step(model, inputs, num_items_in_batch)
         backward = partial(type(self.accelerator).backward, self.accelerator)
         reduction = "sum" if self._is_sum() else "mean"
         self.accelerator.backward = partial(backward, reduction=reduction)
         total = torch.zeros((), device=self.lab.device)
         for piece, rows in inputs.pieces:
-            self.lab._begin(piece)
+            self.lab._loop.gate.end_piece()  # of the piece before
+            self.lab._loop.begin_piece(piece)
             total += self._get_part(super().training_step(model, rows, num_items_in_batch), piece)
         return total
 

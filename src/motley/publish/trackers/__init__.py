@@ -7,12 +7,13 @@ in these lists.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from motley.publish.series import Note, Parameter, Row
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder
-from motley.registry import entries
+from motley.registry import entries, is_subclass
 
 
 @dataclass(frozen=True)
@@ -99,5 +100,7 @@ class Tracker(ABC):
 
 def trackers() -> dict[str, type[Tracker]]:
     """Return all trackers by name."""
-    kinds: list[type[Tracker]] = entries(__name__, "TRACKERS")
+    kinds: list[type[Tracker]] = entries(
+        __name__, "TRACKERS", partial(is_subclass, kind=Tracker), "subclasses of Tracker", "trackio"
+    )
     return {kind.name: kind for kind in kinds}

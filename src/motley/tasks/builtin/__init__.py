@@ -16,7 +16,7 @@ from typing import Any
 from motley import ROOT
 from motley.config.options import Config
 from motley.errors import MotleyError
-from motley.registry import entries
+from motley.registry import entries, is_subclass
 from motley.tasks.task import Task
 from motley.text import did_you_mean
 
@@ -28,7 +28,13 @@ _MUST = ("model", "data", "losses")
 
 def known_tasks() -> dict[str, type[Task]]:
     """Return the classes of the built-in tasks by name."""
-    return dict(entries("motley.tasks.builtin", "TASKS"))
+    form = '("name", a subclass of Task)'
+    return dict(entries(__name__, "TASKS", _is_entry, form, "weather"))
+
+
+def _is_entry(item: object) -> bool:
+    pair = item if isinstance(item, tuple) and len(item) == 2 else ("", None)
+    return isinstance(pair[0], str) and is_subclass(pair[1], Task)
 
 
 def get_task(config: Config) -> Task:

@@ -117,7 +117,7 @@ class ImageTask(Task):
     )
     bn_group: int = option(
         "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
-        "default 32. --batch-size must be a multiple, and shares are",
+        "default 32. --batch-size must be a multiple, and shares are whole groups",
         NUMBERS | SPEED | Decides.PLAN, 32, read=positive, metavar="G",
     )  # fmt: skip
 

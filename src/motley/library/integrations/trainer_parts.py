@@ -1,32 +1,61 @@
-"""Checkpoints of a Trainer that rank 0 writes and all ranks read, and checks of its options."""
+"""The parts of a Trainer besides its steps: evaluation, checkpoints, and checks of its options."""
 
 from typing import Any
 
-from motley.comm.collectives import all_gather_object
 from motley.engines.gradient_sum import broadcast
 from motley.errors import MotleyError
-from motley.library.integrations import check_folder
+from motley.library.integrations.framework_loader import check_folder
 from motley.library.lab import Lab
 
 _Base: Any = object  # the methods of transformers.Trainer
 
 
-class TrainerCheckpoints(_Base):  # type: ignore[misc]
-    """The methods of a Trainer that write or read checkpoints, for all ranks of the lab."""
+class TrainerParts(_Base):  # type: ignore[misc]
+    """The methods of a Trainer that evaluate, predict, save and load, for all ranks of the lab."""
 
     lab: Lab
 
+    # -- evaluation
+
+    def _get_dataloader(self: Any, *args: Any, **options: Any) -> Any:
+        if not options.get("is_training"):
+            options["batch_size"] *= self.lab.size
+        return super()._get_dataloader(*args, **options)
+
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:  # fmt: skip
+        """Return the loss; held-out labels are counted here if the caller has not done so."""
+        loop = self.lab._loop
+        in_training = loop is None or loop.piece is self.accelerator.piece
+        if num_items_in_batch is None and not in_training:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(self: Any, *args: Any, **options: Any) -> Any:
+        """Return the loss of the global batch, and this rank's results."""
+        loss, logits, labels = super().prediction_step(*args, **options)
+        if loss is not None and self.lab._loop is not None:
+            total = self.lab.reduce(self._get_part(loss, self.accelerator.piece))
+            loss = total.expand(self.lab.size)  # of which transformers makes one entry per row
+        return loss, logits, labels
+
+    # -- checkpoints
+
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train, with a checkpoint that all ranks can read."""
-        if resume_from_checkpoint and self.lab._session is not None:
+        if resume_from_checkpoint and self.lab._loop is not None:
             is_path = resume_from_checkpoint is not True
-            check_folder(self.lab, resume_from_checkpoint if is_path else self.args.output_dir)
+            check_folder(
+                self.lab._loop, resume_from_checkpoint if is_path else self.args.output_dir
+            )
         return super().train(resume_from_checkpoint, *args, **options)
 
     def _run_epoch(self: Any, **given: Any) -> None:
         if given["resume_from_checkpoint"] and given["epoch"] == given["epochs_trained"]:
             batches = given["epoch"] * len(given["train_dataloader"])
-            self.lab._step = batches + given["steps_trained_in_current_epoch"]
+            self.lab._position.step = batches + given["steps_trained_in_current_epoch"]
         super()._run_epoch(**given)
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
@@ -35,14 +64,16 @@ class TrainerCheckpoints(_Base):  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, *args: Any) -> None:
         super()._save_checkpoint(*args)
-        if self.lab._session is not None:
-            best = all_gather_object(self.state.best_model_checkpoint)  # after rank 0 has saved
+        if self.lab._loop is not None:
+            best = self.lab._loop.gather_objects(
+                self.state.best_model_checkpoint
+            )  # after rank 0 has saved
             self.state.best_model_checkpoint = best[0]
 
     def _load_best_model(self: Any) -> None:
         if self.lab.is_main:
             super()._load_best_model()
-        if self.lab._session is not None:
+        if self.lab._loop is not None:
             broadcast([*self.model.parameters(), *self.model.buffers()])
 
 

@@ -1,0 +1,87 @@
+"""The start of a user's own loop: :func:`join`. Torch is imported when it is called."""
+
+import os
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from motley.errors import MotleyError
+from motley.plan.precision import read_shares
+
+if TYPE_CHECKING:
+    from motley.library.lab import Lab
+
+SHARES = "MOTLEY_SHARES"  # in the environment: shares of the ranks, as in 5,0,3
+_LABS: list["Lab"] = []  # the one of this process
+
+
+def join(
+    *,
+    shares: Sequence[float] | None = None,
+    micro_batch: int | None = None,
+    wire: str = "exact",
+    precision: str = "auto",
+    seed: int = 0,
+    logs: str = "logs",
+    run: str | None = None,
+    allow: Collection[str] = (),
+) -> "Lab":
+    """Connect this script to all other ranks of its launch, and return the lab of all.
+
+    Call it once, before the process group and the model are made::
+
+        lab = motley.join()
+        model, optimizer = lab.prepare(model, optimizer)
+        loader = lab.loader(train_loader)
+        for epoch in lab.epochs(10):
+            for x, y in loader:
+                lab.backward(loss_fn(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Start the script as ``mpirun -np 5 --hostfile hosts.txt motley run SCRIPT.py``, with srun or
+    torchrun, or alone. Without a launcher, and without ``shares`` and ``micro_batch``, everything
+    is as in the script without Motley, to the last bit.
+
+    Args:
+        shares: rows of each rank, in proportion; a rank may have 0. None: the variable
+            MOTLEY_SHARES, as in ``5,0,3``, else equal at first, and then as fast as each rank is.
+        micro_batch: most rows that a rank computes at once. None: all of its rows.
+        wire: form of the gradients between ranks, as ``--wire`` of ``motley train``.
+        precision: type in which :meth:`Lab.autocast` computes: fp32, bf16, fp16, or auto for the
+            fastest on each device.
+        seed: seed of the random numbers of data sets, and of drop-out.
+        logs: folder of the records of all runs.
+        run: name of this run's folder in ``logs``. None: the time.
+        allow: names of what is not exact and is accepted: ``batch_norm``.
+
+    Raises:
+        MotleyError: the script has joined already, or has a process group of its own.
+    """
+    from motley.library.lab import Lab
+    from motley.library.loop_state import LoopState
+    from motley.library.rank_loop import RankLoop
+    from motley.library.refusals import check_allowed
+    from motley.library.sample_order import kept_random_state
+    from motley.library.session import Session, check_joinable, is_alone
+
+    if _LABS:
+        raise MotleyError(
+            "motley.join() was called twice in one process: keep the lab that the first call "
+            "returned"
+        )
+    check_joinable()
+    check_allowed(allow)
+    text = os.environ.get(SHARES)
+    given = read_shares(text) if text else None
+    if shares is not None:
+        given = read_shares(",".join(map(str, shares)))
+    if micro_batch is not None and micro_batch < 1:
+        raise MotleyError(f"micro_batch={micro_batch}: give 1 row or more")
+    alone = is_alone() and given is None and micro_batch is None
+    loop, state = None, LoopState()
+    if not alone:
+        with kept_random_state():  # the measurement of a device's precision draws numbers
+            session = Session(precision)
+        loop = RankLoop(session, given, micro_batch, wire, seed, (logs, run), state)
+    _LABS.append(Lab(loop, state, (logs, run), allow))
+    return _LABS[0]

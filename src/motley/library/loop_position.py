@@ -1,0 +1,78 @@
+"""The position of a user's own loop: epoch, batch and step, and the random numbers of its order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from motley.library.sample_order import RandomState
+
+
+class LoopPosition:
+    """The position at which a loop continues.
+
+    Attributes:
+        epoch: number of the present epoch.
+        step: number of the next global batch since the start of training.
+        batch: number of the next global batch in the present pass over the data.
+        in_pass: True while the user's code is inside the loop over the training data.
+        is_done: True once the pass of the present epoch has ended.
+        counts_epochs: True if the script takes its epochs from ``lab.epochs``. Otherwise each pass
+            over the training data is an epoch.
+        order: random numbers from which the order of the present pass was drawn; on rank 0.
+        generators: states of the user's own generators at that time; on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.step = self.batch = 0
+        self.in_pass = self.is_done = self.counts_epochs = False
+        self.order: RandomState | None = None
+        self.generators: list[torch.Tensor] = []
+
+    def start_epoch(self, epoch: int) -> None:
+        """Start an epoch of ``lab.epochs``."""
+        self.epoch, self.is_done, self.counts_epochs = epoch, False, True
+
+    def start_pass(self, order: RandomState, generators: Sequence[torch.Tensor]) -> int:
+        """Start a pass over the training data, and return the batch to start with."""
+        if self.is_done and not self.counts_epochs:
+            self.epoch += 1
+        self.in_pass, self.is_done = True, False
+        self.order, self.generators = order, list(generators)
+        return self.batch
+
+    def end_pass(self) -> None:
+        """End the pass. The next one starts with its first batch."""
+        self.in_pass, self.is_done, self.batch = False, True, 0
+
+    def state_dict(self, order: RandomState, generators: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Return the position for a checkpoint.
+
+        Args:
+            order: random numbers from which the next order will be drawn.
+            generators: present states of the user's own generators.
+        """
+        inside = self.in_pass and self.order is not None
+        before = self.order if inside and self.order is not None else order
+        return {
+            "epoch": self.epoch + self.is_done, "step": self.step, "batch": self.batch,
+            "order": before.state_dict(),
+            "generators": list(self.generators if inside else generators),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> RandomState:
+        """Load the position; return the random numbers from which the next order is drawn."""
+        self.epoch, self.step, self.batch = state["epoch"], state["step"], state["batch"]
+        return RandomState.from_state_dict(state["order"])
+
+
+def list_generators(loader: "DataLoader[Any]") -> list[torch.Generator]:
+    """Return the generators of the user's own from which a loader draws its order."""
+    samplers = (
+        loader.sampler,
+        loader.batch_sampler,
+        getattr(loader.batch_sampler, "sampler", None),
+    )
+    known = (loader.generator, *(getattr(each, "generator", None) for each in samplers))
+    return list(dict.fromkeys(each for each in known if isinstance(each, torch.Generator)))

@@ -1,0 +1,230 @@
+"""The records of a user's own loop: the files that a run of ``motley train`` has."""
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from motley.checkpoint.run import Run
+from motley.config.options import Config
+from motley.engines.protocol import StepResult
+from motley.errors import MotleyError
+from motley.launch.world import World
+from motley.library.step_gate import FinishedStep
+from motley.measure.process_group import ProcessGroup, gpu_logger
+from motley.plan.length import TrainState
+from motley.plan.plan import Plan
+from motley.plan.speeds import SpeedTable
+from motley.records.training import EpochRecord
+from motley.tasks.task import Task
+from motley.train.recorder import Recorder
+
+
+@dataclass
+class LoopTask(Task):
+    """The task of a user's own loop, which records name; it trains nothing."""
+
+    noun = "row"
+    unit = "rows"
+
+    def title(self) -> str:
+        """Return a description of the run."""
+        return f"the loop of {Path(sys.argv[0]).name}"
+
+
+def make_config(logs: str, name: str | None, resume: str | None = None) -> Config:
+    """Return the options of a loop's run, as its records name them.
+
+    Args:
+        logs: folder of all runs.
+        name: name of the run's folder; None: the time.
+        resume: a run or a checkpoint to continue from; auto: the newest unfinished run of this
+            script. None: a new run.
+    """
+    return Config(task=sys.argv[0], logs=logs, run=name, resume=resume, own=(LoopTask(),))
+
+
+class LoopRecords:
+    """The writer of a loop's records, from its first step on.
+
+    Args:
+        world: the ranks.
+        group: process group of the ranks that train.
+        logs: folder of all runs.
+        name: name of the run's folder; None: the time.
+
+    Attributes:
+        full_batch: number of rows of a usual global batch; 0 before the start.
+        advice: words on how to continue after an error.
+    """
+
+    def __init__(self, world: World, group: ProcessGroup, logs: str, name: str | None) -> None:
+        self._world, self._group = world, group
+        self.config = make_config(logs, name)
+        self._run: Run | None = None
+        self._open = ExitStack()
+        self._recorder: Recorder | None = None
+        self._content: dict[str, Any] = {}  # of run.json
+        self._steps = 0
+        self.full_batch = 0
+        self.advice = "lab.resume() continues from the last lab.save()"
+
+    @property
+    def run(self) -> Run:
+        """The run, a new one unless :meth:`resume` has found another; all ranks call it first."""
+        if self._run is None:
+            self._run = Run.find(self._world, self.config)
+        return self._run
+
+    def resume(self, path: str) -> list[Path]:
+        """Continue a run; return its checkpoints, the newest first. All ranks call it.
+
+        Args:
+            path: a run or a checkpoint; auto: the newest unfinished run of this script.
+        """
+        if self._run is not None:
+            raise MotleyError(
+                "lab.resume() was called after the training had begun: call it before the first "
+                "loop over lab.loader(...)"
+            )
+        self._run = Run.find(self._world, replace(self.config, resume=path), explains=False)
+        return self._run.resume_from
+
+    @property
+    def has_started(self) -> bool:
+        """True once run.json is written."""
+        return self._recorder is not None
+
+    def start(self, plan: Plan, numbers: int, trained: int, step: int, total: int) -> None:
+        """Write run.json; all ranks call it before a loop's first step in this group.
+
+        Args:
+            plan: shares of the first global batch.
+            numbers: number of elements in the parameters and buffers of all models.
+            trained: number of elements that are trained.
+            step: number of steps that are done.
+            total: number of steps of the whole run, as far as it is known.
+        """
+        config, group, self.full_batch = self.config, self._group, plan.global_batch
+        self._content = {
+            "config": {**config.as_json(), "batch_size": plan.global_batch, "own_loop": True},
+            "task": {"name": config.task, "unit": LoopTask.unit, "weight": 1.0,
+                     "title": LoopTask().title()},
+            "model": {"numbers": numbers, "trained": trained, "gradient_bytes": 4 * trained},
+            "last_step": total,
+            "ranks": [worker.as_json() for worker in group.workers],
+            "left_out": [entry.as_json() for entry in group.left_out],
+            "plan": _describe(plan, ()),
+            "memory": None, "advice": [], "links": None, "links_of_earlier_run": None,
+            "start": self._world.clock.as_json(), "backend": group.backend,
+        }  # fmt: skip
+        self._record(step)
+
+    def _record(self, step: int) -> None:
+        """Write run.json, and open the records of the steps that follow; all ranks call it."""
+        run, group, total = self.run, self._group, self._content["last_step"]
+        run.start(self._content, step)
+        self._open = ExitStack()
+        self._open.enter_context(gpu_logger(self._world, group, run.folder, self._progress))
+        recorder = Recorder(
+            run, LoopTask(), group, self.config, tells_sync=True, done=step, total=total,
+            compiles=True, silent=True,
+        )  # fmt: skip
+        self._recorder = self._open.enter_context(recorder)
+        self._world.supervisor.before_end(
+            recorder.last_words,
+            lambda step: f"start it again; {self.advice}",
+            clear_line="",
+        )
+
+    def continue_with(
+        self, world: World, group: ProcessGroup, plan: Plan, step: int, lost: str
+    ) -> None:
+        """Continue with the survivors of a lost rank; all of them call it.
+
+        Args:
+            world: the survivors.
+            group: process group of the ranks that train.
+            plan: shares of a usual global batch.
+            step: number of steps that are done.
+            lost: sentence on the lost rank.
+        """
+        assert self._run is not None
+        self._open.close()
+        self._world, self._group = world, group
+        self._run.for_survivors(world)
+        self._content = {
+            **self._content, "ranks": [worker.as_json() for worker in group.workers],
+            "left_out": [entry.as_json() for entry in group.left_out],
+            "plan": _describe(plan, ()), "backend": group.backend,
+        }  # fmt: skip
+        self._record(step)
+        self.note("regroup", f"{lost}; the others continue with step {step}", step=step)
+
+    def step(self, step: FinishedStep, plan: Plan) -> None:
+        """Add a step.
+
+        Args:
+            step: the step.
+            plan: shares of its global batch.
+        """
+        if self._recorder is None:
+            return
+        result = StepResult(
+            loss_sum=step.loss * plan.global_batch, grad_norm=step.norm, overflow=step.overflow,
+            loss_scale=step.loss_scale, ready_s=tuple(each.own_s for each in step.numbers),
+            laps=step.laps,
+        )  # fmt: skip
+        state = TrainState(step.piece.step, step.piece.epoch, step.piece.batch * plan.global_batch)
+        self._recorder.step(state, step.rate, plan, result)
+        self._steps = step.piece.step + 1
+
+    def note(self, kind: str, text: str, **content: Any) -> None:
+        """Record an event that all ranks have; see Recorder.note."""
+        if self._recorder is not None:
+            self._recorder.note(kind, text, **content)
+
+    def record_shares(self, plan: Plan, tables: Sequence[SpeedTable]) -> None:
+        """Write the present shares, and the speeds behind them, to run.json on rank 0."""
+        if self._group.rank == 0 and self._recorder is not None:
+            self.run.folder.update_run(plan=_describe(plan, tables))
+
+    def score(self, metrics: dict[str, float], epoch: int, samples: int, seconds: float) -> None:
+        """Record an evaluation."""
+        if self._recorder is not None:
+            record = EpochRecord(self._steps, epoch, samples, seconds, time.time(), metrics)
+            self._recorder.epoch(record)
+
+    def end(self) -> None:
+        """Write the last step and the result; all ranks call it while they are connected."""
+        if self._recorder is None:
+            return
+        self._recorder.flush()
+        seconds = time.monotonic() - self.run.trains_since
+        self._open.close()
+        if self._group.rank == 0:
+            self.run.record_result(
+                {"steps": self._steps, "seconds": seconds,
+                 "samples_per_s": self.run.samples / seconds}
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        """Mark the run as finished, once all ranks are done; all ranks call it."""
+        if self._recorder is not None:
+            self.run.finish()
+
+    def _progress(self) -> Any:
+        assert self._recorder is not None
+        return self._recorder.progress
+
+
+def _describe(plan: Plan, tables: Sequence[SpeedTable]) -> dict[str, Any]:
+    """Return the entry ``plan`` of run.json."""
+    return {
+        **asdict(plan), "counts": plan.counts, "micro_batches": plan.micro_batches,
+        "wire": str(plan.wire), "overlaps": False, "sends": [],
+        "speeds": [table.as_json() for table in tables], "forecast": None,
+    }  # fmt: skip

@@ -1,0 +1,358 @@
+"""One rank's part in a user's own loop on several ranks: shares, steps and records."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from motley.checkpoint.store import spread
+from motley.comm.collectives import all_gather_floats, all_gather_object, broadcast_object
+from motley.comm.modes import parse_wire
+from motley.data.source import make_seed
+from motley.engines.named_state import seed_random
+from motley.engines.step_timer import HOST
+from motley.errors import MotleyError
+from motley.faults import Phase
+from motley.library.loop_records import LoopRecords
+from motley.library.loop_state import LoopState
+from motley.library.sample_order import Batches, SampleOrder
+from motley.library.session import Session
+from motley.library.share_follower import RankTime, ShareFollower
+from motley.library.share_schedule import Piece, ShareSchedule
+from motley.library.speed_memory import SpeedMemory
+from motley.library.step_gate import FinishedStep, GroupChangedError, StepGate, SumOutcome
+from motley.membership.survivors import RankLostError, Survivors
+from motley.plan.plan import Plan
+from motley.plan.precision import LossScale, PerRank
+from motley.plan.replan import list_devices
+from motley.plan.wire import Addition
+from motley.train.group_rebuild import GroupRebuild
+
+T = TypeVar("T")
+
+
+class RankLoop:
+    """The state of a loop that several ranks share.
+
+    Args:
+        session: connection to the other ranks.
+        shares: the user's shares; None: by speed.
+        micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+        wire: name of a wire mode.
+        seed: seed of the random numbers of rows and of drop-out.
+        folder: folder of all runs, and name of this run's folder or None.
+        state: objects of the loop.
+
+    Attributes:
+        session: connection to the other ranks.
+        names: for messages, each rank with its host.
+        schedule: the shares of all ranks.
+        order: the order of samples.
+        gate: the gate between pieces and steps.
+        scale: the loss scale that all ranks share.
+        records: the records of the run.
+        state: objects of the loop.
+        changed: True if a rank was lost since the loader was last asked for rows.
+        pause: saves a checkpoint, and returns a sentence on it, before the job pauses.
+        piece: the present piece; None outside of a loop over training data.
+        seed: seed of the random numbers of rows and of drop-out.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        shares: PerRank[float] | None,
+        micro_batch: int | None,
+        wire: str,
+        seed: int,
+        folder: tuple[str, str | None],
+        state: LoopState,
+    ) -> None:
+        group = session.group
+        assert group.rank is not None
+        self.session, self.seed, self.state = session, seed, state
+        self.rank, self.size, self.device = group.rank, group.size, group.device
+        self.names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
+        self.piece: Piece | None = None
+        self.order = SampleOrder()
+        self.records = LoopRecords(session.world, group, *folder)
+        session.before_end, session.finish = self.records.end, self.records.finish
+        self.schedule = ShareSchedule(
+            (1.0,) * self.size if shares is None else shares.for_ranks(self.size), micro_batch
+        )
+        self._micro_batch = micro_batch
+        self._follows = shares is None and self.size > 1
+        self._follower: ShareFollower | None = None
+        # Rows of each rank, and the number of global batches, in the step before.
+        self._timed_before: tuple[list[int], int] = ([], 1)
+        mode = parse_wire(wire)
+        if mode is None or mode.addition is Addition.LOCAL_STEPS:
+            raise MotleyError(f"wire={wire!r}: give exact, bf16, fp16 or powersgd:RANK")
+        self._mode = mode
+        self.scale = LossScale(1.0, dynamic=False)
+        self.gate = StepGate(self.names, self.rank, self.device, self._make_reducer(), self.scale)
+        self.gate.clock.at_once = not group.has_gpus
+        self.gate.clock.on_phase = self.set_status
+        self.gate.on_step, self.gate.collective = self._end_step, self.collective
+        self._rebuild: GroupRebuild | None = None  # once this rank can continue without another
+        self._can_continue = True  # False if a lost rank ends the job
+        self._count = 0  # collectives that this rank has finished
+        self._outcome: Any = None  # of the last one
+        self.changed = False  # True if the group has changed since the loader was last asked
+        self.pause: Callable[[], str] = lambda: ""
+
+    def _make_reducer(self) -> Any:
+        return self._mode.in_job(self.session.group.precisions).reducer(self.device)
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank among those on its host."""
+        hosts = [worker.host for worker in self.session.group.workers]
+        return hosts[: self.rank].count(hosts[self.rank])
+
+    def set_status(self, phase: Phase) -> None:
+        """Report the phase of this rank, without a time limit for the user's code."""
+        with contextlib.suppress(RankLostError):  # the next collective ends with an error
+            self.session.world.supervisor.set_status(phase, None)
+
+    def start_pass(self, batches: Batches, step: int, epochs: int) -> None:
+        """Prepare for the first step of a pass over training data. All ranks call it.
+
+        Args:
+            batches: indices of each global batch.
+            step: number of the next step.
+            epochs: number of passes that are still expected, this one included.
+        """
+        if self.records.has_started or not batches:
+            return
+        models = self.state.models
+        numbers = sum(each.numel() for model in models for each in model.state_dict().values())
+        trained = sum(
+            each.numel() for model in models for each in model.parameters() if each.requires_grad
+        )
+        rows = max(map(len, batches))
+        if self._follows:
+            self._follow_shares(numbers, rows, step)
+        total = step + epochs * len(batches)
+        self.records.start(self.schedule.get_plan(step, rows), numbers, trained, step, total)
+        self._offer_rebuild()
+
+    def _follow_shares(self, numbers: int, rows: int, step: int) -> None:
+        """Start to choose shares by speed, from those of an earlier run if there was one."""
+        workers = self.session.group.workers
+        self._memory = SpeedMemory(workers[self.rank], self._micro_batch, numbers)
+        most = self._micro_batch or rows
+        tables = self._memory.recall_all(most)
+        devices = list_devices(workers, [most] * self.size)
+        self._follower = ShareFollower(devices, self._micro_batch, tables)
+        if tables:
+            self.schedule.change(step, self._follower.split(rows))
+
+    def begin_piece(self, piece: Piece) -> None:
+        """Start a piece, whose rows are read."""
+        if self.piece is None or self.piece.step != piece.step:
+            # Drop-out differs between ranks and steps. A repeated step has the same drop-out.
+            seed_random(make_seed(self.seed, self.rank, piece.step), self.device)
+            supervisor = self.session.world.supervisor
+            if not supervisor.begin_step(piece.step):
+                supervisor.pause(self.pause(), first=self.rank == 0)
+            supervisor.step = piece.step
+        self.piece = piece
+        self.gate.begin_piece(piece)
+
+    def leave_pass(self) -> None:
+        """End a pass over training data."""
+        self.gate.leave_loop()
+        self.piece = None
+
+    def _end_step(self, step: FinishedStep) -> None:
+        """Record a step of all ranks, and change the shares if others are faster."""
+        piece = step.piece
+        self.records.step(step, self.schedule.get_plan(piece.step, piece.global_rows))
+        rows = [int(each.rows) for each in step.numbers], step.batches
+        # On a GPU the times are those of the step before.
+        timed, self._timed_before = (rows if self.gate.clock.at_once else self._timed_before), rows
+        if self._follower is None or not timed[0]:
+            return
+        batches = timed[1]
+        times = [
+            RankTime(count // batches, each.own_s / batches)
+            for count, each in zip(timed[0], step.numbers, strict=True)
+        ]
+        full = self._get_full_plan(piece.step + 1).counts
+        better = self._follower.step(piece.step, times, full)
+        if better is not None:
+            # No rank's loader has asked for rows of this step yet.
+            first = 1 + int(max(piece.step, *(each.reached for each in step.numbers)))
+            self._change_shares(first, better, full)
+
+    def _change_shares(self, first: int, better: Sequence[int], full: Sequence[int]) -> None:
+        """Give the ranks other shares.
+
+        Args:
+            first: first step with these shares.
+            better: rows of each rank in a full batch.
+            full: rows of each rank before.
+        """
+        assert self._follower is not None
+        self.schedule.change(first, better)
+        self._follower.change(first)
+        self._memory.keep(self._follower.tables[self.rank])
+        self.records.note(
+            "replan",
+            f"the ranks take {' + '.join(map(str, better))} rows from step {first} on (before: "
+            f"{' + '.join(map(str, full))})",
+            step=first, counts=list(better), before=list(full),
+        )  # fmt: skip
+        self.records.record_shares(self._get_full_plan(first), self._follower.tables)
+
+    def _get_full_plan(self, step: int) -> Plan:
+        """Return the shares of a usual global batch at a step."""
+        return self.schedule.get_plan(step, self.records.full_batch)
+
+    # -- lost ranks
+
+    def collective(self, work: Callable[[], T]) -> T:
+        """Run a collective that all ranks call; return its result.
+
+        The ranks count their collectives, and run them in the same order. If a rank is lost, the
+        survivors form a new group. At most one collective separates them: a rank that has not
+        finished it gets its result from one that has.
+
+        Raises:
+            GroupChangedError: a rank was lost while this one was in the collective.
+        """
+        self.gate.clock.lap(HOST)
+        try:
+            self.session.world.supervisor.check_group()  # gloo may wait for ever in a broken group
+            result = work()
+        except MotleyError:
+            raise
+        except Exception as error:
+            if self._rebuild is None:
+                raise
+            del work
+            raise GroupChangedError(self._continue_without(error)) from None
+        self._count, self._outcome = self._count + 1, result
+        self.gate.clock.end_wait()
+        return result
+
+    def repeat_collective(self, work: Callable[[], T]) -> T:
+        """Run a collective again after a lost rank; return its result. See :meth:`collective`."""
+        while True:
+            try:
+                return self.collective(work)
+            except GroupChangedError as change:
+                if change.outcome is not None:
+                    result: T = change.outcome
+                    return result
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank. After a lost rank it is that of each survivor."""
+        return self.repeat_collective(lambda: all_gather_object(value, can_leave=True))
+
+    def end_without(self, advice: str) -> None:
+        """Let a lost rank end the job, for a framework whose loop cannot repeat a step.
+
+        Args:
+            advice: words on how to continue, for the last message.
+        """
+        self._can_continue, self.records.advice = False, advice
+
+    def _offer_rebuild(self) -> None:
+        """Declare that this rank can continue without a lost one from now on."""
+        if self.size > 1 and self._can_continue:
+            rebuild = self._rebuild or GroupRebuild(self.session.world)
+            without_first = rebuild.can_lose_first(self.records.run.is_shared())
+            self._rebuild = rebuild
+            rebuild.offer(self.session.group, lambda: None, without_first)
+
+    def _continue_without(self, error: Exception) -> Any:
+        """Join the group of the survivors; return the result of this rank's collective, or None.
+
+        The job ends if no rank is lost, or if the survivors cannot continue.
+        """
+        assert self._rebuild is not None
+        while True:
+            survivors = self._rebuild.get_survivors(error)
+            lost = survivors.lost
+            try:
+                return self._join_survivors(survivors, lost.line())
+            except MotleyError:
+                raise
+            except Exception as another:  # a further rank was lost
+                error = another
+
+    def _join_survivors(self, survivors: Survivors, lost: str) -> Any:
+        rebuild = self._rebuild
+        assert rebuild is not None
+        stay = rebuild.leave_lost(survivors)
+        group = rebuild.join()
+        assert group.rank is not None
+        session = self.session
+        session.world, session.group = rebuild.world, group
+        session.catch_errors()
+        self.rank, self.size = group.rank, group.size
+        self.names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
+        self.changed = True
+        self.schedule.keep_ranks(stay)
+        self._timed_before = ([], 1)
+        if self._follower is not None:
+            self._follower = self._follower.keep_ranks(stay)
+        self.gate.join_group(self.names, self.rank, self._make_reducer())
+        outcome = self._catch_up()
+        if self.gate.is_within_step and not isinstance(outcome, SumOutcome):
+            self.gate.drop()  # a part of this gradient was on the lost rank
+        step = self.piece.step if self.piece else 0
+        self.records.continue_with(
+            session.world, group, self.schedule.get_plan(step, self.records.full_batch), step, lost
+        )
+        self._offer_rebuild()
+        self.gate.clock.restart()
+        return outcome
+
+    def _catch_up(self) -> Any:
+        """Return the result of this rank's collective if another rank has finished it, else None.
+
+        After a sum of gradients, the ranks that have not finished it get the parameters.
+        """
+        counts = [int(count) for (count,) in all_gather_floats([float(self._count)])]
+        most = max(counts)
+        source = counts.index(most)
+        if min(counts) == most:
+            return None
+        outcome = broadcast_object(self._outcome, self.device, source)
+        is_behind = self._count < most
+        if isinstance(outcome, SumOutcome):
+            content, tensors = self.state.take(Tensor.detach)
+            kept = spread(tensors if self.rank == source else {}, self.device, source)
+            content = broadcast_object(content, self.device, source)
+            if is_behind:
+                self.state.load_step(content, kept)
+        if is_behind:
+            self._count, self._outcome = most, outcome
+        return outcome if is_behind else None
+
+    def describe_plan(self, step: int) -> str:
+        """Return the shares of all ranks at a step, one line per rank."""
+        counts = self._get_full_plan(step).counts
+        tables: Sequence[Any] = self._follower.tables if self._follower else ()
+        lines = []
+        for rank, (name, count) in enumerate(zip(self.names, counts, strict=True)):
+            time = f", {tables[rank].compute_seconds(count):.3g} s" if tables else ""
+            lines.append(f"{name}: {count} of {self.records.full_batch} rows{time}")
+        return "\n".join(lines)
+
+    def broadcast_text(self, make: Any) -> Any:
+        """Call ``make`` on rank 0, and return its JSON on all ranks, or raise its MotleyError."""
+        content: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                content = [make(), None]
+            except MotleyError as error:  # the other ranks must receive it
+                content = [None, str(error)]
+        content = broadcast_object(content, self.device)
+        if content[1] is not None:
+            raise MotleyError(content[1])
+        return content[0]

@@ -1,0 +1,82 @@
+"""The process group of the survivors after a lost rank."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from motley.comm.collectives import abandon_group, connections
+from motley.engines.out_of_memory import release_all
+from motley.launch.world import World
+from motley.measure.process_group import ProcessGroup, leave_process_group, reconnected
+from motley.membership.survivors import Survivors
+
+_LOOPBACK = "127.0.0.1"
+
+
+class GroupRebuild:
+    """One rank's part in forming a new group after a loss.
+
+    Attributes:
+        world: the surviving ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._hosts = {_LOOPBACK} | {
+            each.address for node in world.nodes for each in node.interfaces
+        }
+        self._before = connections()
+        self._group: ProcessGroup
+
+    def offer(self, group: ProcessGroup, keep: Callable[[], None], without_first: bool) -> None:
+        """Declare that this rank can continue without a lost one from now on.
+
+        Args:
+            group: process group of the ranks that train.
+            keep: copies the state to memory that needs no process group; see Supervisor.
+            without_first: result of :meth:`can_lose_first`.
+        """
+        self._group = group
+        self.world.supervisor.can_regroup(keep, self._abandon, without_first)
+
+    def _abandon(self) -> None:
+        abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
+
+    def can_lose_first(self, shared: bool) -> bool:
+        """Return True if rank 1 can replace rank 0; all ranks call this method.
+
+        Rank 1 must see the disk of rank 0, and no fixed address may be set for the process group.
+
+        Args:
+            shared: True if all ranks see the disk that the run is recorded on.
+        """
+        fixed, machines = self.world.has_fixed_master(), self.world.machines
+        return len(machines) > 1 and (machines[1] == machines[0] or (shared and not fixed))
+
+    def get_survivors(self, error: Exception) -> Survivors:
+        """Return the survivors to continue with after an error.
+
+        The job ends if no rank is lost, or if the survivors cannot continue. Release the objects of
+        the old group that the error still holds before calling :meth:`leave_lost`.
+        """
+        return self.world.supervisor.get_survivors(error)
+
+    def leave_lost(self, survivors: Survivors) -> list[int]:
+        """Leave the group of the lost rank; return the old numbers of the ranks that stay.
+
+        All survivors call this method, and then :meth:`join`.
+        """
+        self.world = self.world.without_lost(survivors)
+        numbers, workers = self.world.numbers, self._group.workers
+        stay = [at for at, worker in enumerate(workers) if worker.rank in numbers]
+        self._group = self._group.without_lost(numbers)
+        if dist.is_initialized():
+            leave_process_group()
+        release_all()  # set_aside() had excluded the old objects from garbage collection
+        self._before = connections()
+        return stay
+
+    def join(self) -> ProcessGroup:
+        """Join the group of the survivors, and return it; all of them call this method."""
+        self._group = reconnected(self.world, self._group)
+        return self._group
