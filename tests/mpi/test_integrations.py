@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from jobs import Jobs
 
+from motley.membership.survivors import SURVIVE
+from motley.records.run_folder import RunFolder
+
 pytestmark = pytest.mark.mpi
 
 LOOP = "tests/support/drivers/framework_loop.py"
@@ -85,6 +88,41 @@ def test_a_framework_trains_as_on_one_machine(jobs: Jobs, framework: str) -> Non
             assert rest == 17
             assert difference(lab[0]["losses"][-rest:], other["losses"]) == 0
             assert difference(lab[0]["states"], other["states"]) == 0
+
+
+@pytest.mark.parametrize("framework", CASES)
+def test_the_shares_follow_the_speeds(jobs: Jobs, framework: str) -> None:
+    need(framework)
+    case = {"rows": 60, "epochs": 4, "slow": 1, "accumulate": 1 + (framework == "transformers")}
+    bare = play(jobs, framework, 1, "", [case | {"bare": True}])
+    assert difference(bare, play(jobs, framework, 2, "", [case])) < 2e-6
+    events = RunFolder(jobs.logs / f"{framework}-2").read_events()
+    counts = next(each["counts"] for each in events if each["event"] == "replan")
+    assert counts[0] > counts[1], events
+
+
+# Before the sum of the second batch of a step; in the first one, which the others' gather shows.
+@pytest.mark.parametrize("kill", [(0, 3, 0), (2, 4, 2)])
+def test_a_rank_that_an_accelerator_loses_costs_no_step(
+    jobs: Jobs, kill: tuple[int, int, int]
+) -> None:
+    case = {"accumulate": 2, "rows": 53, "epochs": 2, "kill": kill}
+    bare = play(jobs, "accelerate", 1, "", [case | {"bare": True}])
+    out, content = jobs.logs / "out.json", case | {"folder": str(jobs.logs)}
+    done = jobs.run(3, LOOP, "accelerate", json.dumps([content]), out, **SURVIVE,
+                    MOTLEY_SHARES="5,2,3")  # fmt: skip
+    assert done.code == 0 and "on with 2 of 3 ranks" in done.output, done.output
+    assert difference(bare, json.loads(out.read_text())) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("framework", "words"), [("transformers", "resume_from_checkpoint"), ("lightning", "ckpt_path")]
+)
+def test_a_lost_rank_ends_the_loop_of_a_trainer(jobs: Jobs, framework: str, words: str) -> None:
+    need(framework)
+    out, content = jobs.logs / "out.json", {"kill": (1, 3, 0), "folder": str(jobs.logs)}
+    done = jobs.run(2, LOOP, framework, json.dumps([content]), out)
+    assert done.code != 0 and words in done.output, done.output
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -134,10 +134,9 @@ class LoopRecords:
             compiles=True, silent=True,
         )  # fmt: skip
         self._recorder = self._open.enter_context(recorder)
+        again = f"start it again; {self.advice}"
         self._world.supervisor.before_end(
-            recorder.last_words,
-            lambda step: f"start it again; {self.advice}",
-            clear_line="",
+            recorder.last_words, lambda step: again, clear_line="", if_lost=again
         )
 
     def continue_with(

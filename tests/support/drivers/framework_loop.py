@@ -6,12 +6,14 @@ python tests/support/drivers/framework_loop.py accelerate '[{"epochs": 2}]' OUT.
 import importlib
 import json
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from plain_loop import kill_rank
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -45,6 +47,8 @@ class Case:
     save: bool = False
     resume: bool = False
     steps: int = -1
+    slow: int | None = None  # rank that takes 4 ms for each row
+    kill: list[int] = field(default_factory=list)  # rank, step, place; see kill_rank
 
 
 class Texts(Dataset[Any]):
@@ -79,7 +83,12 @@ class Shuffled(Sampler[int]):
         yield from torch.randperm(self.rows, generator=generator).tolist()
 
 
+SLOW = [False]
+
+
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    if SLOW[0]:
+        time.sleep(0.004 * len(rows))
     pad = nn.utils.rnn.pad_sequence
     ids = [row["input_ids"] for row in rows]
     masks = [torch.ones_like(row) for row in ids]
@@ -222,8 +231,8 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                by_lab = lab is not None and bool(case.micro or case.tokens)
+            if accelerator.sync_gradients and (lab is None or lab.stepped):
+                by_lab = lab is not None and bool(case.micro or case.tokens or case.kill)
                 losses.append(lab.loss * case.accumulate if by_lab else total)
                 total, done = 0.0, done + 1
                 if case.save and done == 3 and not case.resume:
@@ -237,7 +246,7 @@ def train_accelerate(case: Case, lab: Any) -> dict[str, Any]:
         scores.append(seen)
     states = {n: p.double().flatten().tolist() for n, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "scores": scores, "states": states,
-            "counts": [] if case.micro or case.tokens else counts,
+            "counts": [] if case.micro or case.tokens or case.kill else counts,
             "rate": schedule.get_last_lr()}  # fmt: skip
 
 
@@ -333,7 +342,11 @@ def train_lightning(case: Case, lab: Any) -> dict[str, Any]:
 
 def main(framework: str, cases: list[dict[str, Any]], out: Path) -> None:
     bare = any(case.get("bare") for case in cases)
-    lab = None if bare else motley.join(micro_batch=cases[0].get("micro"))
+    lab: Any = None
+    if not bare:
+        lab = motley.join(
+            micro_batch=cases[0].get("micro"), logs=str(out.parent / "logs"), run=out.stem
+        )
     train = globals()[f"train_{framework}"]
     results = []
     for content in cases:
@@ -342,7 +355,11 @@ def main(framework: str, cases: list[dict[str, Any]], out: Path) -> None:
             lab._position, lab._loop.order = LoopPosition(), SampleOrder()
             for objects in vars(lab._state).values():
                 objects.clear()
-        results.append(train(Case(framework, **content), lab))
+        case = Case(framework, **content)
+        SLOW[0] = lab is not None and lab.rank == case.slow
+        if lab is not None and case.kill:
+            kill_rank(*case.kill)
+        results.append(train(case, lab))
     if lab is None or lab.is_main:
         out.write_text(json.dumps(results))
 

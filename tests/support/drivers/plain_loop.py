@@ -58,7 +58,7 @@ class Loop:
     save_at: int | None = None  # saves after so many steps
     stop: bool = False  # ends there
     path: str = "auto"  # to resume
-    kill: list[int] = field(default_factory=list)  # rank, step, and 1 if it dies after the sum
+    kill: list[int] = field(default_factory=list)  # rank, step, place; see kill_rank
 
 
 class Log:
@@ -246,22 +246,31 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, steps: int) -> An
     return None
 
 
-def kill_rank(rank: int, step: int, after: int) -> None:
-    """Have a rank die in the middle of a step, before or after the sum of gradients."""
+BEFORE_SUM, AFTER_SUM, BACKWARD = range(3)
+
+
+def kill_rank(rank: int, step: int, place: int) -> None:
+    """Have a rank die in the middle of a step: before or after the sum, or in a backward pass."""
     from motley.library.step_gate import StepGate
 
-    usual = StepGate._sum
+    add_up, backward = StepGate._sum, StepGate.backward
 
-    def add_up(self: StepGate, update: Any, piece: Any) -> Any:
-        dies = int(os.environ["OMPI_COMM_WORLD_RANK"]) == rank and piece.step == step
-        if dies and not after:
+    def die(gate: StepGate, at: int) -> None:
+        is_here = int(os.environ["OMPI_COMM_WORLD_RANK"]) == rank and at == place
+        if is_here and gate.piece is not None and gate.piece.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        outcome = usual(self, update, piece)
-        if dies:
-            os.kill(os.getpid(), signal.SIGKILL)
+
+    def add_up_or_die(self: StepGate, *args: Any) -> Any:
+        die(self, BEFORE_SUM)
+        outcome = add_up(self, *args)
+        die(self, AFTER_SUM)
         return outcome
 
-    StepGate._sum = add_up  # type: ignore[method-assign]
+    def backward_or_die(self: StepGate, *args: Any) -> None:
+        backward(self, *args)
+        die(self, BACKWARD)
+
+    StepGate._sum, StepGate.backward = add_up_or_die, backward_or_die  # type: ignore[method-assign]
 
 
 def main(case: Loop, out: Path) -> None:
