@@ -35,6 +35,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "manual, from a checkpoint": {"manual": True, "save": True, "rows": 29},
     },
 }
+SLOW: dict[str, dict[str, Any]] = {
+    "transformers": {"slow": 1, "accumulate": 2},
+    "accelerate": {"slow": 1},
+    "lightning": {"slow": 1},
+}
 # Accelerate by itself draws another order when it resumes.
 UNLIKE = {"accelerate": "resumed in mid-epoch"}
 EXAMPLES = ("detector", "diffusion", "gan", "lightning_module", "lora_three_pcs", "table")
@@ -76,26 +81,20 @@ def need(framework: str) -> None:
 @pytest.mark.parametrize("framework", CASES)
 def test_a_framework_trains_as_on_one_machine(jobs: Jobs, framework: str) -> None:
     need(framework)
-    cases = list(CASES[framework].values())
-    bare = play(jobs, framework, 1, "", [case | {"bare": True} for case in cases])
+    cases, slow = list(CASES[framework].values()), SLOW[framework]
+    bare = play(jobs, framework, 1, "", [case | {"bare": True} for case in [*cases, slow]])
     lab = play(jobs, framework, 3, "5,0,3", cases)
-    assert len(bare[0]["losses"]) == 20
-    for name, one, other in zip(CASES[framework], bare, lab, strict=True):
+    assert len(bare[0]["losses"]) == 15
+    for name, one, other in zip(CASES[framework], bare, lab, strict=False):
         if UNLIKE.get(framework) != name:
             assert difference(one, other) < 2e-6, name
         if name == "resumed in mid-epoch":
             rest = len(other["losses"])
-            assert rest == 17
+            assert rest == 12
             assert difference(lab[0]["losses"][-rest:], other["losses"]) == 0
             assert difference(lab[0]["states"], other["states"]) == 0
-
-
-@pytest.mark.parametrize("framework", CASES)
-def test_the_shares_follow_the_speeds(jobs: Jobs, framework: str) -> None:
-    need(framework)
-    case = {"rows": 60, "epochs": 4, "slow": 1, "accumulate": 1 + (framework == "transformers")}
-    bare = play(jobs, framework, 1, "", [case | {"bare": True}])
-    assert difference(bare, play(jobs, framework, 2, "", [case])) < 2e-6
+    # The second rank is slow, and its rows move to the first one.
+    assert difference(bare[-1:], play(jobs, framework, 2, "", [slow])) < 2e-6
     events = RunFolder(jobs.logs / f"{framework}-2").read_events()
     counts = next(each["counts"] for each in events if each["event"] == "replan")
     assert counts[0] > counts[1], events
@@ -109,9 +108,9 @@ def test_a_rank_that_an_accelerator_loses_costs_no_step(
     case = {"accumulate": 2, "rows": 53, "epochs": 2, "kill": kill}
     bare = play(jobs, "accelerate", 1, "", [case | {"bare": True}])
     out, content = jobs.logs / "out.json", case | {"folder": str(jobs.logs)}
-    done = jobs.run(3, LOOP, "accelerate", json.dumps([content]), out, **SURVIVE,
-                    MOTLEY_SHARES="5,2,3")  # fmt: skip
-    assert done.code == 0 and "on with 2 of 3 ranks" in done.output, done.output
+    done = jobs.fork(3, LOOP, "accelerate", json.dumps([content]), out, **SURVIVE,
+                     MOTLEY_SHARES="5,2,3")  # fmt: skip
+    assert "on with 2 of 3 ranks" in done.output, done.output
     assert difference(bare, json.loads(out.read_text())) < 2e-6
 
 
@@ -121,7 +120,7 @@ def test_a_rank_that_an_accelerator_loses_costs_no_step(
 def test_a_lost_rank_ends_the_loop_of_a_trainer(jobs: Jobs, framework: str, words: str) -> None:
     need(framework)
     out, content = jobs.logs / "out.json", {"kill": (1, 3, 0), "folder": str(jobs.logs)}
-    done = jobs.run(2, LOOP, framework, json.dumps([content]), out)
+    done = jobs.fork(2, LOOP, framework, json.dumps([content]), out)
     assert done.code != 0 and words in done.output, done.output
 
 

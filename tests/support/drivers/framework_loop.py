@@ -36,7 +36,7 @@ class Case:
     bare: bool = False
     batch: int = 12
     rows: int = 60
-    epochs: int = 4
+    epochs: int = 3
     accumulate: int = 1
     clip: float = 0.05
     micro: int | None = None
