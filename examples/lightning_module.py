@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import motley
-
-lab = motley.join()
-from motley.library.integrations.lightning import MotleyStrategy  # noqa: E402  # after join()
+from motley.library.integrations.lightning import MotleyStrategy
 
 
 class Classifier(lightning.LightningModule):
@@ -45,6 +43,7 @@ def make_points(count: int, seed: int) -> TensorDataset:
     )
 
 
+lab = motley.join()
 torch.manual_seed(0)
 module = Classifier()
 trainer = lightning.Trainer(

@@ -16,9 +16,7 @@ import transformers
 from torch import nn
 
 import motley
-
-lab = motley.join()
-from motley.library.integrations.transformers import Trainer  # noqa: E402  # after join()
+from motley.library.integrations.transformers import Trainer
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -40,6 +38,7 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
+lab = motley.join()
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

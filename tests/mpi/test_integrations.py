@@ -36,8 +36,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 SLOW: dict[str, dict[str, Any]] = {
-    "transformers": {"slow": 1, "accumulate": 2},
-    "accelerate": {"slow": 1},
+    "transformers": {"slow": 1, "accumulate": 2, "micro": 2},
+    "accelerate": {"slow": 1, "micro": 3},
     "lightning": {"slow": 1},
 }
 # Accelerate by itself draws another order when it resumes.
@@ -128,19 +128,21 @@ def test_a_lost_rank_ends_the_loop_of_a_trainer(jobs: Jobs, framework: str, word
 def test_an_example_runs_on_two_ranks(jobs: Jobs, name: str) -> None:
     if name == "lightning_module":
         need("lightning")
-    done = jobs.fork(2, f"examples/{name}.py")
+    done = jobs.fork(2, f"examples/{name}.py", MOTLEY_LOGS=str(jobs.logs))
     assert done.code == 0, done.output
 
 
 def test_what_is_not_exact_is_refused_with_a_line_to_paste(jobs: Jobs) -> None:
-    done = jobs.fork(1, "tests/support/drivers/framework_refusals.py", MOTLEY_SHARES="1")
+    done = jobs.fork(1, "tests/support/drivers/framework_refusals.py",
+                     MOTLEY_SHARES="1", MOTLEY_LOGS=str(jobs.logs))  # fmt: skip
     assert done.code == 0, done.output
     lines = [line for line in done.output.splitlines() if line.startswith(("refused", "accepted"))]
     wanted = ["`lab = motley.join()`", "motley.join(micro_batch=4)", "'group_by_length'",
-              "`loss_is_scaled_for_ga = False`", "accepted", "rsync", "accelerator.sync_gradients",
-              "lab.accelerate(Accelerator())"]  # fmt: skip
+              "output_router_logits = False", "`loss_is_scaled_for_ga = False`", "accepted",
+              "rsync", "accelerator.sync_gradients", "lab.accelerate(Accelerator())",
+              "accelerate config default", "IterableDataset", "batch norm"]  # fmt: skip
     if importlib.util.find_spec("lightning"):
-        wanted.append("accumulate_grad_batches=2")
+        wanted += ["accumulate_grad_batches=2", '"weight": 0.0', "sync_grads=False"]
     assert len(lines) == len(wanted), done.output
     for line, words in zip(lines, wanted, strict=True):
         assert words in line

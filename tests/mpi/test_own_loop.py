@@ -29,6 +29,8 @@ CASES = {
     "frozen at first": {"parts": ["freeze"], "opt": "rmsprop"},
     "a GradScaler": {"scaler": True, "clip": "y", "micro": 3},
     "worker processes": {"workers": 2, "micro": 2},
+    "memory that ends": {"most_rows": 2, "weight": "tokens", "micro": 5, "clip": "y"},
+    "memory that ends at once": {"most_rows": 1, "evaluate": True},
     "a break": {"break_at": 3, "evaluate": True},
     "fewer rows than ranks": {"batch": 2},
     "a ragged end": {"opt": "adagrad", "rows": 41, "batch": 7},

@@ -10,7 +10,8 @@ from motley.plan.precision import read_shares
 if TYPE_CHECKING:
     from motley.library.lab import Lab
 
-SHARES = "MOTLEY_SHARES"  # in the environment: shares of the ranks, as in 5,0,3
+# In the environment: shares of the ranks, as in 5,0,3; folder of all runs; name of this run.
+SHARES, LOGS, RUN = "MOTLEY_SHARES", "MOTLEY_LOGS", "MOTLEY_RUN"
 _LABS: list["Lab"] = []  # the one of this process
 
 
@@ -50,8 +51,9 @@ def join(
         precision: type in which :meth:`Lab.autocast` computes: fp32, bf16, fp16, or auto for the
             fastest on each device.
         seed: seed of the random numbers of data sets, and of drop-out.
-        logs: folder of the records of all runs.
-        run: name of this run's folder in ``logs``. None: the time.
+        logs: folder of the records of all runs. The variable MOTLEY_LOGS overrides it.
+        run: name of this run's folder in ``logs``. None: the time. The variable MOTLEY_RUN
+            overrides it, and ``keep_training.sh`` sets it.
         allow: names of what is not exact and is accepted: ``batch_norm``.
 
     Raises:
@@ -72,6 +74,7 @@ def join(
     check_joinable()
     check_allowed(allow)
     text = os.environ.get(SHARES)
+    logs, run = os.environ.get(LOGS, logs), os.environ.get(RUN, run)
     given = read_shares(text) if text else None
     if shares is not None:
         given = read_shares(",".join(map(str, shares)))

@@ -3,7 +3,9 @@
 import atexit
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +17,10 @@ from torch.utils.data import DataLoader
 from motley.checkpoint.run import find_run
 from motley.checkpoint.store import make_progress, spread
 from motley.comm.collectives import all_gather_floats
+from motley.config.option import Duration, steps_or_time
 from motley.engines.gradient_sum import broadcast
-from motley.errors import MotleyError
+from motley.engines.out_of_memory import out_of_memory, shortage
+from motley.errors import MotleyError, NoMemoryError
 from motley.library.lab_loader import LabLoader
 from motley.library.loop_position import LoopPosition
 from motley.library.loop_records import make_config
@@ -37,6 +41,7 @@ from motley.plan.length import TrainState
 from motley.plan.precision import start_scale
 
 T = TypeVar("T")
+SAVE_EVERY = "MOTLEY_SAVE_EVERY"  # in the environment: time between checkpoints, as 10m
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -68,6 +73,7 @@ class Lab:
         self._state, self._position = state, LoopPosition()
         self._loaders: list[LabLoader] = []  # of training data
         self._checkpoints: LoopCheckpoints | None = None
+        self._saved = time.monotonic()
         self._best: float | None = None
         self._run_path: Path | None = None  # folder of a continued run, alone
         self._epochs = 0  # epochs of the whole run, as far as they are known
@@ -75,7 +81,7 @@ class Lab:
         self._random: tuple[RandomState, list[Tensor]] | None = None  # to restore, alone
         self._checked = False  # True once the layers of all models were checked in this pass
         if loop is not None:
-            loop.pause = self._pause
+            loop.pause, loop.after_step = self._pause, self._save_if_due
 
     def __repr__(self) -> str:
         return f"Lab(rank {self.rank} of {self.size}, {self.device})"
@@ -324,6 +330,51 @@ class Lab:
             self._checked = True
         self._loop.gate.backward(loss, weight, reduction, options)
 
+    def step(self, compute: Callable[[Any], Any], rows: Any, **options: Any) -> Tensor | None:
+        """Compute the loss of some rows and its gradient, in smaller pieces if memory runs out.
+
+        The pieces are halved, and the same rows computed again with the same random numbers of
+        their own::
+
+            for batch in loader:
+                lab.step(lambda rows: loss_fn(model(rows["x"]), rows["y"]), batch)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Args:
+            compute: returns the loss of rows, or the loss and its weight; see :meth:`backward`.
+            rows: the rows that the loader has yielded last.
+            options: further arguments of :meth:`backward`.
+
+        Returns:
+            The loss of the last piece, detached.
+
+        Raises:
+            NoMemoryError: not even one row fits, or a process that is alone has no ``micro_batch``.
+        """
+        loss: Tensor | None = None
+
+        def run(part: Any) -> None:
+            nonlocal loss
+            result = compute(part)
+            loss, weight = result if isinstance(result, tuple) else (result, None)
+            assert loss is not None
+            self.backward(loss, weight, **options)
+
+        if self._loop is not None:
+            self._loop.compute(run, rows)
+        else:
+            try:
+                run(rows)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                raise NoMemoryError(
+                    f"{shortage(error, self.device)}: give motley.join() a micro_batch, with which "
+                    "a process computes a batch in pieces"
+                ) from error
+        return None if loss is None else loss.detach()
+
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, **options: Any
     ) -> Tensor:
@@ -388,6 +439,7 @@ class Lab:
             return
         checkpoints = self._open_checkpoints()
         checkpoints.check()
+        self._saved = time.monotonic()
         order = (loop.order.state if loop else None) or RandomState()
         generators = [g.get_state() for each in self._loaders for g in each.generators]
         where = position.state_dict(order, generators)
@@ -399,6 +451,12 @@ class Lab:
         at = TrainState(where["step"], where["epoch"], 0)
         progress = make_progress(at, 0, scale, make_config(*self._folder).as_json(), {})
         checkpoints.save(progress, where, best)
+
+    def _save_if_due(self) -> None:
+        """Save a checkpoint if the interval of MOTLEY_SAVE_EVERY has passed; see keep_training."""
+        every_s = read_interval(os.environ.get(SAVE_EVERY))
+        if every_s is not None and time.monotonic() > self._saved + every_s:
+            self.save()
 
     def _pause(self) -> str:
         """Save a checkpoint before the job pauses; return a sentence on it."""
@@ -520,6 +578,12 @@ class Lab:
         if self._loop is not None:
             left = max(1, self._epochs - self._position.epoch)
             self._loop.start_pass(batches, self._position.step, left)
+
+
+def read_interval(text: str | None) -> float | None:
+    """Return the seconds of a text such as 10m; None: there is none, or it counts steps."""
+    every = steps_or_time(text) if text else None
+    return every.seconds if isinstance(every, Duration) else None
 
 
 def _collect(value: Any, leaves: list[Any]) -> None:

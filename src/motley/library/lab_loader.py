@@ -124,6 +124,7 @@ class LabLoader:
             position.order = loop.order.before
             self._lab.start_pass(batches)
             gate.reached = lambda: self._pieces.reached
+            loop.read_rows = lambda indices: self._pieces.read_rows(indices, epoch)
             gate.clock.restart()
             while first < len(batches):
                 loop.changed = False

@@ -2,10 +2,12 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from motley.checkpoint.run import Run
@@ -15,12 +17,15 @@ from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.library.step_gate import FinishedStep
 from motley.measure.process_group import ProcessGroup, gpu_logger
+from motley.plan.forecast import Forecast
 from motley.plan.length import TrainState
-from motley.plan.plan import Plan
+from motley.plan.plan import Plan, limit_s
 from motley.plan.speeds import SpeedTable
+from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord
 from motley.tasks.task import Task
 from motley.train.recorder import Recorder
+from motley.train.summary import print_verdict
 
 
 @dataclass
@@ -69,6 +74,7 @@ class LoopRecords:
         self._recorder: Recorder | None = None
         self._content: dict[str, Any] = {}  # of run.json
         self._steps = 0
+        self._wire_s: deque[float] = deque(maxlen=8)  # seconds on the wire in the last steps
         self.full_batch = 0
         self.advice = "lab.resume() continues from the last lab.save()"
 
@@ -76,8 +82,18 @@ class LoopRecords:
     def run(self) -> Run:
         """The run, a new one unless :meth:`resume` has found another; all ranks call it first."""
         if self._run is None:
+            self._world.from_first(self._check_new)
             self._run = Run.find(self._world, self.config)
         return self._run
+
+    def _check_new(self) -> None:
+        """Raise MotleyError if a new run would get the folder of another one."""
+        folder = RunFolder(Path(self.config.logs) / str(self.config.run))
+        if self.config.run is not None and (folder.path / "run.json").exists():
+            raise MotleyError(
+                f"the run folder {folder.path} exists: call lab.resume() before the first loop to "
+                "continue it, or choose another name with motley.join(run=...) or MOTLEY_RUN"
+            )
 
     def resume(self, path: str) -> list[Path]:
         """Continue a run; return its checkpoints, the newest first. All ranks call it.
@@ -179,6 +195,8 @@ class LoopRecords:
         )  # fmt: skip
         state = TrainState(step.piece.step, step.piece.epoch, step.piece.batch * plan.global_batch)
         self._recorder.step(state, step.rate, plan, result)
+        if self._recorder.last is not None and self._recorder.last.t_comm is not None:
+            self._wire_s.append(self._recorder.last.t_comm)
         self._steps = step.piece.step + 1
 
     def note(self, kind: str, text: str, **content: Any) -> None:
@@ -189,7 +207,8 @@ class LoopRecords:
     def record_shares(self, plan: Plan, tables: Sequence[SpeedTable]) -> None:
         """Write the present shares, and the speeds behind them, to run.json on rank 0."""
         if self._group.rank == 0 and self._recorder is not None:
-            self.run.folder.update_run(plan=_describe(plan, tables))
+            wire_s = median(self._wire_s) if self._wire_s else 0.0
+            self.run.folder.update_run(plan=_describe(plan, tables, wire_s))
 
     def score(self, metrics: dict[str, float], epoch: int, samples: int, seconds: float) -> None:
         """Record an evaluation."""
@@ -212,18 +231,34 @@ class LoopRecords:
 
     def finish(self) -> None:
         """Mark the run as finished, once all ranks are done; all ranks call it."""
-        if self._recorder is not None:
-            self.run.finish()
+        if self._recorder is None:
+            self._world.supervisor.finish()
+            return
+        if self._world.rank == 0:
+            print_verdict(self.run)
+        self.run.finish()
 
     def _progress(self) -> Any:
         assert self._recorder is not None
         return self._recorder.progress
 
 
-def _describe(plan: Plan, tables: Sequence[SpeedTable]) -> dict[str, Any]:
-    """Return the entry ``plan`` of run.json."""
+def _describe(plan: Plan, tables: Sequence[SpeedTable], wire_s: float = 0.0) -> dict[str, Any]:
+    """Return the entry ``plan`` of run.json.
+
+    Args:
+        plan: the shares.
+        tables: speed of each rank; empty: not measured yet.
+        wire_s: seconds in which a step sends gradients.
+    """
+    expected = None
+    if tables:
+        pairs = zip(plan.counts, tables, strict=True)
+        compute_s = tuple(table.compute_seconds(count) if count else 0.0 for count, table in pairs)
+        limit = limit_s(plan.global_batch, tables)
+        expected = Forecast(plan.global_batch, compute_s, wire_s, 1, wire_s, limit).as_json()
     return {
         **asdict(plan), "counts": plan.counts, "micro_batches": plan.micro_batches,
         "wire": str(plan.wire), "overlaps": False, "sends": [],
-        "speeds": [table.as_json() for table in tables], "forecast": None,
+        "speeds": [table.as_json() for table in tables], "forecast": expected,
     }  # fmt: skip

@@ -2,6 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,8 +13,9 @@ from motley.comm.collectives import all_gather_floats, all_gather_object, broadc
 from motley.comm.modes import parse_wire
 from motley.data.source import make_seed
 from motley.engines.named_state import seed_random
+from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.step_timer import HOST
-from motley.errors import MotleyError
+from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
 from motley.library.loop_records import LoopRecords
 from motley.library.loop_state import LoopState
@@ -23,7 +26,7 @@ from motley.library.share_schedule import Piece, ShareSchedule
 from motley.library.speed_memory import SpeedMemory
 from motley.library.step_gate import FinishedStep, GroupChangedError, StepGate, SumOutcome
 from motley.membership.survivors import RankLostError, Survivors
-from motley.plan.plan import Plan
+from motley.plan.plan import Plan, cut
 from motley.plan.precision import LossScale, PerRank
 from motley.plan.replan import list_devices
 from motley.plan.wire import Addition
@@ -55,6 +58,9 @@ class RankLoop:
         state: objects of the loop.
         changed: True if a rank was lost since the loader was last asked for rows.
         pause: saves a checkpoint, and returns a sentence on it, before the job pauses.
+        after_step: called after each step.
+        indices: indices of the rows of this rank's pieces in the present global batch so far.
+        read_rows: reads rows of these indices once more, and returns them collated.
         piece: the present piece; None outside of a loop over training data.
         seed: seed of the random numbers of rows and of drop-out.
     """
@@ -76,6 +82,8 @@ class RankLoop:
         self.names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
         self.piece: Piece | None = None
         self.order = SampleOrder()
+        # Only rank 0 may have the variables of keep_training.sh.
+        folder = session.world.from_first(lambda: folder)
         self.records = LoopRecords(session.world, group, *folder)
         session.before_end, session.finish = self.records.end, self.records.finish
         self.schedule = ShareSchedule(
@@ -101,6 +109,9 @@ class RankLoop:
         self._outcome: Any = None  # of the last one
         self.changed = False  # True if the group has changed since the loader was last asked
         self.pause: Callable[[], str] = lambda: ""
+        self.after_step: Callable[[], None] = lambda: None
+        self.indices: list[Any] = []
+        self.read_rows: Callable[[Sequence[Any]], Any] = lambda indices: None
 
     def _make_reducer(self) -> Any:
         return self._mode.in_job(self.session.group.precisions).reducer(self.device)
@@ -136,6 +147,8 @@ class RankLoop:
             self._follow_shares(numbers, rows, step)
         total = step + epochs * len(batches)
         self.records.start(self.schedule.get_plan(step, rows), numbers, trained, step, total)
+        if self._follower is not None and self._follower.tables:
+            self.records.record_shares(self._get_full_plan(step), self._follower.tables)
         self._offer_rebuild()
 
     def _follow_shares(self, numbers: int, rows: int, step: int) -> None:
@@ -158,7 +171,9 @@ class RankLoop:
             if not supervisor.begin_step(piece.step):
                 supervisor.pause(self.pause(), first=self.rank == 0)
             supervisor.step = piece.step
+            self.indices = []
         self.piece = piece
+        self.indices += piece.indices
         self.gate.begin_piece(piece)
 
     def leave_pass(self) -> None:
@@ -170,6 +185,7 @@ class RankLoop:
         """Record a step of all ranks, and change the shares if others are faster."""
         piece = step.piece
         self.records.step(step, self.schedule.get_plan(piece.step, piece.global_rows))
+        self.after_step()
         rows = [int(each.rows) for each in step.numbers], step.batches
         # On a GPU the times are those of the step before.
         timed, self._timed_before = (rows if self.gate.clock.at_once else self._timed_before), rows
@@ -181,7 +197,11 @@ class RankLoop:
             for count, each in zip(timed[0], step.numbers, strict=True)
         ]
         full = self._get_full_plan(piece.step + 1).counts
+        known = self._follower.tables
         better = self._follower.step(piece.step, times, full)
+        if self._follower.tables is not known:
+            self._memory.keep(self._follower.tables[self.rank])
+            self.records.record_shares(self._get_full_plan(piece.step + 1), self._follower.tables)
         if better is not None:
             # No rank's loader has asked for rows of this step yet.
             first = 1 + int(max(piece.step, *(each.reached for each in step.numbers)))
@@ -198,7 +218,6 @@ class RankLoop:
         assert self._follower is not None
         self.schedule.change(first, better)
         self._follower.change(first)
-        self._memory.keep(self._follower.tables[self.rank])
         self.records.note(
             "replan",
             f"the ranks take {' + '.join(map(str, better))} rows from step {first} on (before: "
@@ -210,6 +229,61 @@ class RankLoop:
     def _get_full_plan(self, step: int) -> Plan:
         """Return the shares of a usual global batch at a step."""
         return self.schedule.get_plan(step, self.records.full_batch)
+
+    def compute(self, run: Callable[[Any], None], rows: Any) -> None:
+        """Run a function on the rows of the present piece, in smaller parts if memory runs out.
+
+        After an error this rank computes all its rows of the global batch so far once more, each
+        with the same random numbers, and keeps the smaller size.
+
+        Args:
+            run: computes the loss of some rows, and its gradient.
+            rows: the rows of the present piece.
+
+        Raises:
+            NoMemoryError: not even one row fits.
+        """
+        piece, most = self.piece, self.schedule.most_rows
+        assert piece is not None
+        size, failure = piece.rows, ""
+        if most is None or size <= most:
+            if not (failure := self._try(lambda: run(rows))):
+                return
+            size //= 2
+        while size := min(size, most or size):
+            self.gate.repeat_pieces()
+            if not (failure := self._try(partial(self._run_parts, run, piece, size))):
+                self.schedule.limit(size)
+                return
+            size //= 2
+        raise NoMemoryError(
+            f"{self.names[self.rank]}: not even one row fits ({failure}); make the model smaller, "
+            "use torch.utils.checkpoint, or give this rank the share 0 in MOTLEY_SHARES"
+        )
+
+    def _try(self, work: Callable[[], None]) -> str:
+        """Run a function; return a description of the memory that it lacks, or an empty text."""
+        try:
+            work()
+            return ""
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            text = shortage(error, self.device)
+        release()
+        return text
+
+    def _run_parts(self, run: Callable[[Any], None], piece: Piece, size: int) -> None:
+        """Compute all rows of the global batch so far, in parts of at most ``size`` rows."""
+        start = 0
+        parts = cut(len(self.indices), size)
+        for number, count in enumerate(parts):
+            indices = self.indices[start : start + count]
+            start += count
+            last = piece.last and number == len(parts) - 1
+            self.gate.begin_part(replace(piece, rows=count, last=last, indices=tuple(indices)))
+            run(self.read_rows(indices))
+        self.gate.begin_part(piece)
 
     # -- lost ranks
 
@@ -259,6 +333,7 @@ class RankLoop:
             advice: words on how to continue, for the last message.
         """
         self._can_continue, self.records.advice = False, advice
+        self.after_step = lambda: None  # the framework saves its own checkpoints
 
     def _offer_rebuild(self) -> None:
         """Declare that this rank can continue without a lost one from now on."""

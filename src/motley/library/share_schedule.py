@@ -37,14 +37,23 @@ class ShareSchedule:
     Args:
         shares: one number per rank, in proportion to its rows.
         micro_batch: most rows in a piece; None: all rows of a rank are one piece.
-
-    Attributes:
-        micro_batch: see above.
     """
 
     def __init__(self, shares: Sequence[float], micro_batch: int | None = None) -> None:
         self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(shares))]
-        self.micro_batch = micro_batch
+        self._micro_batch = micro_batch
+
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows in a piece of this rank; None: no limit."""
+        return self._micro_batch
+
+    def limit(self, rows: int) -> None:
+        """Read pieces of at most so many rows from now on. Each rank may have a limit of its own.
+
+        Pieces decide how a rank computes its rows, and not which rows these are.
+        """
+        self._micro_batch = min(rows, self._micro_batch or rows)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -70,5 +79,5 @@ class ShareSchedule:
     def get_plan(self, step: int, rows: int) -> Plan:
         """Return the plan of a global batch with this number of rows."""
         shares = next(shares for first, shares in reversed(self._changes) if first <= step)
-        most = self.micro_batch or max(1, rows)
+        most = self._micro_batch or max(1, rows)
         return Plan(rows, shares, (most,) * len(shares), EXACT)

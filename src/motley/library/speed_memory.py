@@ -29,7 +29,8 @@ class SpeedMemory:
         self._key = {
             "script": hashlib.sha256(text).hexdigest(), "arguments": sys.argv[1:],
             "device": worker.device, "uuid": worker.uuid, "precision": worker.precision,
-            "host": worker.host, "micro_batch": micro_batch, "numbers": numbers,
+            "host": worker.host, "rank": worker.local_rank, "micro_batch": micro_batch,
+            "numbers": numbers,
             "threads": torch.get_num_threads(), "versions": versions(),
         }  # fmt: skip
         self._path = cache_folder() / f"loop-{compute_digest(self._key)[:20]}.json"

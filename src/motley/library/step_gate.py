@@ -24,7 +24,7 @@ from motley.comm.reducer import Bucket, Reducer
 from motley.engines.gradient_sum import GradientSum, drop_absent, wire_device
 from motley.engines.step import gradient_norm, unscale_and_clip
 from motley.engines.step_timer import HOST, Clock, Laps
-from motley.errors import MotleyError, NotFiniteError
+from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.library.share_schedule import Piece
 from motley.plan.precision import LossScale
 
@@ -272,6 +272,26 @@ class StepGate:
         self._rows += piece.rows
         self.stepped = self.repeats = False
         self.clock.lap("data")
+
+    def repeat_pieces(self) -> None:
+        """Drop this rank's gradient of the present global batch, to compute it once more.
+
+        Raises:
+            NoMemoryError: the gradient of earlier batches would be lost too.
+        """
+        if self._first_call:
+            raise NoMemoryError(
+                "out of memory while gradients of several batches are accumulated: give "
+                "motley.join() a smaller micro_batch, or use a larger batch_size in place of "
+                "accumulation"
+            )
+        rows = self._rows
+        self.drop()
+        self._rows, self.repeats = rows, False
+
+    def begin_part(self, piece: Piece) -> None:
+        """Start a part of the present piece, which is computed once more."""
+        self.piece, self._call = piece, self._first_call
 
     def end_piece(self) -> None:
         """End the present piece, whose rows the user's code does not need any more."""

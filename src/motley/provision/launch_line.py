@@ -177,7 +177,10 @@ class LaunchLine:
 
     def named(self, usual: str) -> "LaunchLine":
         """Return the line with a name for the run's folder: the user's, else ``usual``."""
-        return self if self._value("--run") else self._with_script()._with_option("--run", usual)
+        line = self
+        if self.has_own_loop:  # the script may choose another folder for runs
+            line = self._with_option("--logs", self._value("--logs") or "logs")
+        return line if line._value("--run") else line._with_script()._with_option("--run", usual)
 
     def resumed(self, has_own: bool) -> "LaunchLine":
         """Return the line that continues from the run's newest checkpoint.
@@ -185,8 +188,8 @@ class LaunchLine:
         Args:
             has_own: True if there is a checkpoint. If not, a ``--resume`` of the user's stays.
         """
-        if not has_own and self._value("--resume"):
-            return self
+        if self.has_own_loop or (not has_own and self._value("--resume")):
+            return self  # lab.resume() finds the checkpoint
         return self._with_option("--resume", "auto")
 
     @property
@@ -239,10 +242,43 @@ class LaunchLine:
 
     def _value(self, flag: str) -> str | None:
         """Return the value of an option of the training script in the line; None without it."""
+        if self.has_own_loop:
+            words = [word.removeprefix("--export=ALL,") for word in self.words[: self._entry]]
+            found = [word.partition("=")[2] for word in words
+                     if word.partition("=")[0] == _variable(flag)]  # fmt: skip
+            return found[-1] if found else None
         _, _, value = _find_option(self.words[self._entry :], flag)
         return value
 
+    @property
+    def has_own_loop(self) -> bool:
+        """True if the script calls ``motley.join``, so that its own options are unknown here.
+
+        Variables of the environment take the place of options then, as MOTLEY_RUN of ``--run``.
+        """
+        script = Path((*self.words[self._entry :], "")[0])
+        if script.suffix != ".py" or not script.is_file():
+            return False
+        return "motley.join(" in script.read_text(errors="replace")
+
+    def _with_variable(self, name: str, value: str) -> "LaunchLine":
+        """Return the line that gives a variable to all ranks."""
+        own = list(self.words[: self._entry])
+        if self.under_slurm:
+            start, text = f"--export=ALL,{name}=", f"--export=ALL,{name}={value}"
+            own = [word for word in own if not word.startswith(start)]
+            return replace(self, words=(own[0], text, *own[1:], *self.words[self._entry :]))
+        for at, word in enumerate(own[1:], 1):
+            if word.startswith(f"{name}=") and own[at - 1] == "-x":
+                own[at - 1 : at + 1] = []
+                break
+        return replace(
+            self, words=(own[0], "-x", f"{name}={value}", *own[1:], *self.words[self._entry :])
+        )
+
     def _with_option(self, flag: str, value: str) -> "LaunchLine":
+        if self.has_own_loop:
+            return self._with_variable(_variable(flag), value)
         own, line = list(self.words[self._entry :]), self.words[: self._entry]
         first, end, _ = _find_option(own, flag)
         own[first:end] = [flag, value]
@@ -253,6 +289,11 @@ class LaunchLine:
         if len(self.words) > self._entry or Path(self.words[-1]).name != _ENTRY:
             return self
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))
+
+
+def _variable(flag: str) -> str:
+    """Return the variable that takes the place of an option, as MOTLEY_RUN of ``--run``."""
+    return "MOTLEY_" + flag.lstrip("-").replace("-", "_").upper()
 
 
 def _find_option(words: Sequence[str], flag: str) -> tuple[int, int, str | None]:

@@ -58,6 +58,7 @@ class Loop:
     save_at: int | None = None  # saves after so many steps
     stop: bool = False  # ends there
     path: str = "auto"  # to resume
+    most_rows: int | None = None  # that fit in memory
     kill: list[int] = field(default_factory=list)  # rank, step, place; see kill_rank
 
 
@@ -114,6 +115,10 @@ class Bare:
         self._losses += loss.item()
         self.loss = self._losses
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, compute: Any, rows: Any) -> None:
+        loss, weight = compute(rows)
+        self.backward(loss, weight)
 
     def clip_grad_norm_(self, parameters: Any, norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, norm)
@@ -219,6 +224,14 @@ def count_loss(logits: Tensor, tokens: Tensor, by: str) -> tuple[Tensor, float |
     return ((each * known).sum(1) / known.sum(1)).mean(), None
 
 
+def compute(model: nn.Module, tokens: Tensor, case: Loop) -> Any:
+    """Return the loss and its weight, as a device with little memory does."""
+    loss, weight = count_loss(model(tokens), tokens, case.weight)
+    if len(tokens) > (case.most_rows or len(tokens)) and not case.bare:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return loss, weight
+
+
 def make_optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     match name:
         case "sgd":
@@ -311,7 +324,9 @@ def main(case: Loop, out: Path) -> None:
         if "freeze" in case.parts:
             model.embedding.requires_grad_(epoch > 0)
         for tokens in train:
-            for number in range(case.losses):
+            if case.most_rows:
+                lab.step(lambda rows: compute(model, rows, case), tokens)
+            for number in range(case.losses if not case.most_rows else 0):
                 loss, weight = count_loss(model(tokens), tokens, case.weight)
                 loss = loss * (1 + number) / case.accumulate
                 lab.backward(scaled(loss), weight=weight)

@@ -49,7 +49,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
         lightning.utilities.rank_zero_only.rank = self.lab.rank
         if self.loop is None:
             return
-        if self.loop.schedule.micro_batch:
+        if self.loop.schedule.most_rows:
             raise MotleyError(
                 "Lightning counts the passes of an epoch, and micro_batch makes their number "
                 "differ between ranks: leave out micro_batch in motley.join(), and write a "
