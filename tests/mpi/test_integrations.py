@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import Jobs
+from warm.ranks import WarmRanks
+from warm.script import MODULES
 
 from motley.membership.survivors import SURVIVE
 from motley.records.run_folder import RunFolder
@@ -42,7 +45,15 @@ SLOW: dict[str, dict[str, Any]] = {
 }
 # Accelerate by itself draws another order when it resumes.
 UNLIKE = {"accelerate": "resumed in mid-epoch"}
+FRAMEWORKS = ("peft", "transformers.trainer", "lightning", "torchmetrics")
 EXAMPLES = ("detector", "diffusion", "gan", "lightning_module", "lora_three_pcs", "table")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[WarmRanks]:
+    """Ranks of a process that has imported the frameworks, which takes 4 s of a processor."""
+    with WarmRanks([*MODULES, *filter(importlib.util.find_spec, FRAMEWORKS)]) as started:
+        yield started
 
 
 def play(
