@@ -47,7 +47,7 @@ class Case:
     save: bool = False
     resume: bool = False
     steps: int = -1
-    slow: int | None = None  # rank that takes 4 ms for each row
+    slow: int | None = None  # rank that takes 10 ms for each row
     kill: list[int] = field(default_factory=list)  # rank, step, place; see kill_rank
 
 
@@ -88,7 +88,7 @@ SLOW = [False]
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     if SLOW[0]:
-        time.sleep(0.004 * len(rows))
+        time.sleep(0.01 * len(rows))
     pad = nn.utils.rnn.pad_sequence
     ids = [row["input_ids"] for row in rows]
     masks = [torch.ones_like(row) for row in ids]
