@@ -390,7 +390,7 @@ class RankLoop:
     def _catch_up(self) -> Any:
         """Return the result of this rank's collective if another rank has finished it, else None.
 
-        After a sum of gradients, the ranks that have not finished it get the parameters.
+        After a sum of gradients, the ranks that have not finished it get the sum.
         """
         counts = [int(count) for (count,) in all_gather_floats([float(self._count)])]
         most = max(counts)
@@ -400,14 +400,28 @@ class RankLoop:
         outcome = broadcast_object(self._outcome, self.device, source)
         is_behind = self._count < most
         if isinstance(outcome, SumOutcome):
-            content, tensors = self.state.take(Tensor.detach)
-            kept = spread(tensors if self.rank == source else {}, self.device, source)
-            content = broadcast_object(content, self.device, source)
-            if is_behind:
-                self.state.load_step(content, kept)
+            self._receive_step(source, is_behind)
         if is_behind:
             self._count, self._outcome = most, outcome
         return outcome if is_behind else None
+
+    def _receive_step(self, source: int, is_behind: bool) -> None:
+        """Send one rank's sum of gradients to the ranks that have not finished it; all call it.
+
+        They get its parameters instead if its optimizer has stepped.
+        """
+        gradients = self.gate.take_sum()
+        has_stepped = broadcast_object(gradients is None, self.device, source)
+        content: Any = None
+        if has_stepped:
+            content, gradients = self.state.take(Tensor.detach)
+        content = broadcast_object(content, self.device, source)
+        own = gradients if self.rank == source and gradients else {}
+        tensors = spread(own, self.device, source)
+        if is_behind and has_stepped:
+            self.state.load_step(content, tensors)
+        elif is_behind:
+            self.gate.load_sum(tensors)
 
     def describe_plan(self, step: int) -> str:
         """Return the shares of all ranks at a step, one line per rank."""

@@ -10,7 +10,7 @@ backward pass. Code that clips, logs or zeroes gradients after each piece theref
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -253,6 +253,8 @@ class StepGate:
         self._aside: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
         self._versions: list[tuple[Tensor, int]] = []  # gradients after the last backward pass
         self._totals: tuple[float, ...] = ()  # weights of the last step, over all ranks
+        self._summing: _Update | None = None  # the one whose sum was begun last
+        self._can_step = False  # True from the end of that sum until its optimizer steps
         self._start_step()
 
     def _start_step(self) -> None:
@@ -270,7 +272,7 @@ class StepGate:
         """Start a piece, whose rows are read."""
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self._rows += piece.rows
-        self.stepped = self.repeats = False
+        self.stepped = self.repeats = self._can_step = False
         self.clock.lap("data")
 
     def repeat_pieces(self) -> None:
@@ -449,7 +451,7 @@ class StepGate:
             if not self.add_up(optimizer):
                 return None
             result = usual()
-            self.stepped = True
+            self.stepped, self._can_step = True, False
             self.clock.lap("opt")
             return result
 
@@ -514,22 +516,38 @@ class StepGate:
             )
         self.clock.lap("compute", ready=True)
         self._rate = float(optimizer.param_groups[0]["lr"])
-        is_here = True
+        self._summing, self._can_step, is_here = update, False, True
         try:
             outcome = self.collective(lambda: self._sum(update, piece))
         except GroupChangedError as change:
             if change.outcome is None:
                 self.drop()
                 return False
-            # Another rank has finished the step, and this one has received its parameters.
-            outcome, is_here = change.outcome, False
+            # Another rank has finished the sum. This one has received the sum, or the parameters.
+            outcome, is_here = change.outcome, self._can_step
         self._versions = []
         self.numbers, self.loss, self._totals = outcome.numbers, outcome.loss, outcome.totals
         self._overflow |= outcome.overflow
         self.scale.update(outcome.overflow)
         update.summed, update.may_step = piece.step, is_here and not outcome.overflow
         self.stepped = not is_here and not outcome.overflow
+        self._can_step = update.may_step
         return update.may_step
+
+    def take_sum(self) -> dict[str, Tensor] | None:
+        """Return the last sum, by number of the parameter; None if its optimizer has stepped."""
+        if not self._can_step or self._summing is None:
+            return None
+        parameters = enumerate(self._summing.parameters())
+        return {f"{n}": each.grad for n, each in parameters if each.grad is not None}
+
+    def load_sum(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace the gradients of the sum that was interrupted by those of another rank."""
+        assert self._summing is not None
+        for number, parameter in enumerate(self._summing.parameters()):
+            gradient = gradients.get(str(number))
+            parameter.grad = None if gradient is None else gradient.to(parameter)
+        self._can_step = True
 
     def _sum(self, update: _Update, piece: Piece) -> SumOutcome:
         """Sum the gradients of an optimizer over all ranks, and divide them by the true weight."""

@@ -259,24 +259,32 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, steps: int) -> An
     return None
 
 
-BEFORE_SUM, AFTER_SUM, BACKWARD = range(3)
+BEFORE_SUM, AFTER_SUM, BACKWARD, AFTER_SUM_OF_SOME = range(4)
 
 
 def kill_rank(rank: int, step: int, place: int) -> None:
-    """Have a rank die in the middle of a step: before or after the sum, or in a backward pass."""
+    """Have a rank die in the middle of a step: before or after the sum, or in a backward pass.
+
+    After the sum of some, rank 1 has not finished the sum, and the others have.
+    """
+    from motley.comm.collectives import all_gather_floats
     from motley.library.step_gate import StepGate
 
     add_up, backward = StepGate._sum, StepGate.backward
+    own = int(os.environ["OMPI_COMM_WORLD_RANK"])
 
     def die(gate: StepGate, at: int) -> None:
-        is_here = int(os.environ["OMPI_COMM_WORLD_RANK"]) == rank and at == place
-        if is_here and gate.piece is not None and gate.piece.step == step:
+        if own == rank and at == place and gate.piece is not None and gate.piece.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def add_up_or_die(self: StepGate, *args: Any) -> Any:
         die(self, BEFORE_SUM)
         outcome = add_up(self, *args)
         die(self, AFTER_SUM)
+        die(self, AFTER_SUM_OF_SOME)
+        late = own == 1 and place == AFTER_SUM_OF_SOME and not self.repeats
+        if late and self.piece is not None and self.piece.step == step:
+            all_gather_floats([0.0], can_leave=True)  # which never ends
         return outcome
 
     def backward_or_die(self: StepGate, *args: Any) -> None:
