@@ -122,3 +122,40 @@ def test_a_loop_without_a_launcher_continues_to_the_bit(jobs: Jobs, save_at: int
     bare = play(jobs, 1, "", case | {"bare": True})
     play(jobs, 1, "", case | {"save_at": save_at, "stop": True, "run": "kept"})
     assert play(jobs, 1, "", case | {"run": "kept"}) == bare
+
+
+REFUSED = {
+    "a group of its own": "remove init_process_group()",
+    "allow": "the known name is batch_norm",
+    "twice": "keep the lab that the first call returned",
+    "data": "the data differs between ranks: rows is 17 on rank 1",
+    "model": "the model differs between ranks: 0.weight is",
+    "batch norm": 'motley.join(allow=["batch_norm"])',
+    "DDP": "give lab.prepare() the model inside",
+    "no model": "2 of the 2 parameters of SGD belong to no model",
+    "LBFGS": "use an optimizer without a closure",
+    "an iterator": "pass the DataLoader itself",
+    "a stream": "give lab.loader() a data set with len() and [index]",
+    "no length": "give the sampler a __len__()",
+    "no batches": "give it the batch size of one machine",
+    "prepared loader": "pass it to lab.loader()",
+    "outside": "call it inside that loop",
+    "rows": "take its mean over the rows first",
+    "NaN": "the loss of rank 1 on",
+    "weight": "give the sum of the weights of the piece's rows",
+    "reduction": 'neither "mean" nor "sum"',
+    "inside": "join the two data sets",
+    "a parameter": "call lab.prepare(model, optimizer) again",
+    "exit": "let all ranks leave the loop after the same batch",
+    "clipped": "use lab.clip_grad_norm_() to clip it",
+    "steps apart": "use lab.batch in it",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_in_a_loop_is_named(jobs: Jobs, case: str) -> None:
+    script = "tests/support/drivers/loop_refusals.py"
+    variables = {"MOTLEY_SHARES": "1,1", "MOTLEY_LOGS": str(jobs.logs)}
+    done = jobs.fork(2, script, case, jobs.logs.parent / "store", **variables)
+    assert done.code != 0 and REFUSED[case] in done.output, done.output
+    assert "motley" in done.output.splitlines()[-1] and done.seconds < 60

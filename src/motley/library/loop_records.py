@@ -217,10 +217,9 @@ class LoopRecords:
             self._recorder.epoch(record)
 
     def end(self) -> None:
-        """Write the last step and the result; all ranks call it while they are connected."""
+        """Write the last step and the result, at the end of this rank's script."""
         if self._recorder is None:
             return
-        self._recorder.flush()
         seconds = time.monotonic() - self.run.trains_since
         self._open.close()
         if self._group.rank == 0:

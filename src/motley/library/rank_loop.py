@@ -30,7 +30,6 @@ from motley.plan.plan import Plan, cut
 from motley.plan.precision import LossScale, PerRank
 from motley.plan.replan import list_devices
 from motley.plan.wire import Addition
-from motley.train.group_rebuild import GroupRebuild
 
 T = TypeVar("T")
 
@@ -103,8 +102,8 @@ class RankLoop:
         self.gate.clock.at_once = not group.has_gpus
         self.gate.clock.on_phase = self.set_status
         self.gate.on_step, self.gate.collective = self._end_step, self.collective
-        self._rebuild: GroupRebuild | None = None  # once this rank can continue without another
         self._can_continue = True  # False if a lost rank ends the job
+        self._continues = False  # True once this rank can continue without another
         self._count = 0  # collectives that this rank has finished
         self._outcome: Any = None  # of the last one
         self.changed = False  # True if the group has changed since the loader was last asked
@@ -304,10 +303,10 @@ class RankLoop:
         except MotleyError:
             raise
         except Exception as error:
-            if self._rebuild is None:
+            if not self._continues:
                 raise
             del work
-            raise GroupChangedError(self._continue_without(error)) from None
+            raise GroupChangedError(self._continue_without(_explain(error))) from None
         self._count, self._outcome = self._count + 1, result
         self.gate.clock.end_wait()
         return result
@@ -338,9 +337,9 @@ class RankLoop:
     def _offer_rebuild(self) -> None:
         """Declare that this rank can continue without a lost one from now on."""
         if self.size > 1 and self._can_continue:
-            rebuild = self._rebuild or GroupRebuild(self.session.world)
+            rebuild = self.session.rebuild
             without_first = rebuild.can_lose_first(self.records.run.is_shared())
-            self._rebuild = rebuild
+            self._continues = True
             rebuild.offer(self.session.group, lambda: None, without_first)
 
     def _continue_without(self, error: Exception) -> Any:
@@ -348,9 +347,8 @@ class RankLoop:
 
         The job ends if no rank is lost, or if the survivors cannot continue.
         """
-        assert self._rebuild is not None
         while True:
-            survivors = self._rebuild.get_survivors(error)
+            survivors = self.session.rebuild.get_survivors(error)
             lost = survivors.lost
             try:
                 return self._join_survivors(survivors, lost.line())
@@ -360,8 +358,7 @@ class RankLoop:
                 error = another
 
     def _join_survivors(self, survivors: Survivors, lost: str) -> Any:
-        rebuild = self._rebuild
-        assert rebuild is not None
+        rebuild = self.session.rebuild
         stay = rebuild.leave_lost(survivors)
         group = rebuild.join()
         assert group.rank is not None
@@ -445,3 +442,16 @@ class RankLoop:
         if content[1] is not None:
             raise MotleyError(content[1])
         return content[0]
+
+
+def _explain(error: Exception) -> Exception:
+    """Return an error that names the cause if another rank may have left the loop."""
+    if not isinstance(error, RuntimeError) or isinstance(error, RankLostError):
+        return error
+    result = MotleyError(
+        "another rank ended its script or its loop while this one waited for it "
+        f"({str(error).splitlines()[0]}): let all ranks leave the loop after the same batch, as "
+        "with `if lab.batch == 100: break`, or look for the failure of the other rank above"
+    )
+    result.__cause__ = error
+    return result

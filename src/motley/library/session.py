@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 
@@ -14,6 +15,9 @@ from motley.faults import Phase
 from motley.launch.world import World, start_rank
 from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.plan.precision import read_precisions
+from motley.train.group_rebuild import GroupRebuild
+
+_LEAVE_S = 3.0  # between this rank's end and that of the others, which usually end together
 
 
 class Session:
@@ -28,7 +32,8 @@ class Session:
     Attributes:
         world: the ranks.
         group: process group of the ranks that train.
-        before_end: called at the end of the script, while the ranks are still connected.
+        before_end: called at the end of the script. Other ranks may still be in a collective.
+        rebuild: forms the group of the survivors after a lost rank.
         finish: waits until all ranks have ended their scripts.
     """
 
@@ -41,6 +46,7 @@ class Session:
         self.catch_errors()
         world = self.world
         world.supervisor.set_status(Phase.BUILD, None)
+        self.rebuild = GroupRebuild(world)  # which knows the connections from before the group
         self.group: ProcessGroup = join_process_group(world, read_precisions(precision))
         self.catch_errors()
         atexit.register(self._end)
@@ -70,11 +76,15 @@ class Session:
             return
         try:
             self.before_end()
-            # A rank that still waits for this one's gradient fails now, and does not wait longer.
-            if dist.is_initialized():
-                leave_process_group()
+            # A rank that still waits for this one's gradient then fails, in place of waiting on.
+            timer = threading.Timer(_LEAVE_S, self.rebuild.abandon)
+            timer.daemon = True
+            timer.start()
             self.world.supervisor.set_status(Phase.LEAVE, None)
             self.finish()
+            timer.cancel()
+            if dist.is_initialized():
+                leave_process_group()
         except BaseException as error:
             self.world.supervisor.fail(error)
         self.world.supervisor.end_without_lost(at_once=True)

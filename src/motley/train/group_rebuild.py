@@ -37,9 +37,10 @@ class GroupRebuild:
             without_first: result of :meth:`can_lose_first`.
         """
         self._group = group
-        self.world.supervisor.can_regroup(keep, self._abandon, without_first)
+        self.world.supervisor.can_regroup(keep, self.abandon, without_first)
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """End this rank's connections to the process group, and each wait for another rank."""
         abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
 
     def can_lose_first(self, shared: bool) -> bool:

@@ -52,6 +52,7 @@ class Loop:
     evaluate: bool = False
     break_at: int | None = None
     seed: int = 0
+    dtype: str = "float32"
     augment: bool = False
     logs: str = "logs"
     run: str | None = None
@@ -205,7 +206,7 @@ class Network(nn.Module):
         else:
             x = self.body(x)
         if "double" in self.parts:
-            x = x + self.shift.float()
+            x = x + self.shift.to(x)
         if "sometimes" in self.parts and bool((tokens[:, 0] == 3).any()):
             x = torch.where((tokens[:, :1, None] == 3), self.sometimes(x), x)
         logits: Tensor = self.head(x)
@@ -218,7 +219,7 @@ def count_loss(logits: Tensor, tokens: Tensor, by: str) -> tuple[Tensor, float |
     each = functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten().clamp(min=0), reduction="none"
     ).view(tokens.shape)
-    known = (tokens >= 0).float()
+    known = (tokens >= 0).to(logits)
     if by == "tokens":
         return (each * known).sum() / known.sum(), float(known.sum())
     return ((each * known).sum(1) / known.sum(1)).mean(), None
@@ -249,7 +250,7 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, steps: int) -> An
         case "cosine":
             return schedules.CosineAnnealingLR(optimizer, steps)
         case "onecycle":
-            return schedules.OneCycleLR(optimizer, 0.02, total_steps=steps)
+            return schedules.OneCycleLR(optimizer, 0.02, total_steps=steps, cycle_momentum=False)
         case "plateau":
             return schedules.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         case "sequence":
@@ -297,6 +298,7 @@ def kill_rank(rank: int, step: int, place: int) -> None:
 def main(case: Loop, out: Path) -> None:
     if case.kill:
         kill_rank(*case.kill)
+    torch.set_default_dtype(getattr(torch, case.dtype))
     torch.manual_seed(case.seed)
     np.random.seed(case.seed)
     random.seed(case.seed)
@@ -306,7 +308,7 @@ def main(case: Loop, out: Path) -> None:
     data = Texts(case.rows, case.augment)
     model = Network(case.parts)
     optimizer = make_optimizer(case.opt, list(model.parameters()))
-    steps = 8 * case.epochs
+    steps = (case.rows + 8) * case.epochs if case.batch == 1 else 24 * case.epochs
     schedule = make_schedule(case.schedule, optimizer, steps)
     average = torch.optim.swa_utils.AveragedModel(model) if "average" in case.parts else None
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if case.scaler else None

@@ -1,0 +1,135 @@
+"""Draw loops of users' own, and compare each on several ranks with the bare one on one machine.
+
+python tests/fuzz_loop.py --count 60 --seed 1
+
+A loop may save, stop, and continue on other ranks. The exit status is 1 if any differs. A refusal
+counts as right if it names the cause; the refusals are printed.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+
+from warm.ranks import WarmRanks
+
+LOOP = "tests/support/drivers/plain_loop.py"
+MODULES = ("warm.script", "motley.library.lab", "motley.engines.ddp")
+PARTS = ("tied", "unused", "sometimes", "double", "checkpoint", "freeze", "average", "by_hand")
+
+
+def draw(random_state: random.Random) -> dict[str, Any]:
+    """Return the features of one loop."""
+    choose, chance = random_state.choice, random_state.random
+    case: dict[str, Any] = {
+        "opt": choose(("adamw", "sgd", "adagrad", "rmsprop")),
+        "schedule": choose(("", "cosine", "onecycle", "plateau", "sequence")),
+        "sampler": choose(("shuffle", "shuffle", "sequential", "weighted", "own")),
+        "batch": random_state.randint(1, 14), "rows": random_state.randint(12, 45),
+        "epochs": random_state.randint(1, 3), "drop_last": chance() < 0.2,
+        "weight": choose(("", "tokens")), "micro": choose((None, 1, 2, 5)),
+        "clip": choose(("", "y")), "losses": choose((1, 1, 2)),
+        "workers": choose((0, 0, 0, 1, 2)), "scaler": chance() < 0.2, "evaluate": chance() < 0.5,
+        "parts": random_state.sample(PARTS, random_state.randint(0, 3)),
+        "seed": random_state.randint(0, 99), "dtype": "float64",
+    }  # fmt: skip
+    if not case["weight"] and chance() < 0.3:
+        case["accumulate"] = 2
+    if chance() < 0.2:
+        case |= {"most_rows": random_state.randint(1, 3), "losses": 1, "scaler": False}
+        case.pop("accumulate", None)
+    if case["sampler"] == "own":
+        case["rows"] = max(20, case["rows"])
+    return case
+
+
+def draw_shares(random_state: random.Random) -> tuple[int, str]:
+    """Return a number of ranks and their shares."""
+    ranks = random_state.randint(1, 4)
+    shares = [random_state.randint(0, 5) for _ in range(ranks)]
+    return ranks, ",".join(map(str, shares if any(shares) else [1] * ranks))
+
+
+def play(ranks: WarmRanks, case: dict[str, Any], size: int, shares: str, folder: Path) -> Any:
+    """Return the result of a loop, or its output if it failed."""
+    out = folder / "out.json"
+    out.unlink(missing_ok=True)
+    variables = {"MOTLEY_SHARES": shares} if shares else {}
+    words = [LOOP, json.dumps({"logs": str(folder / "logs"), **case}), str(out)]
+    argument = {"words": words, "variables": variables}
+    ended = ranks.run(size, "warm.script:main", argument, folder / "ranks", 120)
+    if any(ended.codes) or ended.timed_out:
+        return ended.output or f"codes {ended.codes}"
+    return json.loads(out.read_text()) if out.exists() else {}
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return the largest difference of two results, relative to numbers above 1."""
+    if isinstance(one, dict):
+        return max((difference(one[key], other[key]) for key in one), default=0.0)
+    if isinstance(one, list):
+        if len(one) != len(other):
+            return float("inf")
+        return max((difference(*pair) for pair in zip(one, other, strict=True)), default=0.0)
+    return abs(one - other) / max(1.0, abs(one))
+
+
+def judge(ranks: WarmRanks, case: dict[str, Any], state: random.Random, folder: Path) -> str:
+    """Return a description of what is wrong with a case; empty if nothing is."""
+    bare = play(ranks, case | {"bare": True}, 1, "", folder)
+    if isinstance(bare, str):
+        return f"the bare loop fails: {bare[-300:]}"
+    size, shares = draw_shares(state)
+    stopped = ""
+    if len(bare["losses"]) > 1 and state.random() < 0.4:
+        save_at = state.randint(1, len(bare["losses"]) - 1)
+        first = play(ranks, case | {"run": "kept", "save_at": save_at, "stop": True}, size, shares,
+                     folder)  # fmt: skip
+        if isinstance(first, str):
+            return _judge_refusal(first, size, shares)
+        case, stopped = case | {"run": "kept"}, f"stopped after {save_at} on {shares}, then "
+        size, shares = draw_shares(state)
+    result = play(ranks, case, size, shares, folder)
+    if isinstance(result, str):
+        return _judge_refusal(result, size, shares)
+    for name in ("scores", "norms"):  # the script itself keeps the losses alone
+        bare[name] = bare[name][len(bare[name]) - len(result[name]) :]
+    apart = difference(bare, result)
+    return f"{stopped}shares {shares}: {apart:.1e} apart" if apart > 1e-9 else ""
+
+
+def _judge_refusal(output: str, size: int, shares: str) -> str:
+    last = next((line for line in reversed(output.splitlines()) if line.startswith("motley:")), "")
+    if "Error" in last or not last:
+        return f"{size} ranks, {shares}: {output[-600:]}"
+    print(f"  refused: {last}", flush=True)
+    return ""
+
+
+def main() -> int:
+    """Draw loops, and print those that differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    wrong = 0
+    with WarmRanks(MODULES) as ranks:
+        for number in range(options.count):
+            state = random.Random(f"{options.seed} {number}")
+            case = draw(state)
+            with tempfile.TemporaryDirectory() as folder:
+                text = judge(ranks, case, state, Path(folder))
+            if text:
+                wrong += 1
+                print(f"{number}: {json.dumps(case)}\n  {text}", flush=True)
+    print(f"{options.count} loops of seed {options.seed}, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Loops with a mistake in them, each of which the library names.
+
+python tests/support/drivers/loop_refusals.py CASE
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+
+import motley
+
+
+class Endless(Sampler[int]):
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+
+
+class Stream(IterableDataset[int]):
+    """Rows without an index."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+
+
+def main(case: str) -> None:
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    if case == "a group of its own":
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2
+        )
+    lab = motley.join(allow=["drop_out"] if case == "allow" else ())
+    if case == "twice":
+        motley.join()
+    data: Any = TensorDataset(torch.randn(16 + (rank if case == "data" else 0), 4))
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4 + (rank if case == "model" else 0)))
+    if case == "batch norm":
+        model.append(nn.BatchNorm1d(4))
+    if case == "DDP":
+        model = DistributedDataParallel(model)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if case == "no model":
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    if case == "LBFGS":
+        optimizer = torch.optim.LBFGS(model.parameters())
+    lab.prepare(model, optimizer)
+    loader: Any = DataLoader(data, batch_size=4)
+    match case:
+        case "an iterator":
+            loader = iter(loader)
+        case "a stream":
+            loader = DataLoader(Stream(), batch_size=4)
+        case "no length":
+            loader = DataLoader(data, batch_size=4, sampler=Endless())
+        case "no batches":
+            loader = DataLoader(data, batch_size=None)
+    train = lab.loader(loader)
+    if case == "prepared loader":
+        lab.prepare(loader)
+    if case == "outside":
+        lab.backward(model(torch.randn(2, 4)).sum())
+    for (rows,) in train:
+        loss = model(rows).square().mean()
+        match case:
+            case "rows":
+                loss = model(rows).square().mean(1)
+            case "NaN":
+                loss = loss * (float("nan") if rank else 1.0)
+            case "weight":
+                lab.backward(loss, weight=-1.0)
+            case "reduction":
+                lab.backward(loss, reduction="max")
+            case "inside":
+                next(iter(train))
+            case "a parameter":
+                optimizer.add_param_group({"params": list(nn.Linear(4, 4).parameters())})
+            case "exit":
+                if rank == 1 and lab.batch == 2:
+                    sys.exit(0)
+        lab.backward(loss)
+        if case == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if case == "steps apart" and rank == 0 and lab.batch == 0:
+            continue
+        optimizer.step(loss.item if case == "LBFGS" else None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
