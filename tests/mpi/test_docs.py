@@ -39,7 +39,16 @@ def commands(page: Path) -> Iterator[str]:
             yield from (line for line in block.splitlines() if not line.startswith(ELSEWHERE))
 
 
-@pytest.mark.parametrize("page", ["first_hour", "your_lab", "your_model", "which_way"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "first_hour",
+        "your_lab",
+        "your_model",
+        "your_trainer",
+        "which_way",
+    ],
+)
 def test_every_command_runs_as_it_stands(jobs: Jobs, page: str) -> None:
     lines = list(commands(DOCS / f"{page}.md"))
     assert lines
@@ -50,7 +59,8 @@ def test_every_command_runs_as_it_stands(jobs: Jobs, page: str) -> None:
             words = shlex.split(found[2])
             script = [] if words and not words[0].startswith("-") else [DDP]
             logs = [] if "infer" in said else ["--logs", jobs.logs]
-            done = jobs.fork(int(found[1]), *script, *words, *logs)
+            variables = {"MOTLEY_LOGS": str(jobs.logs)}  # of a script of one's own
+            done = jobs.fork(int(found[1]), *script, *words, *logs, **variables)
             assert done.code == 0, (line, done.output)
             continue
         words = shlex.split(said)

@@ -105,10 +105,12 @@ def test_a_stopped_loop_continues_on_other_ranks(jobs: Jobs, save_at: int) -> No
     assert len(rest["losses"]) == 8
 
 
-# The first rank, before the sum; another one, after it, which is followed by an evaluation.
-@pytest.mark.parametrize("kill", [(0, 2, 0), (2, 3, 1)])
+# The first rank, before the sum; another one, after it, which is followed by an evaluation; and
+# after a sum that one of the others has not finished, and that it needs to clip the gradient.
+@pytest.mark.parametrize("kill", [(0, 2, 0), (2, 3, 1), (2, 3, 3)])
 def test_a_lost_rank_costs_no_step(jobs: Jobs, kill: tuple[int, int, int]) -> None:
-    case = {"schedule": "onecycle", "augment": True, "parts": ["average"], "evaluate": True}
+    case = {"schedule": "onecycle", "augment": True, "parts": ["average"], "evaluate": True,
+            "clip": "y"}  # fmt: skip
     whole = play(jobs, 1, "1", case)
     out, case = jobs.logs / "out.json", case | {"logs": str(jobs.logs), "run": "lost"}
     done = jobs.run(3, LOOP, json.dumps(case | {"kill": kill}), out, **SURVIVE,

@@ -248,11 +248,26 @@ def mark_now(device: torch.device) -> Callable[[], object]:
     return event.synchronize
 
 
-def all_gather_object(value: Any) -> list[Any]:
-    """Gather every rank's value, of any type, by rank. All ranks must call it."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def all_gather_object(value: Any, can_leave: bool = False) -> list[Any]:
+    """Gather every rank's value, of any type, by rank. All ranks must call it.
+
+    Args:
+        value: value of this rank.
+        can_leave: see :func:`gather_parts`.
+    """
+    if not can_leave:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [int(size) for (size,) in all_gather_floats([float(len(content))], can_leave)]
+    wire = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    part = torch.zeros(max(sizes), dtype=torch.uint8, device=wire)
+    part[: len(content)] = content.to(wire)
+    parts = gather_parts(part, can_leave).cpu().view(len(sizes), -1)
+    return [
+        pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def all_gather_floats(

@@ -76,6 +76,10 @@ class Clock:
         if name != HOST:
             self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
 
+    def end_wait(self) -> None:
+        """Attribute the time since the last mark to a wait for other ranks, in the same phase."""
+        self._marks.append(("sync", self._now()))
+
     def cut(self) -> "Laps":
         """Return the laps of the finished step. The next step starts where the last lap ended."""
         self._last, self._marks = Laps(self._marks), [("", self._marks[-1][1])]

@@ -22,7 +22,7 @@ from motley.engines.gradient_sum import broadcast
 from motley.engines.out_of_memory import out_of_memory, shortage
 from motley.errors import MotleyError, NoMemoryError
 from motley.library.lab_loader import LabLoader
-from motley.library.loop_position import LoopPosition, list_generators
+from motley.library.loop_position import LoopPosition
 from motley.library.loop_records import make_config
 from motley.library.loop_state import (
     LoopCheckpoints,
@@ -222,6 +222,15 @@ class Lab:
         """
         for each in objects:
             self._state.add(each)
+
+    def accelerate(self, accelerator: Any) -> Any:
+        """Let an ``accelerate.Accelerator`` train on all ranks, as on one machine; return it.
+
+        Call it before ``accelerator.prepare()``. See :mod:`motley.library.integrations.accelerate`.
+        """
+        from motley.library.integrations.accelerate import connect_accelerator
+
+        return connect_accelerator(self, accelerator)
 
     def loader(self, loader: "DataLoader[Any]", train: bool = True) -> LabLoader:
         """Return a loader that yields this rank's rows of each batch.
@@ -434,7 +443,7 @@ class Lab:
         checkpoints.check()
         self._saved = time.monotonic()
         order = (loop.order.state if loop else None) or RandomState()
-        generators = [g.get_state() for each in self._loaders for g in list_generators(each.source)]
+        generators = [g.get_state() for each in self._loaders for g in each.generators]
         where = position.state_dict(order, generators)
         where["passes"] = [each.passes - position.in_pass for each in self._loaders]
         where["best"] = self._best
@@ -517,7 +526,7 @@ class Lab:
         self._best = state["best"]
         for loader, passes in zip(self._loaders, state["passes"], strict=True):
             loader.passes = passes
-        generators = [g for each in self._loaders for g in list_generators(each.source)]
+        generators = [g for each in self._loaders for g in each.generators]
         for generator, saved in zip(generators, state["generators"], strict=False):
             generator.set_state(saved.to(torch.uint8))
         if self._loop is not None:

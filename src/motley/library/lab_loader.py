@@ -12,6 +12,7 @@ from motley.library.loop_position import LoopPosition, list_generators
 from motley.library.piece_loader import PieceReader
 from motley.library.rank_loop import RankLoop
 from motley.library.sample_order import Batches, RandomState
+from motley.library.share_schedule import Piece
 
 
 class LabLoader:
@@ -29,6 +30,7 @@ class LabLoader:
 
     Attributes:
         source: the user's loader.
+        generators: the user's own generators from which its samplers draw.
         passes: number of passes over the data that have started.
     """
 
@@ -44,6 +46,7 @@ class LabLoader:
         self._loop, self._position = loop, position
         self._prepare_pass, self._restore = start_pass, restore
         self.source, self._train, self.passes = source, train, 0
+        self.generators = list_generators(source)  # a sampler may make another one on rank 0
         if loop is not None:
             self._pieces = PieceReader(source, loop.schedule, lambda: loop.rank, loop.seed)
 
@@ -68,8 +71,9 @@ class LabLoader:
 
     def _draw(self, loop: RankLoop) -> Batches:
         """Return the indices of each global batch of an epoch; all ranks call it."""
-        generators = list_generators(self.source)
-        return loop.repeat_collective(lambda: loop.order.draw(self.source, generators, loop.device))
+        return loop.repeat_collective(
+            lambda: loop.order.draw(self.source, self.generators, loop.device)
+        )
 
     def _start_pass(self, order: RandomState) -> int:
         """Start a pass over the training data, and return the batch to start with."""
@@ -77,11 +81,11 @@ class LabLoader:
         if position.in_pass:
             raise MotleyError(
                 "a second loop over training data was started inside another one, so nothing says "
-                "which rows a loss is of: join the two data sets, or read the other one with "
-                "train=False"
+                "which rows a loss is of: join the two data sets, as in DataLoader(StackDataset(a, "
+                "b), batch_size=32), or read the other one with train=False"
             )
         self.passes += 1
-        states = [each.get_state() for each in list_generators(self.source)]
+        states = [each.get_state() for each in self.generators]
         first = position.start_pass(order, states)
         _set_epoch(self.source, position.epoch)
         return first
@@ -103,6 +107,16 @@ class LabLoader:
             position.end_pass()
 
     def _train_pass(self, loop: RankLoop) -> Iterator[Any]:
+        for piece, rows in self._read_pass(loop):
+            loop.begin_piece(piece)
+            yield rows
+
+    def _read_pass(self, loop: RankLoop) -> Iterator[tuple[Piece, Any]]:
+        """Yield this rank's pieces of a pass over the training data, each with its rows.
+
+        The caller starts each piece with :meth:`RankLoop.begin_piece` when it computes it. If a
+        rank is lost within a step, all pieces of the step's global batches are read again.
+        """
         gate, position = loop.gate, self._position
         first, epoch = self._start_pass(loop.order.state or RandomState()), self.passes - 1
         try:
@@ -115,15 +129,14 @@ class LabLoader:
             while first < len(batches):
                 loop.changed = False
                 for piece, rows in self._pieces.read(batches, epoch, first, position.step):
-                    loop.begin_piece(piece)
                     position.batch, position.step = piece.batch + 1, piece.step + 1
-                    yield rows
-                    if gate.repeats:
-                        position.step = piece.step
-                    else:
+                    yield piece, rows
+                    if not gate.repeats:
                         gate.end_piece()
-                        first = piece.batch + piece.last
+                        if not gate.is_within_step:
+                            first = piece.batch + piece.last
                     if loop.changed:  # this rank has other rows now
+                        position.step = piece.step + first - piece.batch
                         break
         finally:
             loop.leave_pass()

@@ -63,6 +63,7 @@ class LoopRecords:
 
     Attributes:
         full_batch: number of rows of a usual global batch; 0 before the start.
+        advice: words on how to continue after an error.
     """
 
     def __init__(self, world: World, group: ProcessGroup, logs: str, name: str | None) -> None:
@@ -75,6 +76,7 @@ class LoopRecords:
         self._steps = 0
         self._wire_s: deque[float] = deque(maxlen=8)  # seconds on the wire in the last steps
         self.full_batch = 0
+        self.advice = "lab.resume() continues from the last lab.save()"
 
     @property
     def run(self) -> Run:
@@ -148,10 +150,9 @@ class LoopRecords:
             compiles=True, silent=True,
         )  # fmt: skip
         self._recorder = self._open.enter_context(recorder)
+        again = f"start it again; {self.advice}"
         self._world.supervisor.before_end(
-            recorder.last_words,
-            lambda step: "start it again; lab.resume() continues from the last lab.save()",
-            clear_line="",
+            recorder.last_words, lambda step: again, clear_line="", if_lost=again
         )
 
     def continue_with(

@@ -179,6 +179,28 @@ class PieceReader:
 
         yield from self._reader.read(request())
 
+    def read_held_out_pieces(self, batches: Batches, step: int) -> Iterator[tuple[Piece, Any]]:
+        """Yield one piece for each global batch of held-out data, on every rank.
+
+        A rank without rows gets one row whose results do not count. The rows do not disturb those
+        that :meth:`read` has requested.
+
+        Args:
+            batches: indices of each global batch.
+            step: the current step, whose shares are used.
+        """
+        waiting: deque[Piece] = deque()
+
+        def request() -> Iterator[list[Key]]:
+            for number, indices in enumerate(batches):
+                plan = self._schedule.get_plan(step, len(indices))
+                own = [each for part in slices(indices, plan, self._rank()) for each in part]
+                waiting.append(Piece(step, 0, number, len(own), len(indices), True, tuple(own)))
+                yield make_keys(own or indices[:1], 0)
+
+        for rows in self._reader.read(request()):
+            yield waiting.popleft(), rows
+
     def keys(self, indices: Sequence[Any], epoch: int) -> list[Key]:
         """Return the keys of rows in an epoch."""
         return make_keys(indices, make_seed(self._seed, epoch))

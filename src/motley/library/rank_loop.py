@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from motley.checkpoint.store import spread
-from motley.comm.collectives import all_gather_floats, broadcast_object
+from motley.comm.collectives import all_gather_floats, all_gather_object, broadcast_object
 from motley.comm.modes import parse_wire
 from motley.data.source import make_seed
 from motley.engines.named_state import seed_random
 from motley.engines.out_of_memory import out_of_memory, release, shortage
+from motley.engines.step_timer import HOST
 from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
 from motley.library.loop_records import LoopRecords
@@ -90,7 +91,8 @@ class RankLoop:
         self._micro_batch = micro_batch
         self._follows = shares is None and self.size > 1
         self._follower: ShareFollower | None = None
-        self._rows_before: list[int] = []  # rows of each rank in the step before
+        # Rows of each rank, and the number of global batches, in the step before.
+        self._timed_before: tuple[list[int], int] = ([], 1)
         mode = parse_wire(wire)
         if mode is None or mode.addition is Addition.LOCAL_STEPS:
             raise MotleyError(f"wire={wire!r}: give exact, bf16, fp16 or powersgd:RANK")
@@ -100,6 +102,7 @@ class RankLoop:
         self.gate.clock.at_once = not group.has_gpus
         self.gate.clock.on_phase = self.set_status
         self.gate.on_step, self.gate.collective = self._end_step, self.collective
+        self._can_continue = True  # False if a lost rank ends the job
         self._continues = False  # True once this rank can continue without another
         self._count = 0  # collectives that this rank has finished
         self._outcome: Any = None  # of the last one
@@ -111,6 +114,12 @@ class RankLoop:
 
     def _make_reducer(self) -> Any:
         return self._mode.in_job(self.session.group.precisions).reducer(self.device)
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank among those on its host."""
+        hosts = [worker.host for worker in self.session.group.workers]
+        return hosts[: self.rank].count(hosts[self.rank])
 
     def set_status(self, phase: Phase) -> None:
         """Report the phase of this rank, without a time limit for the user's code."""
@@ -176,13 +185,16 @@ class RankLoop:
         piece = step.piece
         self.records.step(step, self.schedule.get_plan(piece.step, piece.global_rows))
         self.after_step()
-        rows = [int(each.rows) for each in step.numbers]
+        rows = [int(each.rows) for each in step.numbers], step.batches
         # On a GPU the times are those of the step before.
-        timed, self._rows_before = (rows if self.gate.clock.at_once else self._rows_before), rows
-        if self._follower is None or not timed:
+        timed, self._timed_before = (rows if self.gate.clock.at_once else self._timed_before), rows
+        if self._follower is None or not timed[0]:
             return
-        own_s = [each.own_s for each in step.numbers]
-        times = [RankTime(*each) for each in zip(timed, own_s, strict=True)]
+        batches = timed[1]
+        times = [
+            RankTime(count // batches, each.own_s / batches)
+            for count, each in zip(timed[0], step.numbers, strict=True)
+        ]
         full = self._get_full_plan(piece.step + 1).counts
         known = self._follower.tables
         better = self._follower.step(piece.step, times, full)
@@ -284,6 +296,7 @@ class RankLoop:
         Raises:
             GroupChangedError: a rank was lost while this one was in the collective.
         """
+        self.gate.clock.lap(HOST)
         try:
             self.session.world.supervisor.check_group()  # gloo may wait for ever in a broken group
             result = work()
@@ -295,6 +308,7 @@ class RankLoop:
             del work
             raise GroupChangedError(self._continue_without(_explain(error))) from None
         self._count, self._outcome = self._count + 1, result
+        self.gate.clock.end_wait()
         return result
 
     def repeat_collective(self, work: Callable[[], T]) -> T:
@@ -307,9 +321,22 @@ class RankLoop:
                     result: T = change.outcome
                     return result
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank. After a lost rank it is that of each survivor."""
+        return self.repeat_collective(lambda: all_gather_object(value, can_leave=True))
+
+    def end_without(self, advice: str) -> None:
+        """Let a lost rank end the job, for a framework whose loop cannot repeat a step.
+
+        Args:
+            advice: words on how to continue, for the last message.
+        """
+        self._can_continue, self.records.advice = False, advice
+        self.after_step = lambda: None  # the framework saves its own checkpoints
+
     def _offer_rebuild(self) -> None:
         """Declare that this rank can continue without a lost one from now on."""
-        if self.size > 1:
+        if self.size > 1 and self._can_continue:
             rebuild = self.session.rebuild
             without_first = rebuild.can_lose_first(self.records.run.is_shared())
             self._continues = True
@@ -342,11 +369,13 @@ class RankLoop:
         self.names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
         self.changed = True
         self.schedule.keep_ranks(stay)
-        self._rows_before = []
+        self._timed_before = ([], 1)
         if self._follower is not None:
             self._follower = self._follower.keep_ranks(stay)
         self.gate.join_group(self.names, self.rank, self._make_reducer())
         outcome = self._catch_up()
+        if self.gate.is_within_step and not isinstance(outcome, SumOutcome):
+            self.gate.drop()  # a part of this gradient was on the lost rank
         step = self.piece.step if self.piece else 0
         self.records.continue_with(
             session.world, group, self.schedule.get_plan(step, self.records.full_batch), step, lost
@@ -358,7 +387,7 @@ class RankLoop:
     def _catch_up(self) -> Any:
         """Return the result of this rank's collective if another rank has finished it, else None.
 
-        After a sum of gradients, the ranks that have not finished it get the parameters.
+        After a sum of gradients, the ranks that have not finished it get the sum.
         """
         counts = [int(count) for (count,) in all_gather_floats([float(self._count)])]
         most = max(counts)
@@ -368,14 +397,28 @@ class RankLoop:
         outcome = broadcast_object(self._outcome, self.device, source)
         is_behind = self._count < most
         if isinstance(outcome, SumOutcome):
-            content, tensors = self.state.take(Tensor.detach)
-            kept = spread(tensors if self.rank == source else {}, self.device, source)
-            content = broadcast_object(content, self.device, source)
-            if is_behind:
-                self.state.load_step(content, kept)
+            self._receive_step(source, is_behind)
         if is_behind:
             self._count, self._outcome = most, outcome
         return outcome if is_behind else None
+
+    def _receive_step(self, source: int, is_behind: bool) -> None:
+        """Send one rank's sum of gradients to the ranks that have not finished it; all call it.
+
+        They get its parameters instead if its optimizer has stepped.
+        """
+        gradients = self.gate.take_sum()
+        has_stepped = broadcast_object(gradients is None, self.device, source)
+        content: Any = None
+        if has_stepped:
+            content, gradients = self.state.take(Tensor.detach)
+        content = broadcast_object(content, self.device, source)
+        own = gradients if self.rank == source and gradients else {}
+        tensors = spread(own, self.device, source)
+        if is_behind and has_stepped:
+            self.state.load_step(content, tensors)
+        elif is_behind:
+            self.gate.load_sum(tensors)
 
     def describe_plan(self, step: int) -> str:
         """Return the shares of all ranks at a step, one line per rank."""

@@ -10,7 +10,7 @@ backward pass. Code that clips, logs or zeroes gradients after each piece theref
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -89,6 +89,7 @@ class FinishedStep:
 
     Attributes:
         piece: this rank's last piece of it.
+        batches: number of global batches that the script has accumulated.
         numbers: numbers of all ranks, by rank.
         loss: mean loss of the global batch.
         norm: norm of the gradient before clipping; None if the script does not clip.
@@ -99,6 +100,7 @@ class FinishedStep:
     """
 
     piece: Piece
+    batches: int
     numbers: Sequence[RankNumbers]
     loss: float
     norm: float | None
@@ -251,13 +253,15 @@ class StepGate:
         self._aside: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
         self._versions: list[tuple[Tensor, int]] = []  # gradients after the last backward pass
         self._totals: tuple[float, ...] = ()  # weights of the last step, over all ranks
+        self._summing: _Update | None = None  # the one whose sum was begun last
+        self._can_step = False  # True from the end of that sum until its optimizer steps
         self._start_step()
 
     def _start_step(self) -> None:
         self._calls: list[_Call] = []
         self._first_call = self._call = 0  # of the present global batch, and of the present piece
         self._loss: Tensor | float = 0.0
-        self._rows, self._rate = 0, 0.0
+        self._rows, self._batches, self._rate = 0, 0, 0.0
         self.norm: float | None = None
         self._overflow = False  # True if a sum of the step was not finite
         self._was_asked = False  # True if an optimizer was to step in the present piece
@@ -268,7 +272,7 @@ class StepGate:
         """Start a piece, whose rows are read."""
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self._rows += piece.rows
-        self.stepped = self.repeats = False
+        self.stepped = self.repeats = self._can_step = False
         self.clock.lap("data")
 
     def repeat_pieces(self) -> None:
@@ -299,6 +303,7 @@ class StepGate:
         if not piece.last:
             self.clock.lap(HOST)
             return
+        self._batches += 1
         done = [each for each in self._updates.values() if each.summed == piece.step]
         if not done:  # the user accumulates several batches
             self._first_call = len(self._calls)
@@ -306,7 +311,7 @@ class StepGate:
             return
         assert self.loss is not None
         step = FinishedStep(
-            piece, self.numbers, self.loss, self.norm, self._overflow,
+            piece, self._batches, self.numbers, self.loss, self.norm, self._overflow,
             self.scale.value, self._rate, self.clock.cut(),
         )  # fmt: skip
         self._start_step()
@@ -319,6 +324,14 @@ class StepGate:
             self._aside = []
             self._start_step()
         self.end_piece()
+
+    @property
+    def is_within_step(self) -> bool:
+        """True after a backward pass of a step that no sum over all ranks has finished."""
+        is_summed = self.piece is not None and any(
+            each.summed == self.piece.step for each in self._updates.values()
+        )
+        return bool(self._calls) and not is_summed
 
     def drop(self) -> None:
         """Drop all gradients of the present step, which is computed again."""
@@ -438,7 +451,7 @@ class StepGate:
             if not self.add_up(optimizer):
                 return None
             result = usual()
-            self.stepped = True
+            self.stepped, self._can_step = True, False
             self.clock.lap("opt")
             return result
 
@@ -503,22 +516,38 @@ class StepGate:
             )
         self.clock.lap("compute", ready=True)
         self._rate = float(optimizer.param_groups[0]["lr"])
-        is_here = True
+        self._summing, self._can_step, is_here = update, False, True
         try:
             outcome = self.collective(lambda: self._sum(update, piece))
         except GroupChangedError as change:
             if change.outcome is None:
                 self.drop()
                 return False
-            # Another rank has finished the step, and this one has received its parameters.
-            outcome, is_here = change.outcome, False
+            # Another rank has finished the sum. This one has received the sum, or the parameters.
+            outcome, is_here = change.outcome, self._can_step
         self._versions = []
         self.numbers, self.loss, self._totals = outcome.numbers, outcome.loss, outcome.totals
         self._overflow |= outcome.overflow
         self.scale.update(outcome.overflow)
         update.summed, update.may_step = piece.step, is_here and not outcome.overflow
         self.stepped = not is_here and not outcome.overflow
+        self._can_step = update.may_step
         return update.may_step
+
+    def take_sum(self) -> dict[str, Tensor] | None:
+        """Return the last sum, by number of the parameter; None if its optimizer has stepped."""
+        if not self._can_step or self._summing is None:
+            return None
+        parameters = enumerate(self._summing.parameters())
+        return {f"{n}": each.grad for n, each in parameters if each.grad is not None}
+
+    def load_sum(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace the gradients of the sum that was interrupted by those of another rank."""
+        assert self._summing is not None
+        for number, parameter in enumerate(self._summing.parameters()):
+            gradient = gradients.get(str(number))
+            parameter.grad = None if gradient is None else gradient.to(parameter)
+        self._can_step = True
 
     def _sum(self, update: _Update, piece: Piece) -> SumOutcome:
         """Sum the gradients of an optimizer over all ranks, and divide them by the true weight."""

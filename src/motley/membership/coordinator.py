@@ -97,6 +97,9 @@ _HOST_LOST_S = 1.0  # that mpirun may take to end; it would wait for its daemon 
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
+_LOST = (FaultKind.KILLED, FaultKind.HOST_LOST, FaultKind.LINK_LOST)
+
+
 class JobEnd:
     """The end of a job, run by the watching thread of rank 0.
 
@@ -129,6 +132,8 @@ class JobEnd:
         """
         fault = self._launchers_loss(fault)
         fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
+        if fault.kind in _LOST and self._own.hooks.if_lost:
+            fault = replace(fault, advice=f"{fault.advice}; {self._own.hooks.if_lost}")
         self._writer.write(partial(self._on_fault, fault))
         self._writer.flush(_RECORD_S)
         self._own.print(fault.last_words())

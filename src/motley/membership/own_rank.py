@@ -42,6 +42,7 @@ class TrainingHooks:
         last_words: writes the records of this rank that are not written yet.
         how_to_continue: returns an instruction to the user on how to continue a run that is
             stopped after this many steps.
+        if_lost: instruction to the user on how to continue after a lost rank; empty: none.
         keep: copies the state to memory that needs no process group, to continue without a lost
             rank. None: this rank cannot.
         free: makes the training thread leave a collective that waits for the lost rank.
@@ -52,6 +53,7 @@ class TrainingHooks:
     rescue: Callable[[], str] | None = None
     last_words: Callable[[], None] = lambda: None
     how_to_continue: Callable[[int | None], str] = lambda _: "continue with --resume auto"
+    if_lost: str = ""
     keep: Callable[[], None] | None = None
     free: Callable[[], None] = lambda: None
     without_first: bool = False

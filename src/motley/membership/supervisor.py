@@ -328,6 +328,7 @@ class Supervisor:
         last_words: Callable[[], None],
         how_to_continue: Callable[[int | None], str],
         clear_line: str,
+        if_lost: str = "",
     ) -> None:
         """Set the functions that the watching thread calls before this rank ends with the job.
 
@@ -336,8 +337,9 @@ class Supervisor:
             how_to_continue: returns an instruction to the user on how to continue the run, from
                 the number of finished steps.
             clear_line: text that removes the progress bar from the terminal; empty: no bar.
+            if_lost: instruction to the user on how to continue after a lost rank; empty: none.
         """
-        self._own.hooks.clear_line = clear_line
+        self._own.hooks.clear_line, self._own.hooks.if_lost = clear_line, if_lost
         self._own.hooks.last_words, self._own.hooks.how_to_continue = last_words, how_to_continue
 
     def can_rescue(self, save: Callable[[], str], first: bool) -> None:

@@ -60,7 +60,7 @@ class Loop:
     stop: bool = False  # ends there
     path: str = "auto"  # to resume
     most_rows: int | None = None  # that fit in memory
-    kill: list[int] = field(default_factory=list)  # rank, step, and 1 if it dies after the sum
+    kill: list[int] = field(default_factory=list)  # rank, step, place; see kill_rank
 
 
 class Log:
@@ -260,22 +260,39 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, steps: int) -> An
     return None
 
 
-def kill_rank(rank: int, step: int, after: int) -> None:
-    """Have a rank die in the middle of a step, before or after the sum of gradients."""
+BEFORE_SUM, AFTER_SUM, BACKWARD, AFTER_SUM_OF_SOME = range(4)
+
+
+def kill_rank(rank: int, step: int, place: int) -> None:
+    """Have a rank die in the middle of a step: before or after the sum, or in a backward pass.
+
+    After the sum of some, rank 1 has not finished the sum, and the others have.
+    """
+    from motley.comm.collectives import all_gather_floats
     from motley.library.step_gate import StepGate
 
-    usual = StepGate._sum
+    add_up, backward = StepGate._sum, StepGate.backward
+    own = int(os.environ["OMPI_COMM_WORLD_RANK"])
 
-    def add_up(self: StepGate, update: Any, piece: Any) -> Any:
-        dies = int(os.environ["OMPI_COMM_WORLD_RANK"]) == rank and piece.step == step
-        if dies and not after:
+    def die(gate: StepGate, at: int) -> None:
+        if own == rank and at == place and gate.piece is not None and gate.piece.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        outcome = usual(self, update, piece)
-        if dies:
-            os.kill(os.getpid(), signal.SIGKILL)
+
+    def add_up_or_die(self: StepGate, *args: Any) -> Any:
+        die(self, BEFORE_SUM)
+        outcome = add_up(self, *args)
+        die(self, AFTER_SUM)
+        die(self, AFTER_SUM_OF_SOME)
+        late = own == 1 and place == AFTER_SUM_OF_SOME and not self.repeats
+        if late and self.piece is not None and self.piece.step == step:
+            all_gather_floats([0.0], can_leave=True)  # which never ends
         return outcome
 
-    StepGate._sum = add_up  # type: ignore[method-assign]
+    def backward_or_die(self: StepGate, *args: Any) -> None:
+        backward(self, *args)
+        die(self, BACKWARD)
+
+    StepGate._sum, StepGate.backward = add_up_or_die, backward_or_die  # type: ignore[method-assign]
 
 
 def main(case: Loop, out: Path) -> None:

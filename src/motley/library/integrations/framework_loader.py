@@ -1,0 +1,124 @@
+"""The loader that a framework's own loop reads, and checks that all frameworks share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from motley.errors import MotleyError
+from motley.faults import Phase
+from motley.library import join
+from motley.library.lab import Lab
+from motley.library.lab_loader import LabLoader
+from motley.library.piece_loader import check_loader
+from motley.library.rank_loop import RankLoop
+from motley.library.sample_order import RandomState
+from motley.library.share_schedule import Piece
+
+
+def get_lab(caller: str) -> Lab:
+    """Return the lab that this process has joined.
+
+    Args:
+        caller: name of the class or function that needs it, for the error.
+
+    Raises:
+        MotleyError: the script has not called ``motley.join()``.
+    """
+    if not join._LABS:
+        raise MotleyError(
+            f"{caller} was made before the ranks were connected: write `lab = motley.join()` at "
+            "the top of the script, before the arguments and the model are made"
+        )
+    return join._LABS[0]
+
+
+def check_folder(loop: RankLoop, folder: Any) -> None:
+    """Raise MotleyError if a checkpoint is missing on the host of any rank; all ranks call it."""
+    present = loop.gather_objects(Path(folder).is_dir())
+    missing = [name for name, here in zip(loop.names, present, strict=True) if not here]
+    if missing:
+        raise MotleyError(
+            f"the checkpoint {folder} is missing for {', '.join(missing)}: copy it with "
+            f"`rsync -aR {folder} HOST:/`, or save checkpoints to a folder that all hosts share"
+        )
+
+
+class FrameworkLoader(LabLoader):
+    """A loader of this rank's rows of each global batch, for training and for held-out data.
+
+    A pass over held-out data yields once per global batch on every rank, since frameworks gather
+    results after each batch. A rank without rows gets one row whose results do not count.
+
+    Args:
+        lab: the lab.
+        loop: this rank's part in the loop.
+        source: the loader of one machine.
+        train: True for training, False for held-out data, None for the mode in which the prepared
+            models are when a pass starts.
+
+    Attributes:
+        train: see above; it may change between two passes.
+        piece: the piece that was read last; None outside of a pass.
+        reads_ahead: True if the reader itself calls :meth:`RankLoop.begin_piece`.
+        first: number of the global batch with which the next pass starts.
+        iteration: number of the next pass, which seeds the random numbers of rows.
+        order_after: state of the sample orders once the next training pass has drawn its own, if
+            that pass continues one of a checkpoint.
+    """
+
+    def __init__(
+        self, lab: Lab, loop: RankLoop, source: "DataLoader[Any]", train: bool | None = None
+    ) -> None:
+        check_loader(source)
+        super().__init__(
+            loop, lab._position, source, True, lab._start_pass, lab._restore_random_state
+        )
+        self.loop, self.train, self._models = loop, train, lab._state.models
+        self.piece: Piece | None = None
+        self.reads_ahead = False
+        self.first = self.iteration = 0
+        self.order_after: list[RandomState] = []  # shared by copies of the loader
+
+    def read(self) -> Iterator[tuple[Piece, Any]]:
+        """Yield the pieces of a pass with their rows."""
+        train = self.train
+        if train is None:
+            train = any(model.training for model in self._models)
+        first, self.first = self.first, 0
+        if train:
+            self._set_position(first)
+        pieces = self._read_pass(self.loop) if train else self._read_held_out()
+        try:
+            for self.piece, rows in pieces:
+                if train and self.order_after:
+                    self.loop.order.state = self.order_after.pop()
+                if train and not self.reads_ahead:
+                    self.loop.begin_piece(self.piece)
+                # Before the last batch, since some loops do not read on to the end.
+                self.iteration += self.piece.last and self.piece.batch == len(self) - 1
+                yield self.piece, rows
+        finally:
+            self.piece = None
+
+    def _set_position(self, first: int) -> None:
+        """Let the next pass start with a global batch."""
+        position = self._position
+        if position.in_pass:  # which LabLoader refuses
+            return
+        self.passes = self.iteration
+        position.start_epoch(self.iteration)
+        position.batch = first
+
+    def _read_held_out(self) -> Iterator[tuple[Piece, Any]]:
+        loop, size = self.loop, self.loop.size
+        batches = self._draw(loop)
+        loop.set_status(Phase.EVALUATE)
+        for piece, rows in self._pieces.read_held_out_pieces(batches, self._position.step):
+            yield piece, rows
+            if loop.size != size:
+                raise MotleyError(
+                    "a rank was lost during an evaluation, and its rows are missing in the result: "
+                    "start the script again from its last checkpoint"
+                )

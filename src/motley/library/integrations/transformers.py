@@ -1,0 +1,138 @@
+"""The Trainer of transformers on all ranks of the lab, with the result of one process.
+
+A script imports this Trainer in place of that of transformers, and joins before it makes the
+arguments. The global batch is ``per_device_train_batch_size`` times the number of ranks, as with
+torchrun, so the arguments need no change. Each rank computes its share of it::
+
+    lab = motley.join()
+    trainer = Trainer(model=model, args=TrainingArguments(...), train_dataset=rows)
+
+For trl: ``class MotleySFT(MotleyTrainerMixin, SFTTrainer): pass``.
+
+Accelerate sees one process (``Lab.accelerate``), and the lab computes the gradient.
+DistributedDataParallel is not used, since it averages over ranks, and needs as many backward
+passes on every rank. Labels are counted over the whole step on all ranks, whatever
+``average_tokens_across_devices`` is, and losses are added up, which is exact for any shares,
+gradient accumulation, and a smaller last batch.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motley.library.integrations.accelerate_rows import skip_first_batches
+from motley.library.integrations.framework_loader import get_lab
+from motley.library.integrations.trainer_parts import TrainerParts, check_trainer
+from motley.library.share_schedule import Piece
+from motley.registry import import_extra
+
+transformers = import_extra("transformers", "motley's Trainer", "transformers[torch]")
+transformers.trainer.skip_first_batches = skip_first_batches  # which knows the lab's loaders
+_Trainer: Any = transformers.Trainer
+
+
+class GlobalBatch(dict[str, Any]):
+    """The first piece's rows of a rank in a global batch; ``pieces`` has all, with their rows."""
+
+    def __init__(self, pieces: list[tuple[Piece, Any]]) -> None:
+        super().__init__(pieces[0][1])
+        self.pieces = pieces
+
+
+class MotleyTrainerMixin(TrainerParts):
+    """The methods that let a Trainer, or a subclass of it, train on all ranks of the lab."""
+
+    _counted = False  # True if the labels of the present batch were counted
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        self.lab = get_lab(type(self).__name__)
+        super().__init__(*args, **options)
+        self._train_batch_size *= self.lab.size
+        if self.lab._loop is not None:
+            check_trainer(self)
+            self.lab._loop.end_without("trainer.train(resume_from_checkpoint=True) continues")
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Make the Accelerator, and connect it to the lab."""
+        super().create_accelerator_and_postprocess()
+        if self.lab._loop is not None:
+            self.lab.accelerate(self.accelerator)
+            self.args.__dict__["_setup_devices"] = self.lab.device
+            self.args._n_gpu = int(self.lab.device.type == "cuda")
+
+    def _prepare_for_training(self: Any, max_steps: int, loader: Any, resumed: Any) -> Any:
+        if self.lab._loop is not None:
+            loader = self.accelerator.prepare_data_loader(loader)  # of a method of the user's own
+            loader.train = loader.reads_ahead = True
+        return super()._prepare_for_training(max_steps, loader, resumed)
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Read the pieces of the global batches of one step, and count their labels."""
+        if self.lab._loop is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches: list[GlobalBatch] = []
+        while len(batches) < num_batches:
+            pieces = []
+            for piece, rows in epoch_iterator:
+                pieces.append((piece, rows))
+                if piece.last:
+                    break
+            if not pieces:
+                break
+            batches.append(GlobalBatch(pieces))
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self: Any, batches: list[Any], device: Any) -> Any:
+        """Return the number of labels of all ranks, or None for a loss that is a mean."""
+        if self.lab._loop is None or not batches:
+            return super()._get_num_items_in_batch(batches, device)
+        pairs = [
+            pair for batch in batches
+            for pair in getattr(batch, "pieces", [(self.accelerator.piece, batch)])
+        ]  # fmt: skip
+        own = [rows for piece, rows in pairs if piece.rows]
+        count = super()._get_num_items_in_batch(own or [pairs[0][1]], device)
+        self._counted = count is not None
+        return self.lab.reduce(count if own else count * 0) if self._counted else None
+
+    def _is_sum(self: Any) -> bool:
+        """Return True if the losses of all ranks add up to that of the global batch."""
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return bool(scaled and self._counted)
+
+    def _get_part(self: Any, loss: Tensor, piece: Piece) -> Tensor:
+        """Return the part that this rank's rows have in the loss of the global batch."""
+        if not piece.rows:
+            return torch.zeros_like(loss)
+        return loss if self._is_sum() else loss * (piece.rows / piece.global_rows)
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Compute the pieces of one global batch, and return this rank's part of its loss."""
+        if self.lab._loop is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        backward = partial(type(self.accelerator).backward, self.accelerator)
+        reduction = "sum" if self._is_sum() else "mean"
+        self.accelerator.backward = partial(backward, reduction=reduction)
+        total = torch.zeros((), device=self.lab.device)
+        for piece, rows in inputs.pieces:
+            self.lab._loop.gate.end_piece()  # of the piece before
+            self.lab._loop.begin_piece(piece)
+            total += self._get_part(super().training_step(model, rows, num_items_in_batch), piece)
+        return total
+
+    def _maybe_log_save_evaluate(self: Any, tr_loss: Tensor, *args: Any, **options: Any) -> None:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            tr_loss.copy_(self.lab.reduce(tr_loss))
+        super()._maybe_log_save_evaluate(tr_loss, *args, **options)
+
+    def _finalize_training(self: Any, *args: Any) -> Any:
+        self._tr_loss = self.lab.reduce(self._tr_loss)
+        return super()._finalize_training(*args)
+
+
+class Trainer(MotleyTrainerMixin, _Trainer):  # type: ignore[misc]
+    """The Trainer of transformers on all ranks, with the same arguments and results."""
