@@ -64,7 +64,7 @@ class AcceleratedLoader(FrameworkLoader):
                 if self.reads_ahead:
                     yield piece, rows
                 else:
-                    yield accelerate.utils.send_to_device(rows, self._lab.device)
+                    yield accelerate.utils.send_to_device(rows, self.loop.device)
         finally:
             self.end_of_dataloader = False
             state._remove_dataloader(self)
