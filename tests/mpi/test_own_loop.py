@@ -27,6 +27,7 @@ CASES = {
     "tokens in pieces": {"weight": "tokens", "micro": 2, "clip": "y"},
     "averages": {"micro": 1, "schedule": "sequence", "parts": ["average", "by_hand"]},
     "accumulation": {"accumulate": 2, "micro": 2},
+    "accumulation across epochs": {"accumulate": 2, "rows": 25},
     "two losses": {"losses": 2, "micro": 2},
     "two losses by tokens": {"losses": 2, "weight": "tokens"},
     "tied and unused": {"parts": ["tied", "unused", "checkpoint"]},

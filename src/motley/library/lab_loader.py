@@ -138,6 +138,8 @@ class LabLoader:
                     if loop.changed:  # this rank has other rows now
                         position.step = piece.step + first - piece.batch
                         break
+                else:  # all batches are read, maybe without a step after the last one
+                    break
         finally:
             loop.leave_pass()
             position.end_pass()
