@@ -67,6 +67,7 @@ class LabLoader:
     def _held_out_pass(self, loop: RankLoop) -> Iterator[Any]:
         batches = self._draw(loop)
         loop.set_status(Phase.EVALUATE)
+        loop.is_evaluating = True
         yield from self._pieces.read_held_out(batches, self._position.step)
 
     def _draw(self, loop: RankLoop) -> Batches:

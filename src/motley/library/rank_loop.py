@@ -1,6 +1,7 @@
 """One rank's part in a user's own loop on several ranks: shares, steps and records."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -60,6 +61,7 @@ class RankLoop:
         after_step: called after each step.
         indices: indices of the rows of this rank's pieces in the present global batch so far.
         read_rows: reads rows of these indices once more, and returns them collated.
+        is_evaluating: True from a pass over held-out data to the next training step.
         piece: the present piece; None outside of a loop over training data.
         seed: seed of the random numbers of rows and of drop-out.
     """
@@ -106,6 +108,7 @@ class RankLoop:
         self._continues = False  # True once this rank can continue without another
         self._count = 0  # collectives that this rank has finished
         self._outcome: Any = None  # of the last one
+        self.is_evaluating = False
         self.changed = False  # True if the group has changed since the loader was last asked
         self.pause: Callable[[], str] = lambda: ""
         self.after_step: Callable[[], None] = lambda: None
@@ -171,7 +174,7 @@ class RankLoop:
                 supervisor.pause(self.pause(), first=self.rank == 0)
             supervisor.step = piece.step
             self.indices = []
-        self.piece = piece
+        self.piece, self.is_evaluating = piece, False
         self.indices += piece.indices
         self.gate.begin_piece(piece)
 
@@ -380,6 +383,11 @@ class RankLoop:
         self.records.continue_with(
             session.world, group, self.schedule.get_plan(step, self.records.full_batch), step, lost
         )
+        if self.is_evaluating:
+            text = f"{lost}: the result of this evaluation lacks the rows of that rank"
+            self.records.note("evaluation", text)
+            if self.rank == 0:
+                print(f"motley: {text}", file=sys.stderr, flush=True)
         self._offer_rebuild()
         self.gate.clock.restart()
         return outcome

@@ -521,6 +521,7 @@ class StepGate:
             outcome = self.collective(lambda: self._sum(update, piece))
         except GroupChangedError as change:
             if change.outcome is None:
+                self._check_repeatable(piece)
                 self.drop()
                 return False
             # Another rank has finished the sum. This one has received the sum, or the parameters.
@@ -533,6 +534,15 @@ class StepGate:
         self.stepped = not is_here and not outcome.overflow
         self._can_step = update.may_step
         return update.may_step
+
+    def _check_repeatable(self, piece: Piece) -> None:
+        """Raise MotleyError if an optimizer has stepped with the batch that is to be repeated."""
+        if any(each.summed == piece.step for each in self._updates.values()):
+            raise MotleyError(
+                "a rank was lost after one of several optimizers had stepped with a batch, and "
+                "before another one had, so that the batch cannot be computed again: start the "
+                "script again, and lab.resume() continues from the last lab.save()"
+            )
 
     def take_sum(self) -> dict[str, Tensor] | None:
         """Return the last sum, by number of the parameter; None if its optimizer has stepped."""

@@ -4,7 +4,7 @@ import torch
 from forked import run_fork
 from one_rank import BATCH, engine_of
 
-import motley.engines.ddp
+import motley.engines.gradient_sum
 from motley.comm.reducer import Bucket, empty_bucket
 from motley.engines.ddp import NoOverlapEngine
 from motley.errors import NoMemoryError
@@ -22,7 +22,7 @@ def step_without_room() -> None:
             raise MemoryError("no room")
         return empty_bucket(place, parameters, final, dtype)
 
-    motley.engines.ddp.empty_bucket = room  # type: ignore[assignment]
+    motley.engines.gradient_sum.empty_bucket = room  # type: ignore[assignment]
     for (_, micro_batches), refused in zip(steps, (0, 1, 2), strict=False):
         before = [parameter.detach().clone() for parameter in model.parameters()]
         refusals = refused

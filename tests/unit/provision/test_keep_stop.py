@@ -10,9 +10,14 @@ from motley.provision import keep_training
 from motley.provision.keep_training import Stop
 
 
+def heed_signals() -> None:
+    """Undo what a shell has set for a test that runs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def launcher() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "60"]) as job:
+    with subprocess.Popen(["sleep", "60"], preexec_fn=heed_signals) as job:
         yield job
         job.kill()
 
