@@ -1,4 +1,4 @@
-"""What does the library cost in a loop of one's own? The same script with and without it, in turn.
+"""Time a loop of one's own with the library and without it, in turn.
 
     python benchmarks/own_loop.py --json benchmarks/results/own_loop.json
     python benchmarks/own_loop.py --ranks 2 --json benchmarks/results/own_loop_x2.json

@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
+from results_apart import difference
 from warm.ranks import WarmRanks
 
 LOOP = "tests/support/drivers/plain_loop.py"
@@ -66,17 +67,6 @@ def play(ranks: WarmRanks, case: dict[str, Any], size: int, shares: str, folder:
     if any(ended.codes) or ended.timed_out:
         return ended.output or f"codes {ended.codes}"
     return json.loads(out.read_text()) if out.exists() else {}
-
-
-def difference(one: Any, other: Any) -> float:
-    """Return the largest difference of two results, relative to numbers above 1."""
-    if isinstance(one, dict):
-        return max((difference(one[key], other[key]) for key in one), default=0.0)
-    if isinstance(one, list):
-        if len(one) != len(other):
-            return float("inf")
-        return max((difference(*pair) for pair in zip(one, other, strict=True)), default=0.0)
-    return abs(one - other) / max(1.0, abs(one))
 
 
 def judge(ranks: WarmRanks, case: dict[str, Any], state: random.Random, folder: Path) -> str:

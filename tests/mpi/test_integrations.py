@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from jobs import Jobs
+from results_apart import difference
 from warm.ranks import WarmRanks
 from warm.script import MODULES
 
@@ -70,17 +71,6 @@ def play(
     assert done.code == 0, done.output
     results: list[Any] = json.loads(Path(out).read_text())
     return results
-
-
-def difference(one: Any, other: Any) -> float:
-    """Return the largest difference of two results, relative to numbers above 1."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return max((difference(one[key], other[key]) for key in one), default=0.0)
-    if isinstance(one, list):
-        assert len(one) == len(other)
-        return max((difference(*pair) for pair in zip(one, other, strict=True)), default=0.0)
-    return abs(one - other) / max(1.0, abs(one))
 
 
 def need(framework: str) -> None:

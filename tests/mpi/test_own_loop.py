@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from jobs import Jobs
 from project import LIMIT_S, ROOT
+from results_apart import difference
 from turns import count_commits
 
 from motley.membership.survivors import SURVIVE
@@ -52,17 +53,6 @@ def play(jobs: Jobs, ranks: int, shares: str, case: dict[str, Any]) -> dict[str,
     assert done.code == 0, done.output
     result: dict[str, Any] = {} if case.get("stop") else json.loads(Path(out).read_text())
     return result
-
-
-def difference(one: Any, other: Any) -> float:
-    """Return the largest difference of two results, relative to numbers above 1."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return max((difference(one[key], other[key]) for key in one), default=0.0)
-    if isinstance(one, list):
-        assert len(one) == len(other)
-        return max((difference(*pair) for pair in zip(one, other, strict=True)), default=0.0)
-    return abs(one - other) / max(1.0, abs(one))
 
 
 @pytest.mark.turns

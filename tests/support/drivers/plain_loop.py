@@ -64,7 +64,7 @@ class Loop:
 
 
 class Log:
-    """What the script has printed so far; a checkpoint holds it."""
+    """The losses of all steps so far, which a checkpoint holds."""
 
     def __init__(self) -> None:
         self.losses: list[Any] = []
