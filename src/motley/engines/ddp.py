@@ -233,17 +233,13 @@ class NoOverlapEngine(ReducingEngine):
 
     def _room(self, place: int) -> Bucket:
         """Return a bucket; free the gradients first if memory is too small for both."""
-        try:
-            return self._sum.make_bucket(place, self._reducer.dtype)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            self._short = shortage(error, self._context.device)
-        self._zero_gradients()  # no rank will step
-        release()
-        try:
-            return self._sum.make_bucket(place, self._reducer.dtype)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
+        for _ in range(2):
+            try:
+                return self._sum.make_bucket(place, self._reducer.dtype)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                self._short = shortage(error, self._context.device)
+            self._zero_gradients()  # no rank will step
+            release()
         raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")

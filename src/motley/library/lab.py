@@ -73,7 +73,7 @@ class Lab:
         self._state, self._position = state, LoopPosition()
         self._loaders: list[LabLoader] = []  # of training data
         self._checkpoints: LoopCheckpoints | None = None
-        self._saved = time.monotonic()
+        self._saved, self._every_s = time.monotonic(), read_interval(os.environ.get(SAVE_EVERY))
         self._best: float | None = None
         self._run_path: Path | None = None  # folder of a continued run, alone
         self._epochs = 0  # epochs of the whole run, as far as they are known
@@ -443,7 +443,7 @@ class Lab:
         checkpoints.check()
         self._saved = time.monotonic()
         order = (loop.order.state if loop else None) or RandomState()
-        generators = [g.get_state() for each in self._loaders for g in each.generators]
+        generators = [each.get_state() for each in self._generators()]
         where = position.state_dict(order, generators)
         where["passes"] = [each.passes - position.in_pass for each in self._loaders]
         where["best"] = self._best
@@ -456,8 +456,7 @@ class Lab:
 
     def _save_if_due(self) -> None:
         """Save a checkpoint if the interval of MOTLEY_SAVE_EVERY has passed; see keep_training."""
-        every_s = read_interval(os.environ.get(SAVE_EVERY))
-        if every_s is not None and time.monotonic() > self._saved + every_s:
+        if self._every_s is not None and time.monotonic() > self._saved + self._every_s:
             self.save()
 
     def _pause(self) -> str:
@@ -526,8 +525,7 @@ class Lab:
         self._best = state["best"]
         for loader, passes in zip(self._loaders, state["passes"], strict=True):
             loader.passes = passes
-        generators = [g for each in self._loaders for g in each.generators]
-        for generator, saved in zip(generators, state["generators"], strict=False):
+        for generator, saved in zip(self._generators(), state["generators"], strict=False):
             generator.set_state(saved.to(torch.uint8))
         if self._loop is not None:
             self._loop.order.state = order
@@ -539,6 +537,10 @@ class Lab:
         if self.is_main:
             self._open_checkpoints().set_aside_after(self._position.step)
         return True
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the user's own generators of all loaders of training data."""
+        return [each for loader in self._loaders for each in loader.generators]
 
     def _read(self, path: str) -> tuple[dict[str, Any] | None, dict[str, Tensor], list[str]]:
         """Return the JSON, the tensors and the notes of a checkpoint; None if there is none."""

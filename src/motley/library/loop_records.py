@@ -22,7 +22,6 @@ from motley.plan.length import TrainState
 from motley.plan.plan import Plan, limit_s
 from motley.plan.speeds import SpeedTable
 from motley.records.run_folder import RunFolder
-from motley.records.training import EpochRecord
 from motley.tasks.task import Task
 from motley.train.recorder import Recorder
 from motley.train.summary import print_verdict
@@ -209,12 +208,6 @@ class LoopRecords:
         if self._group.rank == 0 and self._recorder is not None:
             wire_s = median(self._wire_s) if self._wire_s else 0.0
             self.run.folder.update_run(plan=_describe(plan, tables, wire_s))
-
-    def score(self, metrics: dict[str, float], epoch: int, samples: int, seconds: float) -> None:
-        """Record an evaluation."""
-        if self._recorder is not None:
-            record = EpochRecord(self._steps, epoch, samples, seconds, time.time(), metrics)
-            self._recorder.epoch(record)
 
     def end(self) -> None:
         """Write the last step and the result, at the end of this rank's script."""

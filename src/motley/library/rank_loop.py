@@ -20,7 +20,7 @@ from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
 from motley.library.loop_records import LoopRecords
 from motley.library.loop_state import LoopState
-from motley.library.sample_order import Batches, SampleOrder
+from motley.library.sample_order import Batches, SampleOrder, take_parts
 from motley.library.session import Session
 from motley.library.share_follower import RankTime, ShareFollower
 from motley.library.share_schedule import Piece, ShareSchedule
@@ -49,7 +49,6 @@ class RankLoop:
 
     Attributes:
         session: connection to the other ranks.
-        names: for messages, each rank with its host.
         schedule: the shares of all ranks.
         order: the order of samples.
         gate: the gate between pieces and steps.
@@ -77,10 +76,8 @@ class RankLoop:
         state: LoopState,
     ) -> None:
         group = session.group
-        assert group.rank is not None
         self.session, self.seed, self.state = session, seed, state
-        self.rank, self.size, self.device = group.rank, group.size, group.device
-        self.names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
+        self.device = group.device
         self.piece: Piece | None = None
         self.order = SampleOrder()
         # Only rank 0 may have the variables of keep_training.sh.
@@ -117,6 +114,22 @@ class RankLoop:
 
     def _make_reducer(self) -> Any:
         return self._mode.in_job(self.session.group.precisions).reducer(self.device)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, which a lost rank changes."""
+        assert self.session.group.rank is not None
+        return self.session.group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.session.group.size
+
+    @property
+    def names(self) -> list[str]:
+        """Each rank with its host, for messages."""
+        return [f"rank {worker.rank} on {worker.host}" for worker in self.session.group.workers]
 
     @property
     def local_rank(self) -> int:
@@ -277,13 +290,12 @@ class RankLoop:
 
     def _run_parts(self, run: Callable[[Any], None], piece: Piece, size: int) -> None:
         """Compute all rows of the global batch so far, in parts of at most ``size`` rows."""
-        start = 0
-        parts = cut(len(self.indices), size)
-        for number, count in enumerate(parts):
-            indices = self.indices[start : start + count]
-            start += count
+        parts = take_parts(self.indices, cut(len(self.indices), size))
+        for number, indices in enumerate(parts):
             last = piece.last and number == len(parts) - 1
-            self.gate.begin_part(replace(piece, rows=count, last=last, indices=tuple(indices)))
+            self.gate.begin_part(
+                replace(piece, rows=len(indices), last=last, indices=tuple(indices))
+            )
             run(self.read_rows(indices))
         self.gate.begin_part(piece)
 
@@ -364,12 +376,9 @@ class RankLoop:
         rebuild = self.session.rebuild
         stay = rebuild.leave_lost(survivors)
         group = rebuild.join()
-        assert group.rank is not None
         session = self.session
         session.world, session.group = rebuild.world, group
         session.catch_errors()
-        self.rank, self.size = group.rank, group.size
-        self.names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
         self.changed = True
         self.schedule.keep_ranks(stay)
         self._timed_before = ([], 1)

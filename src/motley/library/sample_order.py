@@ -8,6 +8,7 @@ loader was read. A stream of their own keeps them apart from the numbers that a 
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class SampleOrder:
         (indices, sizes, self.before, self.state), states = drawn
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        return _cut(indices, sizes)
+        return take_parts(indices.tolist() if isinstance(indices, np.ndarray) else indices, sizes)
 
     def _draw_here(self, loader: "DataLoader[Any]") -> tuple[Any, list[int], Any, Any]:
         usual = RandomState()
@@ -115,11 +116,7 @@ class SampleOrder:
         return flat, sizes, before, after
 
 
-def _cut(indices: Any, sizes: Sequence[int]) -> Batches:
+def take_parts(values: Sequence[Any], sizes: Sequence[int]) -> Batches:
     """Return consecutive parts of these sizes."""
-    values = indices.tolist() if isinstance(indices, np.ndarray) else indices
-    result, start = [], 0
-    for size in sizes:
-        result.append(values[start : start + size])
-        start += size
-    return result
+    starts = accumulate(sizes, initial=0)
+    return [values[start : start + size] for start, size in zip(starts, sizes, strict=False)]

@@ -304,8 +304,7 @@ class StepGate:
             self.clock.lap(HOST)
             return
         self._batches += 1
-        done = [each for each in self._updates.values() if each.summed == piece.step]
-        if not done:  # the user accumulates several batches
+        if not self._is_summed(piece):  # the user accumulates several batches
             self._first_call = len(self._calls)
             self.clock.lap(HOST)
             return
@@ -328,10 +327,11 @@ class StepGate:
     @property
     def is_within_step(self) -> bool:
         """True after a backward pass of a step that no sum over all ranks has finished."""
-        is_summed = self.piece is not None and any(
-            each.summed == self.piece.step for each in self._updates.values()
-        )
-        return bool(self._calls) and not is_summed
+        return bool(self._calls) and not (self.piece and self._is_summed(self.piece))
+
+    def _is_summed(self, piece: Piece) -> bool:
+        """Return True if the gradients of an optimizer are summed in the step of a piece."""
+        return any(each.summed == piece.step for each in self._updates.values())
 
     def drop(self) -> None:
         """Drop all gradients of the present step, which is computed again."""
@@ -537,7 +537,7 @@ class StepGate:
 
     def _check_repeatable(self, piece: Piece) -> None:
         """Raise MotleyError if an optimizer has stepped with the batch that is to be repeated."""
-        if any(each.summed == piece.step for each in self._updates.values()):
+        if self._is_summed(piece):
             raise MotleyError(
                 "a rank was lost after one of several optimizers had stepped with a batch, and "
                 "before another one had, so that the batch cannot be computed again: start the "
