@@ -8,6 +8,7 @@ training thread then waits only if the processes are late, and this wait counts 
 """
 
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -323,17 +324,6 @@ class Loader:
         self._prepared: tuple[tuple[int, int, Plan], Steps] | None = None
         self.order = Order(len(self._train), config.seed, config.data_fraction)
 
-    def prepare(self, epoch: int, consumed: int, plan: Plan) -> None:
-        """Make loader processes, if there are any, read the first samples of :meth:`steps` now.
-
-        The next call of :meth:`steps` uses these samples if it has the same arguments, and no other
-        pass has started since.
-        """
-        if self.workers:
-            steps = self._make_steps(epoch, consumed, plan)
-            steps.begin()
-            self._prepared = (epoch, consumed, plan), steps
-
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
         """Return the steps of one epoch after its first ``consumed`` samples."""
         prepared, self._prepared = self._prepared, None
@@ -352,14 +342,14 @@ class Loader:
             consumed += size
         first = make_seed(self._seed, epoch)
 
-        def read(done: int) -> Batches:
-            return self._read(
+        def list_keys(done: int) -> Iterator[list[Key]]:
+            return (
                 list(map(Key, cut, make_seeds(first, cut)))
                 for plan_of, part in batches[done:]
                 for cut in slices(part, plan_of, self._rank)
             )
 
-        return Steps([plan_of for plan_of, _ in batches], read, self._rank)
+        return Steps([plan_of for plan_of, _ in batches], list_keys, self._read, self._rank)
 
     def _cut(self, plan: Plan, part: Sequence[int]) -> Plan:
         costs = self._samples.costs(part)
@@ -375,16 +365,29 @@ class Loader:
             )
         return plan.by_cost(costs)
 
-    def test_batches(self, plan: Plan) -> Iterator[Batch]:
+    def test_batches(self, plan: Plan, then: tuple[int, int] | None = None) -> Iterator[Batch]:
         """Return this rank's share of the held-out samples.
 
         All ranks together read each sample once.
+
+        Args:
+            plan: the shares of the ranks.
+            then: epoch, and number of its consumed samples, at which training continues with this
+                plan. Loader processes, if there are any, read on from there, and the next call of
+                :meth:`steps` uses these samples unless another pass has started since.
         """
         total = len(self._test)
         count = min(total, self._eval_samples or total)
         chosen = [number * total // count for number in range(count)]  # folders are sorted by class
         cuts = slices(chosen, replace(plan, grain=1).for_batch(count), self._rank)
-        return self._read([[Key(index, 0, held_out=True) for index in cut] for cut in cuts])
+        keys = [[Key(index, 0, held_out=True) for index in cut] for cut in cuts]
+        if then is None or not self.workers:
+            return self._read(keys)
+        steps = self._make_steps(*then, plan)
+        batches = self._read(itertools.chain(keys, steps.list_keys(0)))
+        steps.begin(batches)
+        self._prepared = (*then, plan), steps
+        return (batch for batch, _ in _micro_batches(batches, len(keys)))
 
     def set_workers(self, workers: int) -> None:
         """Change the number of loader processes, as far as memory allows.
@@ -454,25 +457,32 @@ class Steps:
 
     Args:
         plans: plan of each global batch.
-        read: starts a pass over this rank's micro-batches, after a number of global batches.
+        list_keys: lists the keys of this rank's micro-batches after a number of global batches.
+        read: starts a pass over micro-batches.
         rank: number of this rank in the process group.
     """
 
-    def __init__(self, plans: list[Plan], read: Callable[[int], Batches], rank: int) -> None:
-        self._plans, self._read, self._rank = plans, read, rank
+    def __init__(
+        self,
+        plans: list[Plan],
+        list_keys: Callable[[int], Iterator[list[Key]]],
+        read: Callable[[Iterable[list[Key]]], Batches],
+        rank: int,
+    ) -> None:
+        self._plans, self.list_keys, self._read, self._rank = plans, list_keys, read, rank
         self._begun: Batches | None = None
 
-    def begin(self) -> None:
-        """Start reading before the first iteration."""
-        self._begun = self._read(0)
+    def begin(self, batches: Batches) -> None:
+        """Use the rest of a pass, which another reader has started, in the first iteration."""
+        self._begun = batches
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
         """Yield the plan of each global batch, and pairs of a micro-batch and "is it the last"."""
         begun, self._begun = self._begun, None
-        batches = begun or self._read(0)
+        batches = begun or self._read(self.list_keys(0))
         for done, plan in enumerate(self._plans):
             if batches.closed:  # the loader processes have been replaced
-                batches = self._read(done)
+                batches = self._read(self.list_keys(done))
             yield plan, _micro_batches(batches, len(plan.micro_batches[self._rank]))
 
 

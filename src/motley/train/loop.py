@@ -117,12 +117,12 @@ def _scores(
     parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
     say = world.supervisor.set_status
     say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    for batch in job.loader.test_batches(plan):
+    if then and job.length.ended(then):
+        then = None
+    for batch in job.loader.test_batches(plan, (then.epoch, then.consumed) if then else None):
         parts.append(job.engine.evaluate(batch))
         indices.append(readable(batch, job.config, job.run))
         say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    if then and not job.length.ended(then):
-        job.loader.prepare(then.epoch, then.consumed, plan)
     say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
     scores = torch.stack(parts)
     check_scores(scores, indices, lambda: job.loader.test_batches(plan))

@@ -177,17 +177,18 @@ def test_an_epoch_that_was_prepared_is_the_same_whatever_is_read_meanwhile() -> 
     options = config("--data-fraction", "0.1", "--eval-samples", "20")
     plan, inside = Plan(16, (1.0,), (4,), EXACT), Loader(get_task(options), options, 0, CPU)
     expected = [[batch.indices for batch in step] for step in batches(inside, plan, 1)]
+    tests = [batch.indices for batch in inside.test_batches(plan)]
     beside = Loader(get_task(options), dataclasses.replace(options, workers=1), 0, CPU)
     for meanwhile in ("nothing", "held-out samples", "another epoch"):
-        list(beside.test_batches(plan))
-        beside.prepare(1, 0, plan)
+        held_out = list(beside.test_batches(plan, (1, 0)))
+        assert [each.indices for each in held_out] == tests
         if meanwhile == "held-out samples":
             list(beside.test_batches(plan))
         elif meanwhile == "another epoch":
             next(iter(beside.steps(2, 0, plan)))
         found = [[batch.indices for batch in step] for step in batches(beside, plan, 1)]
         assert found == expected, meanwhile
-    inside.prepare(1, 0, plan)  # without processes
+    list(inside.test_batches(plan, (1, 0)))  # without processes
     assert [[batch.indices for batch in step] for step in batches(inside, plan, 1)] == expected
 
 
