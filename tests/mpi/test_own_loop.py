@@ -96,17 +96,23 @@ def test_a_stopped_loop_continues_on_other_ranks(jobs: Jobs, save_at: int) -> No
     assert len(rest["losses"]) == 8
 
 
-# The first rank, before the sum; another one, after it, which is followed by an evaluation; and
-# after a sum that one of the others has not finished, and that it needs to clip the gradient.
-@pytest.mark.parametrize("kill", [(0, 2, 0), (2, 3, 1), (2, 3, 3)])
-def test_a_lost_rank_costs_no_step(jobs: Jobs, kill: tuple[int, int, int]) -> None:
+# The first rank, before the sum; another one, after it, which is followed by an evaluation, while
+# rank 1 has no device and waits; and after a sum that one of the others has not finished, and that
+# it needs to clip the gradient.
+@pytest.mark.parametrize(
+    ("kill", "left_out"), [((0, 2, 0), None), ((3, 3, 1), 1), ((2, 3, 3), None)]
+)
+def test_a_lost_rank_costs_no_step(
+    jobs: Jobs, kill: tuple[int, int, int], left_out: int | None
+) -> None:
     case = {"schedule": "onecycle", "augment": True, "parts": ["average"], "evaluate": True,
             "clip": "y"}  # fmt: skip
     whole = play(jobs, 1, "1", case)
     out, case = jobs.logs / "out.json", case | {"logs": str(jobs.logs), "run": "lost"}
-    done = jobs.run(3, LOOP, json.dumps(case | {"kill": kill}), out, **SURVIVE,
-                    MOTLEY_SHARES="5,2,3")  # fmt: skip
-    assert done.code == 0 and "on with 2 of 3 ranks" in done.output, done.output
+    ranks = 3 if left_out is None else 4
+    done = jobs.run(ranks, LOOP, json.dumps(case | {"kill": kill, "left_out": left_out}), out,
+                    **SURVIVE, MOTLEY_SHARES="5,2,3")  # fmt: skip
+    assert done.code == 0 and f"on with {ranks - 1} of {ranks} ranks" in done.output, done.output
     assert difference(whole, json.loads(out.read_text())) < 2e-6
     assert [each["event"] for each in RunFolder(jobs.logs / "lost").read_events()] == [
         "lost", "regroup", "finished",

@@ -353,19 +353,28 @@ class World:
             print(f"motley: {words}", file=sys.stderr, flush=True)
         return chosen
 
-    def without_lost(self, survivors: Survivors) -> "World":
-        """Return the world of the survivors, with new rank numbers.
+    def among(self, ranks: Sequence[int], gather: Callable[[Any], list[Any]]) -> "World":
+        """Return the world of some of these ranks, with new rank numbers.
 
-        MPI is not used again, because the lost ranks belong to it too.
+        MPI is not used in that world, because other ranks belong to it too.
+
+        Args:
+            ranks: the ranks; this one is among them.
+            gather: returns the value of each of them, by its new number. All of them call it.
         """
-        ranks, world = survivors.ranks, copy.copy(self)
+        world = copy.copy(self)
         world.place = self.place.among(ranks)
         world.nodes = [self.nodes[rank] for rank in ranks]
         own = world.machines[world.rank]
         here = [rank for rank in range(world.size) if world.machines[rank] == own]
         world.local_size = len(here)
-        world._launched = SupervisedRanks(world.rank, world.size, here, self.supervisor.gather)
+        world._launched = SupervisedRanks(world.rank, world.size, here, gather)
         world._leader = None
+        return world
+
+    def without_lost(self, survivors: Survivors) -> "World":
+        """Return the world of the survivors; see :meth:`among`."""
+        world = self.among(survivors.ranks, self.supervisor.gather)
         world.clock = StartClock()
         return world
 

@@ -559,7 +559,7 @@ class Lab:
             content, tensors, notes = read_loop(folders)
             return content, notes
 
-        content, notes = loop.broadcast_text(read)
+        content, notes = loop.session.world.from_first(read)
         return content, spread(tensors, self.device), notes
 
     def _restore_random_state(self) -> None:

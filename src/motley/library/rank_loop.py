@@ -377,8 +377,7 @@ class RankLoop:
         stay = rebuild.leave_lost(survivors)
         group = rebuild.join()
         session = self.session
-        session.world, session.group = rebuild.world, group
-        session.catch_errors()
+        session.join_group(group)
         self.changed = True
         self.schedule.keep_ranks(stay)
         self._timed_before = ([], 1)
@@ -446,19 +445,6 @@ class RankLoop:
             time = f", {tables[rank].compute_seconds(count):.3g} s" if tables else ""
             lines.append(f"{name}: {count} of {self.records.full_batch} rows{time}")
         return "\n".join(lines)
-
-    def broadcast_text(self, make: Any) -> Any:
-        """Call ``make`` on rank 0, and return its JSON on all ranks, or raise its MotleyError."""
-        content: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                content = [make(), None]
-            except MotleyError as error:  # the other ranks must receive it
-                content = [None, str(error)]
-        content = broadcast_object(content, self.device)
-        if content[1] is not None:
-            raise MotleyError(content[1])
-        return content[0]
 
 
 def _explain(error: Exception) -> Exception:

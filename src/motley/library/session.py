@@ -10,6 +10,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from motley.cluster.launcher import read_launch
+from motley.comm.collectives import all_gather_object
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.world import World, start_rank
@@ -21,16 +22,16 @@ _LEAVE_S = 3.0  # between this rank's end and that of the others, which usually 
 
 
 class Session:
-    """All ranks that run the script, and the process group of those that train.
+    """The ranks that train in a user's own script, and their process group.
 
     An uncaught error of one rank ends all of them, as with ``motley train``. A rank that has no
-    device of its own waits for the others' end, and leaves the script.
+    device of its own leaves the script, and waits for the others' end.
 
     Args:
         precision: precision of ``lab.autocast()``, or auto; see ``--precision``.
 
     Attributes:
-        world: the ranks.
+        world: the ranks that train, which exchange values through their process group.
         group: process group of the ranks that train.
         before_end: called at the end of the script. Other ranks may still be in a collective.
         rebuild: forms the group of the survivors after a lost rank.
@@ -38,22 +39,41 @@ class Session:
     """
 
     def __init__(self, precision: str) -> None:
-        self.world: World = start_rank()
+        launched = start_rank()
+        self.world: World = launched
         self.before_end: Callable[[], None] = lambda: None
-        self.finish: Callable[[], None] = self.world.supervisor.finish
+        self.finish: Callable[[], None] = launched.supervisor.finish
         self._failed = False
         self._usual_hook = sys.excepthook
         self.catch_errors()
-        world = self.world
-        world.supervisor.set_status(Phase.BUILD, None)
-        self.rebuild = GroupRebuild(world)  # which knows the connections from before the group
-        self.group: ProcessGroup = join_process_group(world, read_precisions(precision))
-        self.catch_errors()
+        launched.supervisor.set_status(Phase.BUILD, None)
+        self.rebuild = GroupRebuild(launched)  # which knows the connections from before the group
+        group = join_process_group(launched, read_precisions(precision))
         atexit.register(self._end)
-        if self.group.rank is None:
-            for line in self.group.describe_left_out():
+        self.join_group(group)
+        if group.rank is None:
+            for line in group.describe_left_out():
                 print(f"motley: {line}", file=sys.stderr, flush=True)
+            self.finish = self._finish_left_out
             sys.exit(0)  # which waits for the others
+
+    def join_group(self, group: ProcessGroup) -> None:
+        """Use a process group, which this rank has joined or is left out of."""
+        self.group, launched = group, self.rebuild.world
+        self.catch_errors()
+        if group.rank is not None:
+            self.world = launched.among(group.ranks(launched), all_gather_object)
+
+    def _finish_left_out(self) -> None:
+        """Wait for the end of the ranks that train, and join their calls after a lost rank."""
+        rebuild = self.rebuild
+        rebuild.offer(self.group, lambda: None, rebuild.can_lose_first(shared=False))
+        while True:
+            try:
+                return self.world.supervisor.finish()
+            except Exception as error:
+                rebuild.leave_lost(rebuild.get_survivors(error))
+                rebuild.offer(rebuild.join(), lambda: None, rebuild.can_lose_first(shared=False))
 
     def catch_errors(self) -> None:
         """End all ranks with the first uncaught error. Call it after a process group is made.
@@ -79,7 +99,8 @@ class Session:
             # A rank that still waits for this one's gradient then fails, in place of waiting on.
             timer = threading.Timer(_LEAVE_S, self.rebuild.abandon)
             timer.daemon = True
-            timer.start()
+            if self.group.rank is not None:
+                timer.start()
             self.world.supervisor.set_status(Phase.LEAVE, None)
             self.finish()
             timer.cancel()

@@ -14,14 +14,18 @@ _LOOPBACK = "127.0.0.1"
 
 
 class GroupRebuild:
-    """One rank's part in forming a new group after a loss.
+    """One rank's part in forming a new group after a loss. All ranks make one.
+
+    Args:
+        world: the launched ranks.
 
     Attributes:
-        world: the surviving ranks.
+        world: the surviving ranks, which include those that were left out of training.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self._has_fixed_master = world.has_fixed_master()
         self._hosts = {_LOOPBACK} | {
             each.address for node in world.nodes for each in node.interfaces
         }
@@ -44,14 +48,14 @@ class GroupRebuild:
         abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
 
     def can_lose_first(self, shared: bool) -> bool:
-        """Return True if rank 1 can replace rank 0; all ranks call this method.
+        """Return True if rank 1 can replace rank 0.
 
         Rank 1 must see the disk of rank 0, and no fixed address may be set for the process group.
 
         Args:
             shared: True if all ranks see the disk that the run is recorded on.
         """
-        fixed, machines = self.world.has_fixed_master(), self.world.machines
+        machines, fixed = self.world.machines, self._has_fixed_master
         return len(machines) > 1 and (machines[1] == machines[0] or (shared and not fixed))
 
     def get_survivors(self, error: Exception) -> Survivors:

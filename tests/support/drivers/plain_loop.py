@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 import motley
+from motley.plan.plan import Rank
 
 VOCABULARY, WIDTH = 23, 16
 
@@ -61,6 +62,7 @@ class Loop:
     path: str = "auto"  # to resume
     most_rows: int | None = None  # that fit in memory
     kill: list[int] = field(default_factory=list)  # rank, step, place; see kill_rank
+    left_out: int | None = None  # rank without a device, as on a host with fewer GPUs than ranks
 
 
 class Log:
@@ -295,9 +297,26 @@ def kill_rank(rank: int, step: int, place: int) -> None:
     StepGate._sum, StepGate.backward = add_up_or_die, backward_or_die  # type: ignore[method-assign]
 
 
+def leave_out(rank: int) -> None:
+    """Let a launched rank have no device to train on."""
+    from motley.measure import process_group
+
+    choose = process_group.choose_participants  # type: ignore[attr-defined]
+
+    def choose_others(*words: Any) -> tuple[Rank, ...]:
+        return tuple(
+            replace(each, reason="no GPU is left for it") if each.rank == rank else each
+            for each in choose(*words)
+        )
+
+    process_group.choose_participants = choose_others  # type: ignore[attr-defined, assignment]
+
+
 def main(case: Loop, out: Path) -> None:
     if case.kill:
         kill_rank(*case.kill)
+    if case.left_out is not None:
+        leave_out(case.left_out)
     torch.set_default_dtype(getattr(torch, case.dtype))
     torch.manual_seed(case.seed)
     np.random.seed(case.seed)
