@@ -34,7 +34,7 @@ def draw(random_state: random.Random) -> dict[str, Any]:
         "batch": random_state.randint(1, 14), "rows": random_state.randint(12, 45),
         "epochs": random_state.randint(1, 3), "drop_last": chance() < 0.2,
         "weight": choose(("", "tokens")), "micro": choose((None, 1, 2, 5)),
-        "clip": choose(("", "y")), "losses": choose((1, 1, 2)),
+        "clip": choose(("", "y")), "losses": choose((1, 1, 2)), "more_every": choose((0, 0, 2, 3)),
         "workers": choose((0, 0, 0, 1, 2)), "scaler": chance() < 0.2, "evaluate": chance() < 0.5,
         "parts": random_state.sample(PARTS, random_state.randint(0, 3)),
         "seed": random_state.randint(0, 99), "dtype": "float64",
@@ -42,7 +42,8 @@ def draw(random_state: random.Random) -> dict[str, Any]:
     if not case["weight"] and chance() < 0.3:
         case["accumulate"] = 2
     if chance() < 0.2:
-        case |= {"most_rows": random_state.randint(1, 3), "losses": 1, "scaler": False}
+        case |= {"most_rows": random_state.randint(1, 3), "losses": 1, "more_every": 0,
+                 "scaler": False}  # fmt: skip
         case.pop("accumulate", None)
     if case["sampler"] == "own":
         case["rows"] = max(20, case["rows"])

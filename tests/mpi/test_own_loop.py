@@ -30,6 +30,7 @@ CASES = {
     "accumulation": {"accumulate": 2, "micro": 2},
     "accumulation across epochs": {"accumulate": 2, "rows": 25},
     "two losses": {"losses": 2, "micro": 2},
+    "a loss now and then": {"more_every": 3, "micro": 2, "clip": "y"},
     "two losses by tokens": {"losses": 2, "weight": "tokens"},
     "tied and unused": {"parts": ["tied", "unused", "checkpoint"]},
     "experts in fp64": {"parts": ["sometimes", "double"]},

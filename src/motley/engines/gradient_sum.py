@@ -1,6 +1,7 @@
-"""The sum of gradients over all ranks, sent after the last backward pass of a step."""
+"""The sum of gradients over all ranks, sent after the last backward pass of a step or during it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch import Tensor
 from motley.comm.reducer import Bucket, as_real, empty_bucket, grouped
 
 _BUCKET = 2**25  # numbers; twice as many took two H200s 5 % longer, half as many 11 %
+_EARLY_BUCKET = 2**23  # numbers in a bucket that is sent during a backward pass
 
 
 class GradientSum:
@@ -71,6 +73,133 @@ class GradientSum:
             if is_rounded:
                 _take(parameters, sums)
         return absent
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A bucket whose sum has begun.
+
+    Attributes:
+        bucket: the bucket.
+        future: future of its sum.
+        absent: indices of its parameters that had no gradient on this rank.
+    """
+
+    bucket: Bucket
+    future: torch.futures.Future[Tensor]
+    absent: Sequence[int]
+
+
+class EarlySum:
+    """The sum of some parameters' gradients over all ranks, sent while a backward pass computes.
+
+    All ranks send the buckets in one order, that of the parameters from the last to the first. A
+    bucket is sent when it and those before it are complete. The gradients themselves stay until
+    :meth:`take`, so that :meth:`forget` can give a sum up.
+
+    Args:
+        parameters: the parameters, equal on all ranks.
+        begin: starts to sum a bucket over all ranks in place, and returns a future.
+
+    Attributes:
+        parameters: the parameters, in the order of their indices.
+        is_late: True if a gradient has changed after its bucket was sent.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        begin: Callable[[Bucket], torch.futures.Future[Tensor]],
+    ) -> None:
+        self.parameters, self._begin = list(reversed(parameters)), begin
+        self._groups = grouped(self.parameters, _EARLY_BUCKET)
+        self._index = {id(each): index for index, each in enumerate(self.parameters)}
+        self._place = {
+            id(each): place for place, group in enumerate(self._groups) for each in group
+        }
+        self._hooks = [
+            each.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for each in self.parameters
+        ]
+        self.forget()
+
+    def close(self) -> None:
+        """Watch the parameters no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def forget(self) -> None:
+        """Drop a sum that has begun. The gradients are this rank's own."""
+        self._sent: list[_Sent] = []
+        self._missing = list(map(len, self._groups))  # gradients that each bucket waits for
+        self._is_open = self.is_late = False
+        self._failure: Exception | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """True from :meth:`open` to :meth:`take` or :meth:`forget`."""
+        return self._is_open or bool(self._sent)
+
+    def open(self) -> None:
+        """Send each bucket during the next backward pass, which completes the gradients."""
+        self._is_open = True
+
+    def _note(self, parameter: Tensor) -> None:
+        """Send the buckets that are complete with a gradient; autograd calls it."""
+        if not self._is_open:
+            return
+        place = self._place[id(parameter)]
+        self.is_late |= place < len(self._sent)
+        self._missing[place] -= 1
+        while len(self._sent) < len(self._groups) and self._missing[len(self._sent)] <= 0:
+            if not self._send():
+                return
+
+    def _send(self) -> bool:
+        """Send the next bucket; return False if that fails, as after a lost rank."""
+        place = len(self._sent)
+        group = self._groups[place]
+        try:
+            with torch.no_grad():
+                bucket = empty_bucket(place, group, place == len(self._groups) - 1)
+                _fill(bucket.grads, group)
+                absent = [self._index[id(each)] for each in group if each.grad is None]
+                self._sent.append(_Sent(bucket, self._begin(bucket), absent))
+        except Exception as error:  # wait() raises it, since autograd would change its type
+            self._failure, self._is_open = error, False
+        return self._failure is None
+
+    def flush(self) -> None:
+        """Send the remaining buckets, after the backward pass."""
+        self._is_open = False
+        while self._failure is None and len(self._sent) < len(self._groups):
+            self._send()
+
+    def wait(self) -> list[int]:
+        """Send what is left, and wait for the sums. All ranks call it.
+
+        A rank without a gradient of a parameter sends zeros.
+
+        Returns:
+            The indices of the parameters that had no gradient on this rank.
+        """
+        self.flush()
+        if self._failure is not None:
+            raise self._failure
+        for sent in self._sent:
+            sent.future.wait()
+        return [index for sent in self._sent for index in sent.absent]
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The sums after :meth:`wait`, one per parameter; complex ones as real numbers."""
+        return [each for sent in self._sent for each in sent.bucket.grads]
+
+    def take(self) -> None:
+        """Replace each gradient by its sum. Every parameter has a gradient afterwards."""
+        for group, sent in zip(self._groups, self._sent, strict=True):
+            _take(group, sent.bucket.grads)
+        self.forget()
 
 
 def drop_absent(parameters: Sequence[Tensor], absent: Sequence[int], wire: torch.device) -> None:

@@ -18,6 +18,7 @@ from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.step_timer import HOST
 from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
+from motley.library.gradient_exchange import SumOutcome
 from motley.library.loop_records import LoopRecords
 from motley.library.loop_state import LoopState
 from motley.library.sample_order import Batches, SampleOrder, take_parts
@@ -25,7 +26,7 @@ from motley.library.session import Session
 from motley.library.share_follower import RankTime, ShareFollower
 from motley.library.share_schedule import Piece, ShareSchedule
 from motley.library.speed_memory import SpeedMemory
-from motley.library.step_gate import FinishedStep, GroupChangedError, StepGate, SumOutcome
+from motley.library.step_gate import FinishedStep, GroupChangedError, StepGate
 from motley.membership.survivors import RankLostError, Survivors
 from motley.plan.plan import Plan, cut
 from motley.plan.precision import LossScale, PerRank

@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 
 from motley.comm.collectives import all_gather_floats, leavable
 from motley.comm.reducer import Bucket, Reducer
-from motley.engines.gradient_sum import GradientSum, drop_absent, wire_device
-from motley.engines.step import gradient_norm, unscale_and_clip
+from motley.engines.gradient_sum import drop_absent, wire_device
+from motley.engines.step import unscale_and_clip
 from motley.engines.step_timer import HOST, Clock, Laps
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
+from motley.library.gradient_exchange import CALLS, OptimizerSum, RankNumbers, SumOutcome
 from motley.library.share_schedule import Piece
 from motley.plan.precision import LossScale
 
-_CALLS = 4  # backward calls with a weight in a step
 _BY_SCHEDULER = "_wrapped_by_lr_sched"  # torch's mark of a step() that its schedulers know
 _ALIKE = 1e-9  # relative difference up to which two corrections are equal
 
@@ -44,43 +44,6 @@ class _Call:
 
     usual: float
     weight: float | None = None
-
-
-@dataclass(frozen=True)
-class RankNumbers:
-    """The numbers that each rank sends with its gradient.
-
-    Attributes:
-        step: number of the step.
-        own_s: seconds of the rank's own work, without waiting for others.
-        reached: last step that the rank's loader has requested.
-        rows: rows of the rank in the step.
-        loss: the rank's part of the loss.
-        finite: 1.0 if the sum of the gradients is finite, or if no loss scale is in use.
-        absent: number of parameters without a gradient on the rank.
-        weights: weight of the rank's rows in each backward call that has one.
-    """
-
-    step: float
-    own_s: float
-    reached: float
-    rows: float
-    loss: Tensor | float
-    finite: Tensor | float
-    absent: float
-    weights: tuple[float, ...]
-
-    def as_row(self) -> list[Tensor | float]:
-        """Return the numbers in a row of a fixed length."""
-        weights = [*self.weights, *[0.0] * (_CALLS - len(self.weights))]
-        return [self.step, self.own_s, self.reached, self.rows, self.loss, self.finite,
-                self.absent, float(len(self.weights)), *weights]  # fmt: skip
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> "RankNumbers":
-        """Return the numbers that :meth:`as_row` has written."""
-        step, own_s, reached, rows, loss, finite, absent, count, *weights = row
-        return cls(step, own_s, reached, rows, loss, finite, absent, tuple(weights[: int(count)]))
 
 
 @dataclass(frozen=True)
@@ -121,70 +84,6 @@ class GroupChangedError(Exception):
     def __init__(self, outcome: Any = None) -> None:
         super().__init__("a rank was lost")
         self.outcome = outcome
-
-
-@dataclass(frozen=True)
-class SumOutcome:
-    """The outcome of one sum of gradients, equal on all ranks.
-
-    Attributes:
-        numbers: numbers of all ranks, by rank.
-        loss: mean loss of the global batch.
-        overflow: True if the sum is not finite, so that no rank steps.
-        totals: weights of all ranks' rows in each backward call that has one.
-    """
-
-    numbers: tuple[RankNumbers, ...]
-    loss: float
-    overflow: bool
-    totals: tuple[float, ...]
-
-
-class _Update:
-    """One optimizer, and the sum of its parameters' gradients.
-
-    Args:
-        optimizer: the optimizer.
-        begin: starts to sum a bucket; see GradientSum.
-
-    Attributes:
-        summed: step whose gradients are summed already; None: none is.
-        may_step: True if the optimizer may step with the sum.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, begin: Callable[[Bucket], torch.futures.Future[Tensor]]
-    ) -> None:
-        self._optimizer, self._begin = optimizer, begin
-        self._known = list(map(id, self.all_parameters()))
-        self._trained: list[Tensor] = []
-        self.summed: int | None = None
-        self.may_step = False
-
-    def all_parameters(self) -> list[Tensor]:
-        """Return all parameters of the optimizer, frozen ones included."""
-        return [each for group in self._optimizer.param_groups for each in group["params"]]
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that are trained now."""
-        return [each for each in self.all_parameters() if each.requires_grad]
-
-    def add_up(self) -> list[int]:
-        """Sum the gradients over all ranks; return the indices of those that were absent.
-
-        Raises:
-            MotleyError: the optimizer has got other parameters since ``lab.prepare``.
-        """
-        if list(map(id, self.all_parameters())) != self._known:
-            raise MotleyError(
-                "the optimizer has other parameters than when lab.prepare() got it, and new ones "
-                "may differ between ranks: call lab.prepare(model, optimizer) again after the "
-                "change"
-            )
-        trained = self.parameters()
-        if list(map(id, trained)) != list(map(id, self._trained)):
-            self._trained, self._sum = trained, GradientSum(trained, self._begin)
-        return self._sum.add_up() if trained else []
 
 
 def _override(owner: Any, name: str, may_run: Callable[..., bool]) -> None:
@@ -249,11 +148,13 @@ class StepGate:
         self.numbers: Sequence[RankNumbers] = ()
         self.loss: float | None = None
         self.stepped = self.repeats = False
-        self._updates: dict[Optimizer, _Update] = {}
+        self._updates: dict[Optimizer, OptimizerSum] = {}
         self._aside: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
         self._versions: list[tuple[Tensor, int]] = []  # gradients after the last backward pass
         self._totals: tuple[float, ...] = ()  # weights of the last step, over all ranks
-        self._summing: _Update | None = None  # the one whose sum was begun last
+        self._summing: OptimizerSum | None = None  # the one whose sum was asked for last
+        self._usual_order: list[OptimizerSum] = []  # of the sums in the last step
+        self._order: list[OptimizerSum] = []  # in the present one
         self._can_step = False  # True from the end of that sum until its optimizer steps
         self._start_step()
 
@@ -288,8 +189,10 @@ class StepGate:
                 "accumulation"
             )
         rows = self._rows
-        self.drop()
-        self._rows, self.repeats = rows, False
+        for update in self._updates.values():
+            update.mark_late()
+        self._drop_gradients()
+        self._rows = rows
 
     def begin_part(self, piece: Piece) -> None:
         """Start a part of the present piece, which is computed once more."""
@@ -313,6 +216,7 @@ class StepGate:
             piece, self._batches, self.numbers, self.loss, self.norm, self._overflow,
             self.scale.value, self._rate, self.clock.cut(),
         )  # fmt: skip
+        self._usual_order, self._order = self._order, []
         self._start_step()
         self.clock.lap(HOST)  # the user's code after the step is work before the next one
         self.on_step(step)
@@ -334,13 +238,23 @@ class StepGate:
         return any(each.summed == piece.step for each in self._updates.values())
 
     def drop(self) -> None:
-        """Drop all gradients of the present step, which is computed again."""
+        """Drop all gradients of the present step, which all ranks compute again."""
+        self._forget_sums()
+        self._drop_gradients()
+        self.repeats = True
+
+    def _forget_sums(self) -> None:
+        """Drop all sums that have begun; all ranks do so."""
+        self._order = []
+        for update in self._updates.values():
+            update.forget()
+
+    def _drop_gradients(self) -> None:
         self._aside, self._versions = [], []
         for update in self._updates.values():
             for parameter in update.parameters():
                 parameter.grad = None
         self._start_step()
-        self.repeats = True
 
     @property
     def is_open(self) -> bool:
@@ -364,6 +278,7 @@ class StepGate:
                 f"weight={part} is no number of 0 or more; give the sum of the weights of the "
                 "piece's rows, such as its number of tokens"
             )
+        sending = self._open_sum(piece)
         if piece.rows:
             factor = 1.0 if reduction == "sum" else part / call.usual
             if call.weight is not None:
@@ -371,6 +286,8 @@ class StepGate:
             self._loss = self._loss + loss.detach() * factor
             factor *= self.scale.value
             (loss if factor == 1.0 else loss * factor).backward(**options)  # type: ignore[no-untyped-call]
+        if sending:
+            sending.flush()
         self.clock.lap("compute")
         if piece.last:
             self._versions = [
@@ -378,6 +295,20 @@ class StepGate:
             ]
         else:
             self._set_aside()
+
+    def _open_sum(self, piece: Piece) -> OptimizerSum | None:
+        """Let the sum begin in this backward pass if it completes the gradients; return that sum.
+
+        The optimizers sum in one order on all ranks, so that only the next one may begin.
+        """
+        done = len(self._order)
+        update = self._usual_order[done] if done < len(self._usual_order) else None
+        if update and update.has_begun:
+            update.mark_late()
+        elif update and piece.last and update.usual_call == self._call:
+            update.open()
+            return update
+        return None
 
     def _check_call(self, loss: Tensor, reduction: str) -> Piece:
         piece = self.piece
@@ -406,12 +337,12 @@ class StepGate:
             usual, weight = float(piece.global_rows), None
             if weighs:
                 place = sum(call.weight is not None for call in self._calls)
-                if place == _CALLS:
+                if place == CALLS:
                     raise MotleyError(
-                        f"a step has more than {_CALLS} backward calls with weight=: add the "
+                        f"a step has more than {CALLS} backward calls with weight=: add the "
                         "losses up, and call lab.backward() once"
                     )
-                usual, weight = (*self._totals, *[usual] * _CALLS)[place], 0.0
+                usual, weight = (self._totals or (usual,))[0], 0.0  # alike for all, to compare them
             self._calls.append(_Call(usual, weight))
         call = self._calls[self._call]
         if weighs != (call.weight is not None):
@@ -437,7 +368,7 @@ class StepGate:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let an optimizer step once per global batch, with the gradient of all ranks."""
         known = optimizer in self._updates
-        self._updates[optimizer] = _Update(optimizer, self._begin_sum)
+        self._updates[optimizer] = OptimizerSum(optimizer, self._begin_sum)
         if known:
             return
         usual = optimizer.step
@@ -530,6 +461,7 @@ class StepGate:
         self.numbers, self.loss, self._totals = outcome.numbers, outcome.loss, outcome.totals
         self._overflow |= outcome.overflow
         self.scale.update(outcome.overflow)
+        self._order.append(update)
         update.summed, update.may_step = piece.step, is_here and not outcome.overflow
         self.stepped = not is_here and not outcome.overflow
         self._can_step = update.may_step
@@ -559,29 +491,39 @@ class StepGate:
             parameter.grad = None if gradient is None else gradient.to(parameter)
         self._can_step = True
 
-    def _sum(self, update: _Update, piece: Piece) -> SumOutcome:
+    def _sum(self, update: OptimizerSum, piece: Piece) -> SumOutcome:
         """Sum the gradients of an optimizer over all ranks, and divide them by the true weight."""
-        absent = update.add_up()
-        finite: Tensor | float = 1.0
-        if self.scale.dynamic:
-            finite = gradient_norm(update.parameters()).isfinite()
-        own = RankNumbers(
-            piece.step, self.clock.own_s, self.reached(), self._rows, self._loss, finite,
-            len(absent), tuple(call.weight for call in self._calls if call.weight is not None),
-        )  # fmt: skip
-        numbers = [
-            RankNumbers.from_row(row) for row in all_gather_floats(own.as_row(), can_leave=True)
-        ]
-        self.clock.lap("sync")
-        self._check_numbers(numbers)
+        while True:
+            absent, sums = update.wait()
+            finite: Tensor | float = 1.0
+            if self.scale.dynamic:
+                finite = torch.nn.utils.get_total_norm(sums).isfinite()
+            own = RankNumbers(
+                piece.step, self.clock.own_s, self.reached(), self._rows, self._loss, finite,
+                len(absent), float(update.is_late), self._call,
+                tuple(call.weight for call in self._calls if call.weight is not None),
+            )  # fmt: skip
+            numbers = [
+                RankNumbers.from_row(row) for row in all_gather_floats(own.as_row(), can_leave=True)
+            ]
+            self.clock.lap("sync")
+            self._check_numbers(numbers)
+            if not any(each.is_late for each in numbers):
+                break
+            self._reducer.after_step(False, 1.0)
+            update.forget()
+        update.take()
+        calls = {int(each.call) for each in numbers}
+        update.usual_call = calls.pop() if len(numbers) > 1 and len(calls) == 1 else None
+        parameters = update.summed_parameters
         if all(each.absent for each in numbers):
-            drop_absent(update.parameters(), absent, wire_device(self._device))
+            drop_absent(parameters, absent, wire_device(self._device))
         totals = tuple(map(math.fsum, zip(*(each.weights for each in numbers), strict=True)))
         correction = self._get_correction(totals)
         overflow = not all(each.finite for each in numbers)
         zero = torch.zeros((), device=self._device)
         factor = None if correction is None else torch.tensor(correction, dtype=torch.float64)
-        unscale_and_clip(update.parameters(), zero, self.scale.value, None, factor)
+        unscale_and_clip(parameters, zero, self.scale.value, None, factor)
         self._reducer.after_step(not overflow, 1.0)
         loss = math.fsum(float(each.loss) for each in numbers)
         return SumOutcome(tuple(numbers), loss / (correction or 1.0), overflow, totals)
@@ -595,6 +537,7 @@ class StepGate:
             reducer: reducer of the wire mode in the new group.
         """
         self._names, self._rank, self._reducer = list(names), rank, reducer
+        self._forget_sums()
 
     def _begin_sum(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         return leavable(self._reducer.send(bucket), self._device)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 import motley
+from motley.engines import gradient_sum
 from motley.plan.plan import Rank
 
 VOCABULARY, WIDTH = 23, 16
@@ -46,6 +47,7 @@ class Loop:
     clip_norm: float = 0.05
     accumulate: int = 1
     losses: int = 1
+    more_every: int = 0  # one more loss in every such batch; 0: in none
     reduction: str = "mean"
     workers: int = 0
     parts: list[str] = field(default_factory=list)
@@ -317,6 +319,7 @@ def main(case: Loop, out: Path) -> None:
         kill_rank(*case.kill)
     if case.left_out is not None:
         leave_out(case.left_out)
+    gradient_sum._EARLY_BUCKET = 200  # numbers, so that there are several buckets
     torch.set_default_dtype(getattr(torch, case.dtype))
     torch.manual_seed(case.seed)
     np.random.seed(case.seed)
@@ -355,7 +358,8 @@ def main(case: Loop, out: Path) -> None:
         for tokens in train:
             if case.most_rows:
                 lab.step(lambda rows: compute(model, rows, case), tokens)
-            for number in range(case.losses if not case.most_rows else 0):
+            more = case.more_every and lab.batch % case.more_every == case.more_every - 1
+            for number in range(case.losses + bool(more) if not case.most_rows else 0):
                 loss, weight = count_loss(model(tokens), tokens, case.weight)
                 loss = loss * (1 + number) / case.accumulate
                 lab.backward(scaled(loss), weight=weight)
