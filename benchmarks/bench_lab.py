@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_interface
@@ -67,15 +67,19 @@ class BenchLab:
         """What a bash script prints on the first host, in the lab user's home."""
         return self.do("exec", self.head, "--", "bash", "-c", script, stdout=subprocess.PIPE)
 
-    def train(self, *words: object, tree: Path = ROOT) -> Iterator[str]:
+    def train(
+        self, *words: object, tree: Path = ROOT, environment: Mapping[str, str] | None = None
+    ) -> Iterator[str]:
         """``mpirun -np 5 ... ./entry_cn.sh WORDS...`` on all hosts: the lines that it prints.
 
         Args:
             tree: the checkout whose code is run.
+            environment: more variables of all ranks.
         """
+        exported = [f"-x {name}={value}" for name, value in (environment or {}).items()]
         script = (
-            f"{READY} GIT_CONFIG_VALUE_0={tree} && cd {tree} && exec {self.mpirun} -np 5 "
-            f"--hostfile ~/hosts.txt ./entry_cn.sh "
+            f"{READY} GIT_CONFIG_VALUE_0={tree} && cd {tree} && exec {self.mpirun} "
+            f"{' '.join(exported)} -np 5 --hostfile ~/hosts.txt ./entry_cn.sh "
             f"{' '.join(map(str, words))}"
         )
         job = subprocess.Popen(

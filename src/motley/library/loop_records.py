@@ -251,6 +251,6 @@ def _describe(plan: Plan, tables: Sequence[SpeedTable], wire_s: float = 0.0) -> 
         expected = Forecast(plan.global_batch, compute_s, wire_s, 1, wire_s, limit).as_json()
     return {
         **asdict(plan), "counts": plan.counts, "micro_batches": plan.micro_batches,
-        "wire": str(plan.wire), "overlaps": False, "sends": [],
+        "wire": str(plan.wire), "overlaps": len(plan.shares) > 1, "sends": [],
         "speeds": [table.as_json() for table in tables], "forecast": expected,
     }  # fmt: skip
