@@ -45,6 +45,10 @@ def draw(random_state: random.Random) -> dict[str, Any]:
         case |= {"most_rows": random_state.randint(1, 3), "losses": 1, "more_every": 0,
                  "scaler": False}  # fmt: skip
         case.pop("accumulate", None)
+    if chance() < 0.25 and case["sampler"] != "own" and "most_rows" not in case:
+        group = random_state.randint(1, 4)
+        case |= {"bn_group": group, "micro": None, "batch": group * random_state.randint(1, 4)}
+        case["parts"] = [*case["parts"], "norm"]
     if case["sampler"] == "own":
         case["rows"] = max(20, case["rows"])
     return case
@@ -72,7 +76,8 @@ def play(ranks: WarmRanks, case: dict[str, Any], size: int, shares: str, folder:
 
 def judge(ranks: WarmRanks, case: dict[str, Any], state: random.Random, folder: Path) -> str:
     """Return a description of what is wrong with a case; empty if nothing is."""
-    bare = play(ranks, case | {"bare": True}, 1, "", folder)
+    alone = {"bare": True} if not case.get("bn_group") else {"run": "alone"}
+    bare = play(ranks, case | alone, 1, "", folder)
     if isinstance(bare, str):
         return f"the bare loop fails: {bare[-300:]}"
     size, shares = draw_shares(state)

@@ -65,6 +65,18 @@ def test_a_loop_trains_as_on_one_machine(jobs: Jobs, name: str) -> None:
     assert difference(bare, play(jobs, 3, "5,0,3", case)) < 2e-6
 
 
+@pytest.mark.parametrize("more", [{}, {"micro": 8, "clip": "y"}, {"most_rows": 4}])
+def test_batch_norms_over_groups_do_not_depend_on_the_shares(
+    jobs: Jobs, more: dict[str, Any]
+) -> None:
+    case = {"parts": ["norm"], "batch": 12, "rows": 41, "evaluate": True, "opt": "sgd", **more}
+    if not more:  # a group of all rows is torch's own batch norm
+        bare = play(jobs, 1, "", case | {"bare": True, "rows": 36})
+        assert difference(bare, play(jobs, 3, "1,1,2", case | {"rows": 36, "bn_group": 12})) < 2e-6
+    one = play(jobs, 1, "1", case | {"bn_group": 4})
+    assert difference(one, play(jobs, 3, "5,0,3", case | {"bn_group": 4})) < 2e-6
+
+
 def test_other_loops_find_nothing() -> None:
     seed = f"{count_commits()}"
     words = [sys.executable, FUZZER, "--count", "8", "--seed", seed]
@@ -106,8 +118,8 @@ def test_a_stopped_loop_continues_on_other_ranks(jobs: Jobs, save_at: int) -> No
 def test_a_lost_rank_costs_no_step(
     jobs: Jobs, kill: tuple[int, int, int], left_out: int | None
 ) -> None:
-    case = {"schedule": "onecycle", "augment": True, "parts": ["average"], "evaluate": True,
-            "clip": "y"}  # fmt: skip
+    case = {"schedule": "onecycle", "augment": True, "parts": ["average", "norm"],
+            "evaluate": True, "clip": "y", "bn_group": 2, "dtype": "float64"}  # fmt: skip
     whole = play(jobs, 1, "1", case)
     out, case = jobs.logs / "out.json", case | {"logs": str(jobs.logs), "run": "lost"}
     ranks = 3 if left_out is None else 4

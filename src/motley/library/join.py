@@ -19,6 +19,7 @@ def join(
     *,
     shares: Sequence[float] | None = None,
     micro_batch: int | None = None,
+    bn_group: int | None = None,
     wire: str = "exact",
     precision: str = "auto",
     seed: int = 0,
@@ -40,13 +41,16 @@ def join(
                 optimizer.zero_grad()
 
     Start the script as ``mpirun -np 5 --hostfile hosts.txt motley run SCRIPT.py``, with srun or
-    torchrun, or alone. Without a launcher, and without ``shares`` and ``micro_batch``, everything
-    is as in the script without Motley, to the last bit.
+    torchrun, or alone. Without a launcher, and without ``shares``, ``micro_batch`` and
+    ``bn_group``, everything is as in the script without Motley, to the last bit.
 
     Args:
         shares: rows of each rank, in proportion; a rank may have 0. None: the variable
             MOTLEY_SHARES, as in ``5,0,3``, else equal at first, and then as fast as each rank is.
         micro_batch: most rows that a rank computes at once. None: all of its rows.
+        bn_group: rows over which each batch norm takes its statistics ("ghost batch norm"). A rank
+            has whole groups, so that the result does not depend on the shares. None: a batch norm
+            in training is refused.
         wire: form of the gradients between ranks, as ``--wire`` of ``motley train``.
         precision: type in which :meth:`Lab.autocast` computes: fp32, bf16, fp16, or auto for the
             fastest on each device.
@@ -80,11 +84,15 @@ def join(
         given = read_shares(",".join(map(str, shares)))
     if micro_batch is not None and micro_batch < 1:
         raise MotleyError(f"micro_batch={micro_batch}: give 1 row or more")
-    alone = is_alone() and given is None and micro_batch is None
+    if bn_group is not None and not 1 <= bn_group <= (micro_batch or bn_group):
+        raise MotleyError(
+            f"bn_group={bn_group}: give 1 row or more, and at most micro_batch={micro_batch}"
+        )
+    alone = is_alone() and given is None and micro_batch is None and bn_group is None
     loop, state = None, LoopState()
     if not alone:
         with kept_random_state():  # the measurement of a device's precision draws numbers
             session = Session(precision)
-        loop = RankLoop(session, given, micro_batch, wire, seed, (logs, run), state)
+        loop = RankLoop(session, given, micro_batch, bn_group, wire, seed, (logs, run), state)
     _LABS.append(Lab(loop, state, (logs, run), allow))
     return _LABS[0]

@@ -178,6 +178,7 @@ class Lab:
         shapes = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
         check_same("model", shapes, self._loop.names)
         broadcast([each.detach() for each in tensors.values()])
+        self._loop.gate.statistics.add(model)
 
     def _prepare_other(self, each: Any) -> None:
         gate = self._loop.gate if self._loop else None

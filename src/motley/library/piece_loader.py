@@ -172,7 +172,7 @@ class PieceReader:
 
         def request() -> Iterator[list[Key]]:
             for indices in batches:
-                plan = self._schedule.get_plan(step, len(indices))
+                plan = self._schedule.get_held_out_plan(step, len(indices))
                 for part in slices(indices, plan, self._rank()):
                     if part:
                         yield make_keys(part, 0)
@@ -193,7 +193,7 @@ class PieceReader:
 
         def request() -> Iterator[list[Key]]:
             for number, indices in enumerate(batches):
-                plan = self._schedule.get_plan(step, len(indices))
+                plan = self._schedule.get_held_out_plan(step, len(indices))
                 own = [each for part in slices(indices, plan, self._rank()) for each in part]
                 waiting.append(Piece(step, 0, number, len(own), len(indices), True, tuple(own)))
                 yield make_keys(own or indices[:1], 0)

@@ -12,7 +12,8 @@ from torch import Tensor
 from motley.checkpoint.store import spread
 from motley.comm.collectives import all_gather_floats, all_gather_object, broadcast_object
 from motley.comm.modes import parse_wire
-from motley.data.source import make_seed
+from motley.comm.modes.numbers import EXACT
+from motley.data.source import make_seed, slices
 from motley.engines.named_state import seed_random
 from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.step_timer import HOST
@@ -21,14 +22,15 @@ from motley.faults import Phase
 from motley.library.gradient_exchange import SumOutcome
 from motley.library.loop_records import LoopRecords
 from motley.library.loop_state import LoopState
-from motley.library.sample_order import Batches, SampleOrder, take_parts
+from motley.library.loop_statistics import LoopStatistics
+from motley.library.sample_order import Batches, SampleOrder
 from motley.library.session import Session
 from motley.library.share_follower import RankTime, ShareFollower
 from motley.library.share_schedule import Piece, ShareSchedule
 from motley.library.speed_memory import SpeedMemory
 from motley.library.step_gate import FinishedStep, GroupChangedError, StepGate
 from motley.membership.survivors import RankLostError, Survivors
-from motley.plan.plan import Plan, cut
+from motley.plan.plan import Plan
 from motley.plan.precision import LossScale, PerRank
 from motley.plan.replan import list_devices
 from motley.plan.wire import Addition
@@ -43,6 +45,7 @@ class RankLoop:
         session: connection to the other ranks.
         shares: the user's shares; None: by speed.
         micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+        bn_group: rows over which batch norms take their statistics.
         wire: name of a wire mode.
         seed: seed of the random numbers of rows and of drop-out.
         folder: folder of all runs, and name of this run's folder or None.
@@ -71,6 +74,7 @@ class RankLoop:
         session: Session,
         shares: PerRank[float] | None,
         micro_batch: int | None,
+        bn_group: int | None,
         wire: str,
         seed: int,
         folder: tuple[str, str | None],
@@ -86,8 +90,9 @@ class RankLoop:
         self.records = LoopRecords(session.world, group, *folder)
         session.before_end, session.finish = self.records.end, self.records.finish
         self.schedule = ShareSchedule(
-            (1.0,) * self.size if shares is None else shares.for_ranks(self.size), micro_batch
-        )
+            (1.0,) * self.size if shares is None else shares.for_ranks(self.size), micro_batch,
+            bn_group or 1,
+        )  # fmt: skip
         self._micro_batch = micro_batch
         self._follows = shares is None and self.size > 1
         self._follower: ShareFollower | None = None
@@ -98,7 +103,10 @@ class RankLoop:
             raise MotleyError(f"wire={wire!r}: give exact, bf16, fp16 or powersgd:RANK")
         self._mode = mode
         self.scale = LossScale(1.0, dynamic=False)
-        self.gate = StepGate(self.names, self.rank, self.device, self._make_reducer(), self.scale)
+        self.gate = StepGate(
+            self.names, self.rank, self.device, self._make_reducer(), self.scale,
+            LoopStatistics(bn_group),
+        )  # fmt: skip
         self.gate.clock.at_once = not group.has_gpus
         self.gate.clock.on_phase = self.set_status
         self.gate.on_step, self.gate.collective = self._end_step, self.collective
@@ -158,7 +166,12 @@ class RankLoop:
         trained = sum(
             each.numel() for model in models for each in model.parameters() if each.requires_grad
         )
-        rows = max(map(len, batches))
+        rows, group = max(map(len, batches)), self.schedule.group
+        if rows % group:
+            raise MotleyError(
+                f"a global batch of {rows} rows has no whole number of groups of {group} rows: "
+                f"choose a batch_size that is a multiple of bn_group={group}"
+            )
         if self._follows:
             self._follow_shares(numbers, rows, step)
         total = step + epochs * len(batches)
@@ -170,11 +183,12 @@ class RankLoop:
     def _follow_shares(self, numbers: int, rows: int, step: int) -> None:
         """Start to choose shares by speed, from those of an earlier run if there was one."""
         workers = self.session.group.workers
-        self._memory = SpeedMemory(workers[self.rank], self._micro_batch, numbers)
-        most = self._micro_batch or rows
+        group = self.schedule.group
+        self._memory = SpeedMemory(workers[self.rank], self._micro_batch, group, numbers)
+        most = (self._micro_batch or rows) // group * group
         tables = self._memory.recall_all(most)
         devices = list_devices(workers, [most] * self.size)
-        self._follower = ShareFollower(devices, self._micro_batch, tables)
+        self._follower = ShareFollower(devices, self._micro_batch, tables, group)
         if tables:
             self.schedule.change(step, self._follower.split(rows))
 
@@ -189,7 +203,7 @@ class RankLoop:
             supervisor.step = piece.step
             self.indices = []
         self.piece, self.is_evaluating = piece, False
-        self.indices += piece.indices
+        self.indices += piece.list_rows(self.schedule.group)
         self.gate.begin_piece(piece)
 
     def leave_pass(self) -> None:
@@ -261,20 +275,21 @@ class RankLoop:
         """
         piece, most = self.piece, self.schedule.most_rows
         assert piece is not None
-        size, failure = piece.rows, ""
+        size, failure, group = piece.rows, "", self.schedule.group
         if most is None or size <= most:
             if not (failure := self._try(lambda: run(rows))):
                 return
             size //= 2
-        while size := min(size, most or size):
+        while (size := min(size, most or size)) >= group:
             self.gate.repeat_pieces()
             if not (failure := self._try(partial(self._run_parts, run, piece, size))):
                 self.schedule.limit(size)
                 return
             size //= 2
         raise NoMemoryError(
-            f"{self.names[self.rank]}: not even one row fits ({failure}); make the model smaller, "
-            "use torch.utils.checkpoint, or give this rank the share 0 in MOTLEY_SHARES"
+            f"{self.names[self.rank]}: not even {group} {'rows fit' if group > 1 else 'row fits'} "
+            f"({failure}); make the model smaller, use torch.utils.checkpoint, or give this rank "
+            "the share 0 in MOTLEY_SHARES"
         )
 
     def _try(self, work: Callable[[], None]) -> str:
@@ -291,7 +306,8 @@ class RankLoop:
 
     def _run_parts(self, run: Callable[[Any], None], piece: Piece, size: int) -> None:
         """Compute all rows of the global batch so far, in parts of at most ``size`` rows."""
-        parts = take_parts(self.indices, cut(len(self.indices), size))
+        whole = Plan(len(self.indices), (1.0,), (size,), EXACT, grain=self.schedule.group)
+        parts = slices(self.indices, whole, 0)
         for number, indices in enumerate(parts):
             last = piece.last and number == len(parts) - 1
             self.gate.begin_part(

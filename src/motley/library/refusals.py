@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from motley.comm.collectives import all_gather_object
 from motley.errors import MotleyError
+from motley.tasks.ghost_batch_norm import is_grouped
 from motley.text import name_some
 
 ALLOWED = ("batch_norm",)
@@ -42,13 +43,14 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
         return
     names = [
         name for model in models for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.training
+        if isinstance(layer, _BatchNorm) and layer.training and not is_grouped(layer)
     ]  # fmt: skip
     if names:
         raise MotleyError(
             f"{name_some(names, 3)}: a batch norm computes its statistics over the rows of one "
-            "rank, so the result depends on the shares. Call .eval() on these layers, replace "
-            "them by a GroupNorm, or accept statistics of each rank's own rows with "
+            "rank, so the result depends on the shares. Give motley.join(bn_group=32) for "
+            "statistics over groups of 32 rows, call .eval() on these layers, replace them by a "
+            "GroupNorm, or accept statistics of each rank's own rows with "
             'motley.join(allow=["batch_norm"])'
         )
 

@@ -39,6 +39,7 @@ class ShareFollower:
         devices: device of each rank.
         micro_batch: most rows in a piece; None: all rows of a rank are one piece.
         tables: speeds that an earlier run of the script has measured; empty: none.
+        group: number of consecutive rows that stay together in a piece.
 
     Attributes:
         tables: speed of each rank; empty before the first steps have shown it.
@@ -49,8 +50,9 @@ class ShareFollower:
         devices: Sequence[Device],
         micro_batch: int | None = None,
         tables: Sequence[SpeedTable] = (),
+        group: int = 1,
     ) -> None:
-        self._devices, self._micro_batch = list(devices), micro_batch
+        self._devices, self._micro_batch, self._group = list(devices), micro_batch, group
         self.tables = tuple(tables)
         self._seen = 0
         self._times: list[list[RankTime]] = []  # of each measured step, by rank
@@ -62,7 +64,7 @@ class ShareFollower:
         """Return the follower of some ranks alone, with their speeds."""
         tables = [self.tables[rank] for rank in ranks] if self.tables else ()
         devices = [self._devices[rank] for rank in ranks]
-        return ShareFollower(devices, self._micro_batch, tables)
+        return ShareFollower(devices, self._micro_batch, tables, self._group)
 
     def split(self, rows: int) -> tuple[int, ...]:
         """Return the rows of each rank in a global batch, by the speeds."""
@@ -107,7 +109,9 @@ class ShareFollower:
         self._points.append(points)
         self._times, self._seen = [], 0
         most = self._micro_batch or sum(counts)
-        self.tables = tuple(make_table(each, most) for each in zip(*self._points, strict=True))
+        self.tables = tuple(
+            make_table(each, most, self._group) for each in zip(*self._points, strict=True)
+        )
         better = self.split(sum(counts))
         now_s, then_s = (
             max(table.compute_seconds(n) for table, n in zip(self.tables, rows, strict=True) if n)
@@ -118,7 +122,7 @@ class ShareFollower:
         return better if then_s <= (1 - _SAVED) * now_s else None
 
 
-def make_table(points: Sequence[RankTime], micro_batch: int) -> SpeedTable:
+def make_table(points: Sequence[RankTime], micro_batch: int, group: int = 1) -> SpeedTable:
     """Return the speeds of one rank.
 
     The time of a piece is a + b * rows. With one measurement, or two of similar rows, a is 0.
@@ -126,6 +130,7 @@ def make_table(points: Sequence[RankTime], micro_batch: int) -> SpeedTable:
     Args:
         points: times of the rank with one or two numbers of rows.
         micro_batch: most rows in a piece.
+        group: number of consecutive rows that stay together in a piece.
     """
     last = points[-1] if points[-1].rows else points[0]
     pieces = -(-max(1, last.rows) // micro_batch)
@@ -135,6 +140,7 @@ def make_table(points: Sequence[RankTime], micro_batch: int) -> SpeedTable:
         slope = (first.own_s - last.own_s) / (first.rows - last.rows)
         if 0 < slope < row_s:
             fixed_s, row_s = last.own_s - slope * last.rows, slope
-    sizes = (1, micro_batch) if micro_batch > 1 else (1,)
+    most = max(group, micro_batch // group * group)
+    sizes = (group, most) if most > group else (group,)
     seconds = tuple(fixed_s / pieces + row_s * size for size in sizes)
-    return SpeedTable(sizes, seconds, step_s=0.0, preferred=sizes[-1])
+    return SpeedTable(sizes, seconds, step_s=0.0, preferred=sizes[-1], grain=group)

@@ -1,7 +1,7 @@
 """The shares of all ranks in each global batch of a user's own loop."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motley.comm.modes.numbers import EXACT
 from motley.plan.plan import Plan
@@ -30,6 +30,17 @@ class Piece:
     last: bool
     indices: tuple[object, ...]
 
+    def list_rows(self, group: int) -> list[object]:
+        """Return the indices in the order of the global batch.
+
+        The rows of a piece are those of its groups in turn; see motley.data.source.slices.
+
+        Args:
+            group: number of consecutive rows that stay together.
+        """
+        groups = max(1, self.rows // group)
+        return [self.indices[at] for j in range(groups) for at in range(j, self.rows, groups)]
+
 
 class ShareSchedule:
     """The shares of all ranks, which may change at a step that all ranks know.
@@ -37,11 +48,17 @@ class ShareSchedule:
     Args:
         shares: one number per rank, in proportion to its rows.
         micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+        group: number of consecutive rows that stay together in a piece.
+
+    Attributes:
+        group: number of consecutive rows that stay together in a piece.
     """
 
-    def __init__(self, shares: Sequence[float], micro_batch: int | None = None) -> None:
+    def __init__(
+        self, shares: Sequence[float], micro_batch: int | None = None, group: int = 1
+    ) -> None:
         self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(shares))]
-        self._micro_batch = micro_batch
+        self._micro_batch, self.group = micro_batch, group
 
     @property
     def most_rows(self) -> int | None:
@@ -80,4 +97,8 @@ class ShareSchedule:
         """Return the plan of a global batch with this number of rows."""
         shares = next(shares for first, shares in reversed(self._changes) if first <= step)
         most = self._micro_batch or max(1, rows)
-        return Plan(rows, shares, (most,) * len(shares), EXACT)
+        return Plan(rows, shares, (most,) * len(shares), EXACT, grain=self.group)
+
+    def get_held_out_plan(self, step: int, rows: int) -> Plan:
+        """Return the plan of a batch of held-out data, whose rows are in no groups."""
+        return replace(self.get_plan(step, rows), grain=1)

@@ -20,17 +20,18 @@ class SpeedMemory:
     Args:
         worker: this rank.
         micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+        group: number of consecutive rows that stay together in a piece.
         numbers: number of elements in the parameters and buffers of all models.
     """
 
-    def __init__(self, worker: Rank, micro_batch: int | None, numbers: int) -> None:
+    def __init__(self, worker: Rank, micro_batch: int | None, group: int, numbers: int) -> None:
         script = Path(sys.argv[0])
         text = script.read_bytes() if script.is_file() else b""
         self._key = {
             "script": hashlib.sha256(text).hexdigest(), "arguments": sys.argv[1:],
             "device": worker.device, "uuid": worker.uuid, "precision": worker.precision,
             "host": worker.host, "rank": worker.local_rank, "micro_batch": micro_batch,
-            "numbers": numbers,
+            "group": group, "numbers": numbers,
             "threads": torch.get_num_threads(), "versions": versions(),
         }  # fmt: skip
         self._path = cache_folder() / f"loop-{compute_digest(self._key)[:20]}.json"

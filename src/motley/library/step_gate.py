@@ -26,10 +26,12 @@ from motley.engines.step import unscale_and_clip
 from motley.engines.step_timer import HOST, Clock, Laps
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.library.gradient_exchange import CALLS, OptimizerSum, RankNumbers, SumOutcome
+from motley.library.loop_statistics import LoopStatistics
 from motley.library.share_schedule import Piece
 from motley.plan.precision import LossScale
 
 _BY_SCHEDULER = "_wrapped_by_lr_sched"  # torch's mark of a step() that its schedulers know
+_STATISTICS = "statistics."  # prefix of a batch norm's buffer among gradients
 _ALIKE = 1e-9  # relative difference up to which two corrections are equal
 
 
@@ -115,6 +117,7 @@ class StepGate:
         device: device of this rank.
         reducer: reducer of the wire mode.
         scale: the loss scale that all ranks share.
+        statistics: statistics of the models' batch norms.
 
     Attributes:
         piece: the piece that the user's code computes now; None outside of the loop.
@@ -137,7 +140,9 @@ class StepGate:
         device: torch.device,
         reducer: Reducer,
         scale: LossScale,
+        statistics: LoopStatistics,
     ) -> None:
+        self.statistics = statistics
         self._names, self._rank, self._device = list(names), rank, device
         self._reducer, self.scale = reducer, scale
         self.piece: Piece | None = None
@@ -172,6 +177,7 @@ class StepGate:
     def begin_piece(self, piece: Piece) -> None:
         """Start a piece, whose rows are read."""
         self.piece, self._call, self._was_asked = piece, self._first_call, False
+        self.statistics.begin(piece)
         self._rows += piece.rows
         self.stepped = self.repeats = self._can_step = False
         self.clock.lap("data")
@@ -197,6 +203,7 @@ class StepGate:
     def begin_part(self, piece: Piece) -> None:
         """Start a part of the present piece, which is computed once more."""
         self.piece, self._call = piece, self._first_call
+        self.statistics.begin(piece)
 
     def end_piece(self) -> None:
         """End the present piece, whose rows the user's code does not need any more."""
@@ -207,6 +214,7 @@ class StepGate:
             self.clock.lap(HOST)
             return
         self._batches += 1
+        self.statistics.end_batch()
         if not self._is_summed(piece):  # the user accumulates several batches
             self._first_call = len(self._calls)
             self.clock.lap(HOST)
@@ -251,6 +259,7 @@ class StepGate:
 
     def _drop_gradients(self) -> None:
         self._aside, self._versions = [], []
+        self.statistics.drop()
         for update in self._updates.values():
             for parameter in update.parameters():
                 parameter.grad = None
@@ -285,7 +294,8 @@ class StepGate:
                 call.weight += part
             self._loss = self._loss + loss.detach() * factor
             factor *= self.scale.value
-            (loss if factor == 1.0 else loss * factor).backward(**options)  # type: ignore[no-untyped-call]
+            with self.statistics.paused():
+                (loss if factor == 1.0 else loss * factor).backward(**options)  # type: ignore[no-untyped-call]
         if sending:
             sending.flush()
         self.clock.lap("compute")
@@ -477,11 +487,16 @@ class StepGate:
             )
 
     def take_sum(self) -> dict[str, Tensor] | None:
-        """Return the last sum, by number of the parameter; None if its optimizer has stepped."""
+        """Return the last sum by number of the parameter, and the batch norms' buffers by name.
+
+        None if its optimizer has stepped.
+        """
         if not self._can_step or self._summing is None:
             return None
         parameters = enumerate(self._summing.parameters())
-        return {f"{n}": each.grad for n, each in parameters if each.grad is not None}
+        gradients = {f"{n}": each.grad for n, each in parameters if each.grad is not None}
+        buffers = self.statistics.get_buffers()
+        return gradients | {f"{_STATISTICS}{name}": each for name, each in buffers.items()}
 
     def load_sum(self, gradients: Mapping[str, Tensor]) -> None:
         """Replace the gradients of the sum that was interrupted by those of another rank."""
@@ -489,6 +504,9 @@ class StepGate:
         for number, parameter in enumerate(self._summing.parameters()):
             gradient = gradients.get(str(number))
             parameter.grad = None if gradient is None else gradient.to(parameter)
+        for name, buffer in self.statistics.get_buffers().items():
+            buffer.copy_(gradients[f"{_STATISTICS}{name}"])
+        self.statistics.drop()
         self._can_step = True
 
     def _sum(self, update: OptimizerSum, piece: Piece) -> SumOutcome:
@@ -513,6 +531,7 @@ class StepGate:
             self._reducer.after_step(False, 1.0)
             update.forget()
         update.take()
+        self.statistics.unite()
         calls = {int(each.call) for each in numbers}
         update.usual_call = calls.pop() if len(numbers) > 1 and len(calls) == 1 else None
         parameters = update.summed_parameters

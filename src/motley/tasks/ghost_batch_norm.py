@@ -65,6 +65,11 @@ def is_frozen(part: nn.Module) -> bool:
     return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
+def is_grouped(part: nn.Module) -> bool:
+    """Return True if a layer is a batch norm that takes its statistics over groups."""
+    return isinstance(part, _Groups)
+
+
 def keep_frozen(net: nn.Module) -> None:
     """Make frozen batch norms use their running statistics in training too."""
     for part in net.modules():
@@ -207,14 +212,39 @@ class GroupStatistics:
 
         The backward pass may call layers again, and these calls are not counted.
         """
-        for layer in self._all:
-            layer.samples, layer.calls = samples, 0
+        self.begin_pass(samples)
         try:
             yield
-            self._calls = [layer.calls for layer in self._layers]
-        finally:  # a pass may run out of memory
-            for layer in self._all:
-                layer.calls = _CLOSED
+        except BaseException:  # such as a lack of memory
+            self._close()
+            raise
+        self.end_pass()
+
+    def begin_pass(self, samples: int) -> None:
+        """Count the calls of each layer from now on, in passes over this many samples."""
+        for layer in self._all:
+            layer.samples, layer.calls = samples, 0
+
+    def end_pass(self) -> bool:
+        """Stop counting; return True if a layer was called."""
+        self._calls = [max(0, layer.calls) for layer in self._layers]
+        self._close()
+        return any(self._calls)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count calls within the context."""
+        calls = [layer.calls for layer in self._all]
+        self._close()
+        try:
+            yield
+        finally:
+            for layer, count in zip(self._all, calls, strict=True):
+                layer.calls = count
+
+    def _close(self) -> None:
+        for layer in self._all:
+            layer.calls = _CLOSED
 
     def take(self, samples: int, n_global: int) -> None:
         """Add the statistics of the last pass, after its backward pass.
@@ -433,10 +463,10 @@ def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
         samples: samples in the pass.
     """
     return MotleyError(
-        f"the batch norm {path} gets {rows} rows of {samples} samples, and --bn-group cannot find "
-        "which rows belong to which sample. Give it equally many rows of each sample, one sample "
-        "behind the other, as x.flatten(0, 1) of [samples, tokens, channels] does; or use layer "
-        "norm"
+        f"the batch norm {path} gets {rows} rows of {samples} samples, and groups of samples "
+        "(--bn-group) cannot be found in them. Give it equally many rows of each sample, one "
+        "sample behind the other, as x.flatten(0, 1) of [samples, tokens, channels] does; or use "
+        "layer norm"
     )
 
 

@@ -3,7 +3,6 @@
 python tests/support/drivers/plain_loop.py '{"opt": "adamw"}' OUT.json
 """
 
-import contextlib
 import json
 import os
 import random
@@ -43,6 +42,7 @@ class Loop:
     drop_last: bool = False
     weight: str = ""
     micro: int | None = None
+    bn_group: int | None = None
     clip: str = ""
     clip_norm: float = 0.05
     accumulate: int = 1
@@ -202,6 +202,8 @@ class Network(nn.Module):
             self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
         if "dropout" in parts:
             self.drop = nn.Dropout(0.2)
+        if "norm" in parts:
+            self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens + 1)
@@ -213,6 +215,9 @@ class Network(nn.Module):
             x = x + self.shift.to(x)
         if "sometimes" in self.parts and bool((tokens[:, 0] == 3).any()):
             x = torch.where((tokens[:, :1, None] == 3), self.sometimes(x), x)
+        if "norm" in self.parts:
+            known = (tokens >= 0).to(x)
+            x = x + self.norm((x * known[..., None]).sum(1) / known.sum(1)[:, None])[:, None]
         logits: Tensor = self.head(x)
         return logits
 
@@ -325,7 +330,11 @@ def main(case: Loop, out: Path) -> None:
     np.random.seed(case.seed)
     random.seed(case.seed)
     lab: Any = (
-        Bare() if case.bare else motley.join(micro_batch=case.micro, logs=case.logs, run=case.run)
+        Bare()
+        if case.bare
+        else motley.join(
+            micro_batch=case.micro, bn_group=case.bn_group, logs=case.logs, run=case.run
+        )
     )
     data = Texts(case.rows, case.augment)
     model = Network(case.parts)
@@ -393,12 +402,14 @@ def main(case: Loop, out: Path) -> None:
             schedule.step(1.0 + epoch)
         if case.evaluate:
             total = count = 0.0
-            with torch.no_grad(), contextlib.ExitStack():
+            model.eval()
+            with torch.no_grad():
                 for tokens in held_out:
                     total += float(count_loss(model(tokens), tokens, "")[0]) * len(tokens)
                     count += len(tokens)
             total, count = lab.reduce((total, count))
             scores.append(total / count)
+            model.train()
     states = {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
     if average:
         states |= {
