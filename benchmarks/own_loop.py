@@ -1,7 +1,7 @@
 """Time a loop of one's own with the library and without it, in turn.
 
     python benchmarks/own_loop.py --json benchmarks/results/own_loop.json
-    python benchmarks/own_loop.py --ranks 2 --json benchmarks/results/own_loop_x2.json
+    python benchmarks/own_loop.py --ranks 2 --workers 8 --json benchmarks/results/own_loop_x2.json
     python benchmarks/own_loop.py --quick --json /tmp/own_loop.json
 
 One process: the bare loop, the loop with ``motley.join()`` alone, and the same with one rank's
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=0, help="loader processes, default 0")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one repeat of ten steps")
     parser.add_argument("--json", type=Path, required=True)
@@ -52,6 +53,7 @@ def main() -> None:
     started = time.time()
     more = ["--steps", str(10 if options.quick else options.steps)]
     more += ["--warm-up", "10"] * options.quick + ["--compile"] * options.compile
+    more += ["--workers", str(options.workers)]
     batch = 256
     if not torch.cuda.is_available():
         more, batch = more + SMALL, 64
@@ -83,7 +85,7 @@ def main() -> None:
         print(f"{way:20} {rate:8,.0f} images/s, spread {spread:.1%}, {rate / bare:.3f} of bare")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     result.write(options.json, rows, started, device=device, ranks=options.ranks, batch=batch,
-                 compiled=options.compile)  # fmt: skip
+                 compiled=options.compile, workers=options.workers)  # fmt: skip
 
 
 if __name__ == "__main__":

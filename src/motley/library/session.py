@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
-from motley.cluster.launcher import read_launch
+from motley.cluster.launcher import cores_per_rank, leave_default_binding, read_launch
 from motley.comm.collectives import all_gather_object
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -39,6 +40,7 @@ class Session:
     """
 
     def __init__(self, precision: str) -> None:
+        _use_all_cores()
         launched = start_rank()
         self.world: World = launched
         self.before_end: Callable[[], None] = lambda: None
@@ -109,6 +111,12 @@ class Session:
         except BaseException as error:
             self.world.supervisor.fail(error)
         self.world.supervisor.end_without_lost(at_once=True)
+
+
+def _use_all_cores() -> None:
+    """Undo Open MPI's default binding to one core, as ``motley run`` does before the imports."""
+    if leave_default_binding() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores_per_rank(read_launch().local_size or 1))
 
 
 def check_joinable() -> None:
