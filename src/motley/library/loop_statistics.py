@@ -91,7 +91,7 @@ class LoopStatistics:
             self.begin(piece)
 
     def drop(self) -> None:
-        """Forget all passes since :meth:`unite`, which are computed again."""
+        """Drop all passes since :meth:`unite`, which are computed again."""
         piece, self._piece = self._piece, None
         for each in self._models.values():
             each.statistics.end_pass()
