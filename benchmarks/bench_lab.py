@@ -74,12 +74,14 @@ class BenchLab:
 
         Args:
             tree: the checkout whose code is run.
-            environment: more variables of all ranks.
+            environment: more variables of mpirun and, by their prefix, of all ranks.
         """
-        exported = [f"-x {name}={value}" for name, value in (environment or {}).items()]
+        variables = dict(environment or {})
+        given = " ".join(f"{name}={value}" for name, value in variables.items())
+        exported = " ".join(f"-x {name}" for name in variables if name.startswith("MOTLEY_"))
         script = (
-            f"{READY} GIT_CONFIG_VALUE_0={tree} && cd {tree} && exec {self.mpirun} "
-            f"{' '.join(exported)} -np 5 --hostfile ~/hosts.txt ./entry_cn.sh "
+            f"{READY} GIT_CONFIG_VALUE_0={tree} && cd {tree} && exec env {given} {self.mpirun} "
+            f"{exported} -np 5 --hostfile ~/hosts.txt ./entry_cn.sh "
             f"{' '.join(map(str, words))}"
         )
         job = subprocess.Popen(

@@ -7,7 +7,8 @@ Makes a lab (lab/unshaped.toml: five hosts, real ssh, gloo over TCP), whose host
 mixed_lab.py. Both ways start without any shares and find theirs. A rate is that of the steps after
 the first ones (--settle), with the whole loop: loader, records, another choice of shares. The
 limit is the sum of the paced hosts. The losses of the loop are held against one process that is not
-paced. Equal shares, by hand, are what other tools do. Needs root, for the lab.
+paced, also of a run in which a host is cut off. Equal shares, by hand, are what other tools do.
+Needs root, for the lab.
 """
 
 import argparse
@@ -16,14 +17,18 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import result
-from bench_lab import BenchLab, bench_lab
+from bench_lab import HOSTS, BenchLab, bench_lab
 from result import ROOT
 
+from motley.membership.survivors import SURVIVE
+
+LOST = HOSTS[3]  # the host that is cut off
 WAYS = ("own loop", "task", "own loop, equal shares")
 
 
@@ -31,8 +36,7 @@ def run(lab: BenchLab, way: str, name: str, options: argparse.Namespace) -> floa
     """Train one way; return its seconds per step after the first steps."""
     follows = way != WAYS[2]
     steps, settle = (options.steps, options.settle) if follows else (10, 2)
-    speeds = [float(word) for word in options.speeds.split(":")]
-    rates = ",".join(str(speed / max(speeds) / options.fastest_s) for speed in speeds)
+    rates = list_rates(options)
     if way == "task":
         words = ["benchmarks/paced_train.py", "--rates", rates, "--batch-size", options.n,
                  "--no-augment", "--max-steps", steps, "--precision", "fp32", "--hosts", "all",
@@ -47,6 +51,35 @@ def run(lab: BenchLab, way: str, name: str, options: argparse.Namespace) -> floa
     records = [each for each in lab.records(name)["steps"] if each["n_global"] == options.n]
     last = records[settle:]
     return float((last[-1]["time"] - last[0]["time"]) / (last[-1]["step"] - last[0]["step"]))
+
+
+def lose_host(lab: BenchLab, name: str, options: argparse.Namespace) -> int:
+    """Cut a host off in the middle of a step; return the number of steps that are repeated."""
+
+    def cut() -> None:
+        steps = f"cat ~/logs/{name}/steps.rank0.jsonl 2>/dev/null | wc -l"
+        while int(lab.on_head(steps)) < options.steps // 2:
+            time.sleep(0.2)
+        lab.do("cut", LOST, stdout=subprocess.DEVNULL)
+
+    thread = threading.Thread(target=cut, daemon=True)
+    thread.start()
+    words = ["benchmarks/own_loop_paced.py", "--rates", list_rates(options), "--n", options.n,
+             "--steps", options.steps, "--logs", "~/logs", "--run", name,
+             "--losses", f"~/{name}.json"]  # fmt: skip
+    for line in lab.train(*words, environment=SURVIVE):
+        print(f"    {line.rstrip()}" if options.verbose else "", end="\n" * options.verbose)
+    thread.join()
+    lab.do("heal", LOST, stdout=subprocess.DEVNULL)
+    records = lab.records(name)
+    assert any(each["event"] == "regroup" for each in records["events"]), records["events"]
+    return len(records["steps"]) - options.steps
+
+
+def list_rates(options: argparse.Namespace) -> str:
+    """Return the rows per second of each host."""
+    speeds = [float(word) for word in options.speeds.split(":")]
+    return ",".join(str(speed / max(speeds) / options.fastest_s) for speed in speeds)
 
 
 def compare_losses(lab: BenchLab, name: str, options: argparse.Namespace) -> float:
@@ -93,6 +126,8 @@ def main() -> None:
                 print(f"  repeat {repeat + 1}: {way}: {seconds[way][-1]:.3f} s a step, "
                       f"{limit / seconds[way][-1]:.3f} of the limit", flush=True)  # fmt: skip
         apart = compare_losses(lab, "own_loop_0", options)
+        repeated = lose_host(lab, "cut_off", options)
+        apart_cut = compare_losses(lab, "cut_off", options)
     rows: list[dict[str, Any]] = []
     for way, each in seconds.items():
         step_s = statistics.median(each)
@@ -107,9 +142,11 @@ def main() -> None:
             f"{rows[-1]['of_task']:.3f} of the task  spread {rows[-1]['spread']:.1%}"
         )
     print(f"largest difference of a loss from one process: {apart:.1e}")
+    print(f"{LOST} cut off in the middle: {repeated} steps lost, losses {apart_cut:.1e} apart")
     if options.json:
         result.write(options.json, rows, started, speeds=speeds, limit_s=limit, load_before=load,
-                     loss_difference=apart, emulation="paced")  # fmt: skip
+                     loss_difference=apart, steps_lost=repeated, loss_difference_cut=apart_cut,
+                     emulation="paced")  # fmt: skip
 
 
 if __name__ == "__main__":

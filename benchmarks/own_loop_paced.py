@@ -69,7 +69,8 @@ def main() -> None:
         lab.backward(loss, weight=weight)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(lab.loss)
+        if lab.stepped:  # not in a batch that a lost rank has broken
+            losses.append(lab.loss)
     if options.losses and lab.is_main:
         options.losses.write_text(json.dumps(losses))
 
