@@ -85,6 +85,7 @@ def join(
     if not alone:
         with kept_random_state():  # the measurement of a device's precision draws numbers
             session = Session(precision)
+        session.world.hide_group()
         loop = RankLoop(session, given, micro_batch, wire, seed, (logs, run), state)
     _LABS.append(Lab(loop, state, (logs, run), allow))
     return _LABS[0]
