@@ -19,6 +19,7 @@ pytestmark = pytest.mark.mpi
 
 FUZZER = ROOT / "tests" / "fuzz_loop.py"
 LOOP = "tests/support/drivers/plain_loop.py"
+BATCHES = "tests/support/drivers/loop_of_batches.py"
 CASES = {
     "plain": {},
     "momentum, a cosine": {"opt": "sgd", "schedule": "cosine"},
@@ -62,6 +63,27 @@ def test_a_loop_trains_as_on_one_machine(jobs: Jobs, name: str) -> None:
     bare = play(jobs, 1, "", case | {"bare": True})
     assert bare["losses"]
     assert difference(bare, play(jobs, 3, "5,0,3", case)) < 2e-6
+
+
+def test_batches_of_a_function_do_not_depend_on_the_ranks(jobs: Jobs) -> None:
+    def play(ranks: int, shares: str, **case: Any) -> dict[str, Any]:
+        out = jobs.logs.parent / f"batches-{ranks}-{shares}.json"
+        case = {"logs": str(jobs.logs), "run": f"{ranks}-{shares}", **case}
+        variables = {"MOTLEY_SHARES": shares} if shares else {}
+        done = jobs.fork(ranks, BATCHES, json.dumps(case), out, **variables)
+        assert done.code == 0, done.output
+        result: dict[str, Any] = {} if "stop_at" in case else json.loads(out.read_text())
+        return result
+
+    one = play(1, "1")
+    assert difference(one, play(3, "5,0,3")) < 2e-6
+    steps = (jobs.logs / "3-5,0,3" / "steps.rank0.jsonl").read_text().splitlines()
+    assert len(steps) == len(one["losses"])  # the last one too
+    alone = play(1, "")
+    assert difference(one["states"], alone["states"]) < 2e-6
+    play(3, "1,1,1", run="stopped", stop_at=3)
+    rest = play(2, "1,2", run="stopped")
+    assert difference(one | {"losses": one["losses"][3:]}, rest) < 2e-6
 
 
 def test_other_loops_find_nothing() -> None:
@@ -153,6 +175,12 @@ REFUSED = {
     "exit": "let all ranks leave the loop after the same batch",
     "clipped": "use lab.clip_grad_norm_() to clip it",
     "steps apart": "use lab.batch in it",
+    "no optimizer": "in place of an update of your own",
+    "another optimizer": "pass it too, as in `lab.prepare(model, optimizer)`",
+    "ahead": "call next() on the loader after lab.backward()",
+    "a huge order": "num_samples=1_000_000",
+    "uneven batches": "batch 1 of lab.batches() has 3 rows, and batch 0 has 4",
+    "no rows": "return tensors whose dimension 0 counts the rows",
 }
 
 

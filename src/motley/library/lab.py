@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from motley.checkpoint.run import find_run
@@ -32,9 +33,10 @@ from motley.library.loop_state import (
     get_position,
     read_loop,
 )
+from motley.library.made_batches import MadeBatches
 from motley.library.piece_loader import check_loader
 from motley.library.rank_loop import RankLoop
-from motley.library.refusals import check_model, check_same, check_statistics
+from motley.library.refusals import check_model, check_optimizers, check_same, check_statistics
 from motley.library.sample_order import Batches, RandomState
 from motley.measure.process_group import promised_precision
 from motley.plan.length import TrainState
@@ -82,6 +84,8 @@ class Lab:
         self._checked = False  # True once the layers of all models were checked in this pass
         if loop is not None:
             loop.pause, loop.after_step = self._pause, self._save_if_due
+
+    _watches = False  # True once every optimizer's step is checked
 
     def __repr__(self) -> str:
         return f"Lab(rank {self.rank} of {self.size}, {self.device})"
@@ -164,6 +168,9 @@ class Lab:
         for each in objects:
             if not isinstance(each, nn.Module):
                 self._prepare_other(each)
+        if self._loop is not None and not self._watches:
+            register_optimizer_step_pre_hook(self._check_step)
+            self._watches = True
         return objects[0] if len(objects) == 1 else objects
 
     def _prepare_model(self, model: nn.Module) -> None:
@@ -202,6 +209,18 @@ class Lab:
                 "schedulers and a GradScaler; lab.register() takes other objects with a state"
             )
         self._state.add(each)
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise MotleyError if an optimizer would step with this rank's gradient alone."""
+        if any(each is optimizer for each in self._state.optimizers):
+            return
+        known = {id(p) for model in self._state.models for p in model.parameters()}
+        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            raise MotleyError(
+                f"lab.prepare() was not given this {type(optimizer).__name__}, which would step "
+                "with the gradient of one rank alone: pass it too, as in "
+                "`lab.prepare(model, optimizer)`"
+            )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         known = {id(p) for model in self._state.models for p in model.parameters()}
@@ -256,6 +275,34 @@ class Lab:
         if train:
             self._loaders.append(result)
         return result
+
+    def batches(
+        self, make: Callable[[int], Any], count: int, seed: int = 0, train: bool = True
+    ) -> LabLoader:
+        """Return a loader of this rank's rows of batches that a function makes.
+
+        For a script that has no DataLoader. Every rank calls the function for the whole batch of
+        all ranks, and keeps its rows::
+
+            train = lab.batches(lambda n: get_batch("train"), count=5000)
+            for x, y in train:
+                ...
+
+        Args:
+            make: returns the batch of a number, which counts from 0 in each pass: tensors, or a
+                tuple, list or dictionary of tensors, with the rows in dimension 0. The batch may
+                depend on this number and on random numbers, which are the same on all ranks.
+            count: number of batches.
+            seed: seed of the function's random numbers. The random numbers of a batch depend on
+                this seed and the batch's number alone, also in a process that is alone.
+            train: as for :meth:`loader`.
+
+        Raises:
+            MotleyError: a batch has no rows, or another number of rows than the first.
+        """
+        if count < 1:
+            raise MotleyError(f"lab.batches(count={count}): give 1 batch or more")
+        return self.loader(MadeBatches(make, count, seed, self.device).loader(), train)
 
     # -- the loop
 
@@ -329,7 +376,9 @@ class Lab:
             return
         if not self._checked:  # here, because a script may change the mode of layers until now
             check_statistics(self._state.models, self._allow)
+            check_optimizers(self._state.optimizers)
             self._checked = True
+        self._position.check_loss(loss)
         self._loop.gate.backward(loss, weight, reduction, options)
 
     def step(self, compute: Callable[[Any], Any], rows: Any, **options: Any) -> Tensor | None:

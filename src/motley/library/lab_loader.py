@@ -1,5 +1,6 @@
 """The loader that ``lab.loader()`` returns."""
 
+import atexit
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -49,6 +50,8 @@ class LabLoader:
         self.generators = list_generators(source)  # a sampler may make another one on rank 0
         if loop is not None:
             self._pieces = PieceReader(source, loop.schedule, lambda: loop.rank, loop.seed)
+            if train:  # a script may end without leaving its loop, and with it the last step
+                atexit.register(loop.leave_pass)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -110,6 +113,7 @@ class LabLoader:
     def _train_pass(self, loop: RankLoop) -> Iterator[Any]:
         for piece, rows in self._read_pass(loop):
             loop.begin_piece(piece)
+            self._position.mark_rows()
             yield rows
 
     def _read_pass(self, loop: RankLoop) -> Iterator[tuple[Piece, Any]]:
