@@ -54,7 +54,7 @@ class LoopPosition:
         """Note that the user's code gets rows now."""
         with torch.inference_mode(mode=False), torch.enable_grad():
             node = torch.zeros((), requires_grad=True).clone().grad_fn
-        self._first_node = node._sequence_nr()  # type: ignore[union-attr, attr-defined]
+        self._first_node = node._sequence_nr()  # type: ignore[union-attr]
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Raise MotleyError if a loss was computed before the loader yielded the present rows."""

@@ -110,7 +110,8 @@ class SampleOrder:
             assert loader.batch_sampler is not None
             if is_consecutive(loader):
                 return None, [], before, RandomState()
-            numbers, others, sizes = array("q"), [], []
+            numbers, sizes = array("q"), []
+            others: list[Any] = []
             for batch in map(list, loader.batch_sampler):
                 sizes.append(len(batch))
                 if not others and all(isinstance(index, int) for index in batch):
