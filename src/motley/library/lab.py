@@ -260,7 +260,8 @@ class Lab:
         Args:
             loader: the loader of a script for one machine.
             train: False for held-out data, whose rows need no :meth:`backward`. Ranks may get
-                different numbers of batches.
+                different numbers of batches. A pass in ``torch.no_grad()`` is one over held-out
+                data in any case.
 
         Raises:
             MotleyError: the rows cannot be divided among ranks.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from motley.errors import MotleyError
@@ -63,9 +64,11 @@ class LabLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loop = self._loop
+        # Without gradients a pass over training data is an evaluation.
+        trains = self._train and torch.is_grad_enabled()
         if loop is None:
-            return self._bare_pass() if self._train else iter(self.source)
-        return self._train_pass(loop) if self._train else self._held_out_pass(loop)
+            return self._bare_pass() if trains else iter(self.source)
+        return self._train_pass(loop) if trains else self._held_out_pass(loop)
 
     def _held_out_pass(self, loop: RankLoop) -> Iterator[Any]:
         batches = self._draw(loop)

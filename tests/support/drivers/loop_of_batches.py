@@ -38,7 +38,8 @@ def main(case: dict[str, Any], out: Path) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     lab.prepare(model, optimizer)
-    train = iter(lab.batches(get_batch, STEPS * ACCUMULATE, seed=5))
+    batches = lab.batches(get_batch, STEPS * ACCUMULATE, seed=5)
+    train = iter(batches)
     held_out = lab.batches(lambda n: torch.full((7, 4), n / 10), 3, train=False)
     lab.resume()
     losses = []
@@ -61,6 +62,9 @@ def main(case: dict[str, Any], out: Path) -> None:
             total, count = total + float(model(x).sum()), count + len(x)
     total, count = lab.reduce((total, count))
     assert count == 21
+    with torch.no_grad():
+        seen = lab.reduce(sum(len(rows["x"]) for rows in batches))
+    assert seen == STEPS * ACCUMULATE * ROWS - 5
     states = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
     result = {"losses": losses, "states": states, "score": total}
     if lab.is_main:
