@@ -86,6 +86,17 @@ def test_batches_of_a_function_do_not_depend_on_the_ranks(jobs: Jobs) -> None:
     assert difference(one | {"losses": one["losses"][3:]}, rest) < 2e-6
 
 
+def test_a_lost_rank_costs_no_batch_of_a_function(jobs: Jobs) -> None:
+    case, out = {"logs": str(jobs.logs)}, jobs.logs.parent / "out.json"
+    kept = []
+    for ranks, shares, more in ((1, "1", {}), (3, "5,2,3", {"kill": (2, 5, 0)})):
+        words = json.dumps(case | {"run": shares} | more)
+        done = jobs.fork(ranks, BATCHES, words, out, **SURVIVE, MOTLEY_SHARES=shares)
+        kept.append(json.loads(out.read_text()))
+        assert ("on with 2 of 3 ranks" in done.output) == bool(more), done.output
+    assert difference(*kept) < 2e-6
+
+
 def test_other_loops_find_nothing() -> None:
     seed = f"{count_commits()}"
     words = [sys.executable, FUZZER, "--count", "8", "--seed", seed]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from plain_loop import kill_rank
 from torch import Tensor, nn
 
 import motley
@@ -29,6 +30,8 @@ def get_batch(number: int) -> dict[str, Any]:
 
 
 def main(case: dict[str, Any], out: Path) -> None:
+    if "kill" in case:
+        kill_rank(*case["kill"])
     torch.manual_seed(3)
     lab = motley.join(logs=case["logs"], run=case.get("run"))
     assert "RANK" not in os.environ, "the script would form a process group"
@@ -43,7 +46,8 @@ def main(case: dict[str, Any], out: Path) -> None:
     held_out = lab.batches(lambda n: torch.full((7, 4), n / 10), 3, train=False)
     lab.resume()
     losses = []
-    for step in range((lab.batch + 1) // ACCUMULATE, STEPS):
+    step = (lab.batch + 1) // ACCUMULATE
+    while step < STEPS:
         for _ in range(ACCUMULATE):
             rows = next(train)
             goal, (angle,) = rows["pair"]
@@ -52,8 +56,10 @@ def main(case: dict[str, Any], out: Path) -> None:
         norm = lab.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append([lab.loss, float(norm)])
-        if case.get("stop_at") == step + 1:
+        step += lab.stepped  # which a lost rank makes False
+        if lab.stepped:
+            losses.append([lab.loss, float(norm)])
+        if case.get("stop_at") == step:
             lab.save()
             sys.exit(0)
     total, count = 0.0, 0
