@@ -379,7 +379,7 @@ class Lab:
             check_statistics(self._state.models, self._allow)
             check_optimizers(self._state.optimizers)
             self._checked = True
-        self._position.check_loss(loss)
+        self._position.check_loss(loss, weight is None and reduction == "mean")
         self._loop.gate.backward(loss, weight, reduction, options)
 
     def step(self, compute: Callable[[Any], Any], rows: Any, **options: Any) -> Tensor | None:

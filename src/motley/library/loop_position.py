@@ -33,6 +33,10 @@ class LoopPosition:
         self.order: RandomState | None = None
         self.generators: list[torch.Tensor] = []
         self._first_node = 0  # number of the first node of a graph of the present rows
+        self._unused = 0  # pieces that were read since the last loss
+        self._losses = 0  # of the present piece
+        self._ahead = 0  # pieces that were read before the first loss of the present piece
+        self._times_ahead = 0  # number of times that a loss followed several pieces
 
     def start_epoch(self, epoch: int) -> None:
         """Start an epoch of ``lab.epochs``."""
@@ -55,9 +59,27 @@ class LoopPosition:
         with torch.inference_mode(mode=False), torch.enable_grad():
             node = torch.zeros((), requires_grad=True).clone().grad_fn
         self._first_node = node._sequence_nr()  # type: ignore[union-attr]
+        self._unused, self._losses = self._unused + 1, 0
 
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """Raise MotleyError if a loss was computed before the loader yielded the present rows."""
+    def check_loss(self, loss: torch.Tensor, is_mean: bool) -> None:
+        """Raise MotleyError if a loss is not one of the rows that the loader has yielded last.
+
+        Args:
+            loss: the loss.
+            is_mean: True if it counts by the number of these rows.
+        """
+        self._losses += 1
+        if self._losses == 1:
+            self._ahead, self._unused = self._unused, 0
+        elif self._losses == 2 and self._ahead > 1 and is_mean:
+            self._times_ahead += 1  # once, it may follow batches that a resumed script skips
+            if self._times_ahead == 2:
+                raise MotleyError(
+                    "several batches were read ahead, and each has a loss now, which would be "
+                    "weighed by the rows of the last batch: call backward() before the next batch "
+                    'is read, or with reduction="sum" for losses that are divided by the number '
+                    "of tokens of all ranks"
+                )
         node: Any = loss.grad_fn
         while node is not None and node.name() in _FACTORS:
             node = next((each for each, _ in node.next_functions if each is not None), None)

@@ -93,6 +93,10 @@ def main(case: str) -> None:
                 optimizer.add_param_group({"params": list(nn.Linear(4, 4).parameters())})
             case "ahead":
                 next(rest)
+            case "several ahead":
+                ahead = [rows, *next(rest)]
+                first, loss = (model(each).square().mean() for each in ahead)
+                lab.backward(first)
             case "exit":
                 if rank == 1 and lab.batch == 2:
                     sys.exit(0)
