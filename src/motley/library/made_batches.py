@@ -36,6 +36,8 @@ class MadeBatches(Dataset[int]):
     def __init__(
         self, make: Callable[[int], Any], count: int, seed: int, device: torch.device
     ) -> None:
+        if device.type == "cuda" and device.index is None:  # of a process that is alone
+            device = torch.device("cuda", torch.cuda.current_device())
         self._make, self._count, self._seed, self._device = make, count, seed, device
         self._last: tuple[int, Any] = (-1, None)  # number and content of the batch made last
         self._of_last = self._count_rows(count - 1)
@@ -84,7 +86,7 @@ class MadeBatches(Dataset[int]):
 
 
 def _list_gpus(device: torch.device) -> list[int]:
-    return [device.index or 0] if device.type == "cuda" else []
+    return [device.index] if device.type == "cuda" else []
 
 
 def _list_tensors(value: Any) -> Iterator[Any]:
