@@ -86,6 +86,9 @@ class Lab:
             loop.pause, loop.after_step = self._pause, self._save_if_due
 
     _watches = False  # True once every optimizer's step is checked
+    # Without other ranks: losses of the present step, and number of the batch after which it ended.
+    _losses: Tensor | None = None
+    _ended_at: int | None = None
 
     def __repr__(self) -> str:
         return f"Lab(rank {self.rank} of {self.size}, {self.device})"
@@ -193,13 +196,18 @@ class Lab:
                 "lab.prepare() was given a DataLoader: pass it to lab.loader(), with train=False "
                 "for held-out data"
             )
+        is_new = not self._state.has(each)
         if isinstance(each, torch.optim.Optimizer):
             self._check_optimizer(each)
             if gate:
                 gate.add_optimizer(each)
+            elif is_new:
+                each.register_step_post_hook(lambda *_: self._end_bare_step())
         elif isinstance(each, torch.amp.GradScaler):
             if gate:
                 gate.add_scaler(each)
+            elif is_new:
+                self._watch_updates(each)
         elif callable(getattr(each, "step", None)):  # a scheduler, of torch or of another package
             if gate:
                 gate.add_gated(each, "step")
@@ -209,6 +217,20 @@ class Lab:
                 "schedulers and a GradScaler; lab.register() takes other objects with a state"
             )
         self._state.add(each)
+
+    def _end_bare_step(self) -> None:
+        """Keep the loss of a step without other ranks."""
+        self._loss, self._ended_at = self._losses, self._position.step
+
+    def _watch_updates(self, scaler: Any) -> None:
+        """End a step without other ranks that a scaler skips, after which no optimizer steps."""
+        usual = scaler.update
+
+        def update(*args: Any, **options: Any) -> Any:
+            self._end_bare_step()
+            return usual(*args, **options)
+
+        scaler.update = update
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise MotleyError if an optimizer would step with this rank's gradient alone."""
@@ -372,7 +394,10 @@ class Lab:
             options: further arguments of ``Tensor.backward``.
         """
         if self._loop is None:
-            self._loss = loss.detach()
+            if self._ended_at not in (None, self._position.step):
+                self._losses = self._ended_at = None
+            own = loss.detach()
+            self._losses = own if self._losses is None else self._losses + own
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         if not self._checked:  # here, because a script may change the mode of layers until now
