@@ -25,6 +25,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "ragged": {"rows": 57},
         "resumed in mid-epoch": {"rows": 57, "resume": True},
         "accumulation": {"accumulate": 2, "rows": 53, "epochs": 2},
+        "a mean over labels": {"masked": True, "accumulate": 2, "rows": 53, "epochs": 1},
+        "smooth labels": {"smooth": 0.1, "rows": 29, "epochs": 2},
     },
     "accelerate": {
         "ragged": {"rows": 57, "save": True},

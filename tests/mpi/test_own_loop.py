@@ -19,6 +19,7 @@ pytestmark = pytest.mark.mpi
 
 FUZZER = ROOT / "tests" / "fuzz_loop.py"
 LOOP = "tests/support/drivers/plain_loop.py"
+BATCHES = "tests/support/drivers/loop_of_batches.py"
 CASES = {
     "plain": {},
     "momentum, a cosine": {"opt": "sgd", "schedule": "cosine"},
@@ -75,6 +76,38 @@ def test_batch_norms_over_groups_do_not_depend_on_the_shares(
         assert difference(bare, play(jobs, 3, "1,1,2", case | {"rows": 36, "bn_group": 12})) < 2e-6
     one = play(jobs, 1, "1", case | {"bn_group": 4})
     assert difference(one, play(jobs, 3, "5,0,3", case | {"bn_group": 4})) < 2e-6
+
+
+def test_batches_of_a_function_do_not_depend_on_the_ranks(jobs: Jobs) -> None:
+    def play(ranks: int, shares: str, **case: Any) -> dict[str, Any]:
+        out = jobs.logs.parent / f"batches-{ranks}-{shares}.json"
+        case = {"logs": str(jobs.logs), "run": f"{ranks}-{shares}", **case}
+        variables = {"MOTLEY_SHARES": shares} if shares else {}
+        done = jobs.fork(ranks, BATCHES, json.dumps(case), out, **variables)
+        assert done.code == 0, done.output
+        result: dict[str, Any] = {} if "stop_at" in case else json.loads(out.read_text())
+        return result
+
+    one = play(1, "1")
+    assert difference(one, play(3, "5,0,3")) < 2e-6
+    steps = (jobs.logs / "3-5,0,3" / "steps.rank0.jsonl").read_text().splitlines()
+    assert len(steps) == len(one["losses"])  # the last one too
+    alone = play(1, "")
+    assert difference(one, alone) < 2e-6  # among them the losses, each of several batches
+    play(3, "1,1,1", run="stopped", stop_at=3)
+    rest = play(2, "1,2", run="stopped")
+    assert difference(one | {"losses": one["losses"][3:]}, rest) < 2e-6
+
+
+def test_a_lost_rank_costs_no_batch_of_a_function(jobs: Jobs) -> None:
+    case, out = {"logs": str(jobs.logs)}, jobs.logs.parent / "out.json"
+    kept = []
+    for ranks, shares, more in ((1, "1", {}), (3, "5,2,3", {"kill": (2, 5, 0)})):
+        words = json.dumps(case | {"run": shares} | more)
+        done = jobs.fork(ranks, BATCHES, words, out, **SURVIVE, MOTLEY_SHARES=shares)
+        kept.append(json.loads(out.read_text()))
+        assert ("on with 2 of 3 ranks" in done.output) == bool(more), done.output
+    assert difference(*kept) < 2e-6
 
 
 def test_other_loops_find_nothing() -> None:
@@ -172,6 +205,13 @@ REFUSED = {
     "exit": "let all ranks leave the loop after the same batch",
     "clipped": "use lab.clip_grad_norm_() to clip it",
     "steps apart": "use lab.batch in it",
+    "no optimizer": "in place of an update of your own",
+    "another optimizer": "pass it too, as in `lab.prepare(model, optimizer)`",
+    "ahead": "call next() on the loader after lab.backward()",
+    "several ahead": 'or with reduction="sum" for losses that are divided',
+    "a huge order": "num_samples=1_000_000",
+    "uneven batches": "batch 1 of lab.batches() has 3 rows, and batch 0 has 4",
+    "no rows": "return tensors whose dimension 0 counts the rows",
 }
 
 

@@ -47,8 +47,8 @@ def report_failed_import(
         again = typed_command("bash setup/make_env.sh")
         print(
             f"motley: {error.name or 'a package'} cannot be imported on {os.uname().nodename}"
-            f"{where}: {error}; if it is one of the environment's own, {sys.prefix}, make that "
-            f"again there with: {again}",
+            f"{where}: {error}; install it there, as with {sys.prefix}/bin/pip install "
+            f"{error.name or 'NAME'}, or make the environment again with: {again}",
             file=sys.stderr,
             flush=True,
         )

@@ -426,6 +426,14 @@ class World:
         self._written = set(os.environ) - before
         return group_rank
 
+    def hide_group(self) -> None:
+        """Remove RANK and similar variables of :meth:`join_group`, once the group is formed.
+
+        A script that finds RANK acts as one of torchrun's ranks, and forms a group of its own.
+        """
+        for name in self._written & TORCHRUN_GROUP:
+            os.environ.pop(name, None)
+
     def _meeting_place(self, leader: int) -> tuple[str, int]:
         """Return the address and port at which rank ``leader`` will listen; all ranks call it."""
         if self.machines[leader] != self.machines[0] and self.has_fixed_master():

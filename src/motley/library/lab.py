@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from motley.checkpoint.run import find_run
@@ -32,9 +33,10 @@ from motley.library.loop_state import (
     get_position,
     read_loop,
 )
+from motley.library.made_batches import MadeBatches
 from motley.library.piece_loader import check_loader
 from motley.library.rank_loop import RankLoop
-from motley.library.refusals import check_model, check_same, check_statistics
+from motley.library.refusals import check_model, check_optimizers, check_same, check_statistics
 from motley.library.sample_order import Batches, RandomState
 from motley.measure.process_group import promised_precision
 from motley.plan.length import TrainState
@@ -82,6 +84,11 @@ class Lab:
         self._checked = False  # True once the layers of all models were checked in this pass
         if loop is not None:
             loop.pause, loop.after_step = self._pause, self._save_if_due
+
+    _watches = False  # True once every optimizer's step is checked
+    # Without other ranks: losses of the present step, and number of the batch after which it ended.
+    _losses: Tensor | None = None
+    _ended_at: int | None = None
 
     def __repr__(self) -> str:
         return f"Lab(rank {self.rank} of {self.size}, {self.device})"
@@ -164,6 +171,9 @@ class Lab:
         for each in objects:
             if not isinstance(each, nn.Module):
                 self._prepare_other(each)
+        if self._loop is not None and not self._watches:
+            register_optimizer_step_pre_hook(self._check_step)
+            self._watches = True
         return objects[0] if len(objects) == 1 else objects
 
     def _prepare_model(self, model: nn.Module) -> None:
@@ -187,13 +197,18 @@ class Lab:
                 "lab.prepare() was given a DataLoader: pass it to lab.loader(), with train=False "
                 "for held-out data"
             )
+        is_new = not self._state.has(each)
         if isinstance(each, torch.optim.Optimizer):
             self._check_optimizer(each)
             if gate:
                 gate.add_optimizer(each)
+            elif is_new:
+                each.register_step_post_hook(lambda *_: self._end_bare_step())
         elif isinstance(each, torch.amp.GradScaler):
             if gate:
                 gate.add_scaler(each)
+            elif is_new:
+                self._watch_updates(each)
         elif callable(getattr(each, "step", None)):  # a scheduler, of torch or of another package
             if gate:
                 gate.add_gated(each, "step")
@@ -203,6 +218,32 @@ class Lab:
                 "schedulers and a GradScaler; lab.register() takes other objects with a state"
             )
         self._state.add(each)
+
+    def _end_bare_step(self) -> None:
+        """Keep the loss of a step without other ranks."""
+        self._loss, self._ended_at = self._losses, self._position.step
+
+    def _watch_updates(self, scaler: Any) -> None:
+        """End a step without other ranks that a scaler skips, after which no optimizer steps."""
+        usual = scaler.update
+
+        def update(*args: Any, **options: Any) -> Any:
+            self._end_bare_step()
+            return usual(*args, **options)
+
+        scaler.update = update
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise MotleyError if an optimizer would step with this rank's gradient alone."""
+        if any(each is optimizer for each in self._state.optimizers):
+            return
+        known = {id(p) for model in self._state.models for p in model.parameters()}
+        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            raise MotleyError(
+                f"lab.prepare() was not given this {type(optimizer).__name__}, which would step "
+                "with the gradient of one rank alone: pass it too, as in "
+                "`lab.prepare(model, optimizer)`"
+            )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         known = {id(p) for model in self._state.models for p in model.parameters()}
@@ -242,7 +283,8 @@ class Lab:
         Args:
             loader: the loader of a script for one machine.
             train: False for held-out data, whose rows need no :meth:`backward`. Ranks may get
-                different numbers of batches.
+                different numbers of batches. A pass in ``torch.no_grad()`` is one over held-out
+                data in any case.
 
         Raises:
             MotleyError: the rows cannot be divided among ranks.
@@ -257,6 +299,34 @@ class Lab:
         if train:
             self._loaders.append(result)
         return result
+
+    def batches(
+        self, make: Callable[[int], Any], count: int, seed: int = 0, train: bool = True
+    ) -> LabLoader:
+        """Return a loader of this rank's rows of batches that a function makes.
+
+        For a script that has no DataLoader. Every rank calls the function for the whole batch of
+        all ranks, and keeps its rows::
+
+            train = lab.batches(lambda n: get_batch("train"), count=5000)
+            for x, y in train:
+                ...
+
+        Args:
+            make: returns the batch of a number, which counts from 0 in each pass: tensors, or a
+                tuple, list or dictionary of tensors, with the rows in dimension 0. The batch may
+                depend on this number and on random numbers, which are the same on all ranks.
+            count: number of batches.
+            seed: seed of the function's random numbers. The random numbers of a batch depend on
+                this seed and the batch's number alone, also in a process that is alone.
+            train: as for :meth:`loader`.
+
+        Raises:
+            MotleyError: a batch has no rows, or another number of rows than the first.
+        """
+        if count < 1:
+            raise MotleyError(f"lab.batches(count={count}): give 1 batch or more")
+        return self.loader(MadeBatches(make, count, seed, self.device).loader(), train)
 
     # -- the loop
 
@@ -325,12 +395,17 @@ class Lab:
             options: further arguments of ``Tensor.backward``.
         """
         if self._loop is None:
-            self._loss = loss.detach()
+            if self._ended_at not in (None, self._position.step):
+                self._losses = self._ended_at = None
+            own = loss.detach()
+            self._losses = own if self._losses is None else self._losses + own
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         if not self._checked:  # here, because a script may change the mode of layers until now
             check_statistics(self._state.models, self._allow)
+            check_optimizers(self._state.optimizers)
             self._checked = True
+        self._position.check_loss(loss, weight is None and reduction == "mean")
         self._loop.gate.backward(loss, weight, reduction, options)
 
     def step(self, compute: Callable[[Any], Any], rows: Any, **options: Any) -> Tensor | None:

@@ -1,9 +1,11 @@
 """The loader that ``lab.loader()`` returns."""
 
+import atexit
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from motley.errors import MotleyError
@@ -49,6 +51,8 @@ class LabLoader:
         self.generators = list_generators(source)  # a sampler may make another one on rank 0
         if loop is not None:
             self._pieces = PieceReader(source, loop.schedule, lambda: loop.rank, loop.seed)
+            if train:  # a script may end without leaving its loop, and with it the last step
+                atexit.register(loop.leave_pass)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -60,9 +64,11 @@ class LabLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loop = self._loop
+        # Without gradients a pass over training data is an evaluation.
+        trains = self._train and torch.is_grad_enabled()
         if loop is None:
-            return self._bare_pass() if self._train else iter(self.source)
-        return self._train_pass(loop) if self._train else self._held_out_pass(loop)
+            return self._bare_pass() if trains else iter(self.source)
+        return self._train_pass(loop) if trains else self._held_out_pass(loop)
 
     def _held_out_pass(self, loop: RankLoop) -> Iterator[Any]:
         batches = self._draw(loop)
@@ -110,6 +116,7 @@ class LabLoader:
     def _train_pass(self, loop: RankLoop) -> Iterator[Any]:
         for piece, rows in self._read_pass(loop):
             loop.begin_piece(piece)
+            self._position.mark_rows()
             yield rows
 
     def _read_pass(self, loop: RankLoop) -> Iterator[tuple[Piece, Any]]:

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from motley.errors import MotleyError
 from motley.library.sample_order import RandomState
+
+_FACTORS = ("MulBackward0", "DivBackward0")  # by which a script scales its loss
 
 
 class LoopPosition:
@@ -29,6 +32,11 @@ class LoopPosition:
         self.in_pass = self.is_done = self.counts_epochs = False
         self.order: RandomState | None = None
         self.generators: list[torch.Tensor] = []
+        self._first_node = 0  # number of the first node of a graph of the present rows
+        self._unused = 0  # pieces that were read since the last loss
+        self._losses = 0  # of the present piece
+        self._ahead = 0  # pieces that were read before the first loss of the present piece
+        self._times_ahead = 0  # number of times that a loss followed several pieces
 
     def start_epoch(self, epoch: int) -> None:
         """Start an epoch of ``lab.epochs``."""
@@ -45,6 +53,42 @@ class LoopPosition:
     def end_pass(self) -> None:
         """End the pass. The next one starts with its first batch."""
         self.in_pass, self.is_done, self.batch = False, True, 0
+
+    def mark_rows(self) -> None:
+        """Note that the user's code gets rows now."""
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            node = torch.zeros((), requires_grad=True).clone().grad_fn
+        self._first_node = node._sequence_nr()  # type: ignore[union-attr]
+        self._unused, self._losses = self._unused + 1, 0
+
+    def check_loss(self, loss: torch.Tensor, is_mean: bool) -> None:
+        """Raise MotleyError if a loss is not one of the rows that the loader has yielded last.
+
+        Args:
+            loss: the loss.
+            is_mean: True if it counts by the number of these rows.
+        """
+        self._losses += 1
+        if self._losses == 1:
+            self._ahead, self._unused = self._unused, 0
+        elif self._losses == 2 and self._ahead > 1 and is_mean:
+            self._times_ahead += 1  # once, it may follow batches that a resumed script skips
+            if self._times_ahead == 2:
+                raise MotleyError(
+                    "several batches were read ahead, and each has a loss now, which would be "
+                    "weighed by the rows of the last batch: call backward() before the next batch "
+                    'is read, or with reduction="sum" for losses that are divided by the number '
+                    "of tokens of all ranks"
+                )
+        node: Any = loss.grad_fn
+        while node is not None and node.name() in _FACTORS:
+            node = next((each for each, _ in node.next_functions if each is not None), None)
+        if node is not None and node._sequence_nr() < self._first_node:
+            raise MotleyError(
+                "the loss was computed before the loader yielded its last rows, so it is a loss of "
+                "other rows: call next() on the loader after lab.backward(), and read ahead with "
+                "DataLoader(..., num_workers=2)"
+            )
 
     def state_dict(self, order: RandomState, generators: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the position for a checkpoint.

@@ -76,6 +76,8 @@ class LoopRecords:
         self._wire_s: deque[float] = deque(maxlen=8)  # seconds on the wire in the last steps
         self.full_batch = 0
         self.advice = "lab.resume() continues from the last lab.save()"
+        again = "start the script again"
+        world.supervisor.before_end(lambda: None, lambda _: again, clear_line="", if_lost=again)
 
     @property
     def run(self) -> Run:

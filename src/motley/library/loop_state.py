@@ -45,6 +45,10 @@ class LoopState:
         if not any(each is owner for each in chosen):
             chosen.append(owner)
 
+    def has(self, owner: Any) -> bool:
+        """Return True if an object was added."""
+        return any(each is owner for each in (*self.models, *self.optimizers, *self._others))
+
     def take(self, keep: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the state of all objects: JSON, and tensors by name.
 

@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from motley.data.source import make_seed, make_seeds, slices
 from motley.errors import MotleyError
-from motley.library.sample_order import Batches, kept_random_state
+from motley.library.made_batches import MadeBatches
+from motley.library.sample_order import Batches, is_consecutive, kept_random_state
 from motley.library.share_schedule import Piece, ShareSchedule
 
+MOST_ROWS = 2**27  # in the order of an epoch, which takes 8 bytes a row
 Key = tuple[Any, int]  # index of a row, and the seed of its random numbers
 
 
@@ -40,6 +42,8 @@ class SeededRows(Dataset[Any]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
+        if isinstance(self._rows, MadeBatches):  # which seeds its own random numbers
+            return [index for index, _ in keys]
         if torch.utils.data.get_worker_info() is not None:
             return [self._read(*key) for key in keys]
         with kept_random_state():  # this is the user's own process
@@ -68,7 +72,7 @@ def check_loader(loader: Any) -> None:
         raise MotleyError(
             f"lab.loader() was given a {type(loader).__name__}, and divides the batches of a "
             "torch.utils.data.DataLoader: pass the DataLoader itself, before anything wraps or "
-            "reads it"
+            "reads it, or pass a function that makes a batch to lab.batches()"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise MotleyError(
@@ -87,12 +91,18 @@ def check_loader(loader: Any) -> None:
             "torch.utils.data.DataLoader, and move the change to collate_fn or to the loop"
         )
     try:
-        len(loader.batch_sampler)  # type: ignore[arg-type]
+        rows = len(loader.batch_sampler) * (loader.batch_size or 1)  # type: ignore[arg-type]
     except TypeError:
         raise MotleyError(
             f"{type(loader.sampler).__name__} has no length, so ranks cannot agree on the end of "
             "an epoch: give the sampler a __len__(), or draw a fixed number of indices an epoch"
         ) from None
+    if rows > MOST_ROWS and not is_consecutive(loader):
+        raise MotleyError(
+            f"the {type(loader.sampler).__name__} draws {rows:,} rows an epoch, whose order is "
+            f"drawn at once and may have {MOST_ROWS:,} rows: give it a smaller number, as in "
+            f"RandomSampler(rows, replacement=True, num_samples=1_000_000), and loop over epochs"
+        )
 
 
 class RankReader:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 from motley.comm.collectives import all_gather_object
 from motley.errors import MotleyError
@@ -52,6 +53,16 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
             "statistics over groups of 32 rows, call .eval() on these layers, replace them by a "
             "GroupNorm, or accept statistics of each rank's own rows with "
             'motley.join(allow=["batch_norm"])'
+        )
+
+
+def check_optimizers(optimizers: Collection[Optimizer]) -> None:
+    """Raise MotleyError if there is no optimizer whose step adds up the ranks' gradients."""
+    if not optimizers:
+        raise MotleyError(
+            "lab.prepare() was given no optimizer, and the ranks add up their gradients in "
+            "optimizer.step(): write `optimizer = torch.optim.SGD(model.parameters(), lr=0.1)` in "
+            "place of an update of your own, and `lab.prepare(model, optimizer)`"
         )
 
 

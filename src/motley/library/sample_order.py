@@ -7,6 +7,7 @@ loader was read. A stream of their own keeps them apart from the numbers that a 
 
 import contextlib
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from motley.comm.collectives import broadcast_object
 
@@ -95,6 +96,8 @@ class SampleOrder:
         (indices, sizes, self.before, self.state), states = drawn
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        if indices is None:
+            return ConsecutiveBatches.read(loader)
         return take_parts(indices.tolist() if isinstance(indices, np.ndarray) else indices, sizes)
 
     def _draw_here(self, loader: "DataLoader[Any]") -> tuple[Any, list[int], Any, Any]:
@@ -105,15 +108,59 @@ class SampleOrder:
             # A DataLoader draws this number for its workers before its sampler draws.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             assert loader.batch_sampler is not None
-            batches = [list(batch) for batch in loader.batch_sampler]
+            if is_consecutive(loader):
+                return None, [], before, RandomState()
+            numbers, sizes = array("q"), []
+            others: list[Any] = []
+            for batch in map(list, loader.batch_sampler):
+                sizes.append(len(batch))
+                if not others and all(isinstance(index, int) for index in batch):
+                    numbers.extend(batch)  # 8 bytes each
+                else:
+                    others += batch
             after = RandomState()
         finally:
             usual.restore()
-        sizes = [len(batch) for batch in batches]
-        flat = [index for batch in batches for index in batch]
-        if all(isinstance(index, int) for index in flat):  # 8 bytes each
-            return np.array(flat, dtype=np.int64), sizes, before, after
-        return flat, sizes, before, after
+        if others:
+            return [*numbers, *others], sizes, before, after
+        return np.array(numbers, dtype=np.int64), sizes, before, after
+
+
+class ConsecutiveBatches(Sequence[range]):
+    """The batches of rows in their order, which take no memory.
+
+    Args:
+        rows: number of rows of the data set.
+        size: number of rows of a batch.
+        count: number of batches.
+    """
+
+    def __init__(self, rows: int, size: int, count: int) -> None:
+        self._rows, self._size, self._count = rows, size, count
+
+    @classmethod
+    def read(cls, loader: "DataLoader[Any]") -> "ConsecutiveBatches":
+        """Return the batches of a loader for which :func:`is_consecutive` holds."""
+        assert isinstance(loader.batch_sampler, BatchSampler)
+        sampler = loader.batch_sampler
+        return cls(len(sampler.sampler), sampler.batch_size, len(sampler))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(self._count))]
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        start = number * self._size
+        return range(start, min(start + self._size, self._rows))
+
+
+def is_consecutive(loader: "DataLoader[Any]") -> bool:
+    """Return True if the batches of a loader have the rows of its data set in their order."""
+    sampler = loader.batch_sampler
+    return type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler
 
 
 def take_parts(values: Sequence[Any], sizes: Sequence[int]) -> Batches:

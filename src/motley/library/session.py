@@ -62,6 +62,7 @@ class Session:
     def join_group(self, group: ProcessGroup) -> None:
         """Use a process group, which this rank has joined or is left out of."""
         self.group, launched = group, self.rebuild.world
+        launched.hide_group()
         self.catch_errors()
         if group.rank is not None:
             self.world = launched.among(group.ranks(launched), all_gather_object)

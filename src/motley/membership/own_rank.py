@@ -30,6 +30,7 @@ from motley.membership.survivors import GroupPlace, Survivors
 
 _LINKS_S = 2.0  # between two checks of this process's connections
 _STOPS = (signal.SIGTERM, signal.SIGINT)
+_BLOCKED = threading.local()  # signals that a thread blocked before it forked
 
 
 @dataclass
@@ -83,6 +84,10 @@ class Outbox:
         # The C-level handler writes the signal's number here at once, even while the main
         # thread sits inside a collective and cannot run Python.
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        os.register_at_fork(
+            before=_block_stops, after_in_parent=_unblock_stops,
+            after_in_child=_leave_signals_to_parent,
+        )  # fmt: skip
 
     def read_signals(self) -> list[int]:
         """Return the stop signals since the last call, and queue the requests of other signals."""
@@ -325,6 +330,25 @@ def _leave_to_watching_thread(number: int, frame: object) -> None:
 
     The watching thread acts on the signal, whose number C code writes to its pipe.
     """
+
+
+def _block_stops() -> None:
+    """Block stop signals in the thread that forks, until the child has handlers of its own."""
+    _BLOCKED.before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+
+
+def _unblock_stops() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED.before)
+
+
+def _leave_signals_to_parent() -> None:
+    """Let a forked child end by SIGTERM, and report none of its signals as those of this rank.
+
+    ``multiprocessing.Pool`` ends its processes by SIGTERM. They share the pipe of this rank.
+    """
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unblock_stops()
 
 
 HOLD_S = 60.0  # that a rescue may take

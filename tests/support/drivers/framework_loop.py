@@ -47,6 +47,8 @@ class Case:
     save: bool = False
     resume: bool = False
     steps: int = -1
+    masked: bool = False  # a model whose loss is a mean over labels, whatever their number is
+    smooth: float = 0.0  # a loss of the Trainer's own, which is such a mean too
     slow: int | None = None  # rank that takes 10 ms for each row
     kill: list[int] = field(default_factory=list)  # rank, step, place; see kill_rank
 
@@ -152,9 +154,16 @@ def train_transformers(case: Case, lab: Any) -> dict[str, Any]:
         vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
-    lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
-    model = peft.get_peft_model(model, lora)
+    if case.masked:
+        model = transformers.BertForMaskedLM(transformers.BertConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        ))  # fmt: skip
+    else:
+        lora = peft.LoraConfig(
+            r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0
+        )
+        model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
     ranks = 1 if lab is None else lab.size
     args = transformers.TrainingArguments(
         case.folder, per_device_train_batch_size=case.batch // case.accumulate // ranks,
@@ -162,6 +171,7 @@ def train_transformers(case: Case, lab: Any) -> dict[str, Any]:
         num_train_epochs=case.epochs, max_steps=case.steps, logging_steps=1, report_to=[],
         use_cpu=True, learning_rate=0.01, max_grad_norm=case.clip, eval_strategy="epoch",
         save_strategy="steps", save_steps=3, disable_tqdm=True, eval_do_concat_batches=True,
+        label_smoothing_factor=case.smooth,
     )  # fmt: skip
     trainer = trainer_class(
         model=model, args=args, train_dataset=Texts(case.rows), eval_dataset=Texts(17, 6),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 import motley
 
@@ -50,7 +50,9 @@ def main(case: str) -> None:
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     if case == "LBFGS":
         optimizer = torch.optim.LBFGS(model.parameters())
-    lab.prepare(model, optimizer)
+    lab.prepare(model, *([optimizer] if case not in ("no optimizer", "another optimizer") else []))
+    if case == "another optimizer":
+        lab.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     loader: Any = DataLoader(data, batch_size=4)
     match case:
         case "an iterator":
@@ -61,13 +63,21 @@ def main(case: str) -> None:
             loader = DataLoader(data, batch_size=4, sampler=Endless())
         case "no batches":
             loader = DataLoader(data, batch_size=None)
-    train = lab.loader(loader)
+        case "a huge order":
+            huge = RandomSampler(data, replacement=True, num_samples=10**10)
+            loader = DataLoader(data, batch_size=4, sampler=huge)
+        case "uneven batches":
+            train = lab.batches(lambda n: (torch.zeros(4 - n % 2, 4),), 5)
+        case "no rows":
+            lab.batches(lambda n: {"x": torch.zeros(4, 2), "y": torch.zeros(2)}, 5)
+    train = train if case == "uneven batches" else lab.loader(loader)
     if case == "prepared loader":
         lab.prepare(loader)
     if case == "outside":
         lab.backward(model(torch.randn(2, 4)).sum())
-    for (rows,) in train:
-        loss = model(rows).square().mean()
+    rest = iter(train)
+    for (rows,) in rest:
+        loss = model(rows).square().mean() / 2
         match case:
             case "rows":
                 loss = model(rows).square().mean(1)
@@ -81,6 +91,12 @@ def main(case: str) -> None:
                 next(iter(train))
             case "a parameter":
                 optimizer.add_param_group({"params": list(nn.Linear(4, 4).parameters())})
+            case "ahead":
+                next(rest)
+            case "several ahead":
+                ahead = [rows, *next(rest)]
+                first, loss = (model(each).square().mean() for each in ahead)
+                lab.backward(first)
             case "exit":
                 if rank == 1 and lab.batch == 2:
                     sys.exit(0)

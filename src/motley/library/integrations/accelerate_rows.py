@@ -61,6 +61,8 @@ class AcceleratedLoader(FrameworkLoader):
                 if size != self.loop.size:  # the accumulation starts again
                     self._accelerator.step, size = 0, self.loop.size
                 self.end_of_dataloader = piece.last and piece.batch == len(self) - 1
+                if piece is self.loop.piece:
+                    self._position.mark_rows()
                 if self.reads_ahead:
                     yield piece, rows
                 else:

@@ -16,21 +16,26 @@ passes on every rank. Labels are counted over the whole step on all ranks, whate
 gradient accumulation, and a smaller last batch.
 """
 
+import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from motley.errors import MotleyError
 from motley.library.integrations.accelerate_rows import skip_first_batches
 from motley.library.integrations.framework_loader import get_lab
 from motley.library.integrations.trainer_parts import TrainerParts, check_trainer
+from motley.library.sample_order import kept_random_state
 from motley.library.share_schedule import Piece
 from motley.registry import import_extra
 
 transformers = import_extra("transformers", "motley's Trainer", "transformers[torch]")
 transformers.trainer.skip_first_batches = skip_first_batches  # which knows the lab's loaders
 _Trainer: Any = transformers.Trainer
+_TOLERANCE = 0.1  # of the ratio of two losses, which bf16 rounds
 
 
 class GlobalBatch(dict[str, Any]):
@@ -45,6 +50,10 @@ class MotleyTrainerMixin(TrainerParts):
     """The methods that let a Trainer, or a subclass of it, train on all ranks of the lab."""
 
     _counted = False  # True if the labels of the present batch were counted
+    # True if the loss is a sum divided by the number of labels that the Trainer passes to the
+    # model; False if the loss ignores this number, and is a mean over labels; None: not known yet.
+    _divides: bool | None = None
+    _label_parts: Mapping[Piece, float] = {}  # of the labels of their global batch
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         self.lab = get_lab(type(self).__name__)
@@ -93,9 +102,61 @@ class MotleyTrainerMixin(TrainerParts):
             for pair in getattr(batch, "pieces", [(self.accelerator.piece, batch)])
         ]  # fmt: skip
         own = [rows for piece, rows in pairs if piece.rows]
-        count = super()._get_num_items_in_batch(own or [pairs[0][1]], device)
+        count_labels = super()._get_num_items_in_batch
+        count = count_labels(own or [pairs[0][1]], device)
         self._counted = count is not None
-        return self.lab.reduce(count if own else count * 0) if self._counted else None
+        if not self._counted:
+            return None
+        total = self.lab.reduce(count if own else count * 0)
+        scales = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if scales and self.loss_is_scaled_for_ga is None:
+            if self._divides is None:
+                self._divides = self._try_loss(pairs[0][1], total)
+            if self._divides is False:
+                counts = {piece: int(count_labels([rows], device)) for piece, rows in pairs}
+                self._label_parts = self._divide_labels(counts)
+        return total
+
+    def _divide_labels(self: Any, counts: Mapping[Piece, int]) -> dict[Piece, float]:
+        """Return the part of each piece in the labels of its global batch; all ranks call it."""
+        steps = sorted({piece.step for piece in counts})
+        own = [
+            sum(count for piece, count in counts.items() if piece.step == step and piece.rows)
+            for step in steps
+        ]
+        totals = dict(zip(steps, self.lab.reduce(own), strict=True))
+        return {piece: count / max(1, totals[piece.step]) for piece, count in counts.items()}
+
+    def _try_loss(self: Any, rows: Any, count: Any) -> bool | None:
+        """Return True if the loss is divided by the number of labels; all ranks call it.
+
+        Many models accept this number and ignore it, as those that classify sequences. The loss is
+        therefore computed with this number and with twice this number.
+        """
+        inputs = self._prepare_inputs(dict(rows))
+        losses = []
+        for number in (count, count * 2):
+            gpus = [self.lab.device.index or 0] if self.lab.device.type == "cuda" else []
+            with (
+                torch.no_grad(), kept_random_state(), torch.random.fork_rng(gpus),
+                self.compute_loss_context_manager(),
+            ):  # fmt: skip
+                loss = _Trainer.compute_loss(
+                    self, self.model, dict(inputs), num_items_in_batch=number
+                )
+            losses.append(float(loss))
+        ratio = losses[0] / losses[1] if losses[1] else math.nan
+        found = next((each for each in self.lab._loop.gather_objects(ratio) if each == each), None)
+        if found is None:
+            return None
+        if min(abs(found - 1), abs(found - 2)) > _TOLERANCE:
+            raise MotleyError(
+                f"the loss of {type(self.model).__name__} is neither a mean over labels nor a sum "
+                "divided by num_items_in_batch, so nothing says how the losses of ranks add up: "
+                "write a compute_loss that returns a mean over rows, and `loss_is_scaled_for_ga = "
+                "False` in its class"
+            )
+        return bool(abs(found - 2) < _TOLERANCE)
 
     def _is_sum(self: Any) -> bool:
         """Return True if the losses of all ranks add up to that of the global batch."""
@@ -108,7 +169,12 @@ class MotleyTrainerMixin(TrainerParts):
         """Return the part that this rank's rows have in the loss of the global batch."""
         if not piece.rows:
             return torch.zeros_like(loss)
-        return loss if self._is_sum() else loss * (piece.rows / piece.global_rows)
+        part: float = piece.rows / piece.global_rows
+        return loss * (self._get_label_part(piece) if self._is_sum() else part)
+
+    def _get_label_part(self: Any, piece: Piece) -> float:
+        """Return the factor that makes the losses of ranks add up: 1 if they are divided."""
+        return 1.0 if self._divides is not False else self._label_parts[piece]
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Compute the pieces of one global batch, and return this rank's part of its loss."""
@@ -116,7 +182,11 @@ class MotleyTrainerMixin(TrainerParts):
             return super().training_step(model, inputs, num_items_in_batch)
         backward = partial(type(self.accelerator).backward, self.accelerator)
         reduction = "sum" if self._is_sum() else "mean"
-        self.accelerator.backward = partial(backward, reduction=reduction)
+
+        def scaled(loss: Tensor, **options: Any) -> None:
+            backward(loss * self._get_label_part(piece), reduction=reduction, **options)
+
+        self.accelerator.backward = scaled if reduction == "sum" else backward
         total = torch.zeros((), device=self.lab.device)
         for piece, rows in inputs.pieces:
             self.lab._loop.gate.end_piece()  # of the piece before

@@ -1,0 +1,131 @@
+"""Batches that a user's function makes, as a data set whose rows the ranks divide.
+
+Scripts without a DataLoader have a function such as ``get_batch()``, which draws rows at random or
+cuts them out of tensors in memory. Every rank calls it for the whole global batch, and keeps its
+own rows.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from motley.data.source import make_seed
+from motley.engines.named_state import seed_random
+from motley.errors import MotleyError
+from motley.library.sample_order import kept_random_state
+
+
+class MadeBatches(Dataset[int]):
+    """The rows of batches that a function makes. An item is the row's number.
+
+    Args:
+        make: returns the global batch of a number.
+        count: number of batches.
+        seed: seed of the random numbers of ``make``.
+        device: device of this rank.
+
+    Attributes:
+        rows: number of rows of a batch; the last batch may have fewer.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Any], count: int, seed: int, device: torch.device
+    ) -> None:
+        if device.type == "cuda" and device.index is None:  # of a process that is alone
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._make, self._count, self._seed, self._device = make, count, seed, device
+        self._last: tuple[int, Any] = (-1, None)  # number and content of the batch made last
+        self._of_last = self._count_rows(count - 1)
+        self.rows = self._count_rows(0)
+        if self._of_last > self.rows:
+            self._refuse(count - 1, self._of_last)
+
+    def __len__(self) -> int:
+        return self.rows * (self._count - 1) + self._of_last
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def loader(self) -> "DataLoader[Any]":
+        """Return a loader of the batches in their order."""
+        return DataLoader(self, batch_size=self.rows, collate_fn=self.take)
+
+    def take(self, indices: Sequence[int]) -> Any:
+        """Return some rows of one batch, whose numbers are consecutive."""
+        number, start = divmod(indices[0], self.rows)
+        batch = self._get(number)
+        size, usual = _count_rows(batch), self._of_last if number == self._count - 1 else self.rows
+        if size != usual:
+            self._refuse(number, size)
+        return batch if len(indices) == size else _cut(batch, slice(start, start + len(indices)))
+
+    def _count_rows(self, number: int) -> int:
+        return _count_rows(self._get(number))
+
+    def _get(self, number: int) -> Any:
+        """Return a batch, made with random numbers that depend on the seed and its number."""
+        if self._last[0] != number:
+            with kept_random_state(), torch.random.fork_rng(_list_gpus(self._device)):
+                seed = make_seed(self._seed, number)
+                seed_random(seed, self._device)
+                np.random.seed(seed % 2**32)
+                random.seed(seed)
+                self._last = number, self._make(number)
+        return self._last[1]
+
+    def _refuse(self, number: int, size: int) -> None:
+        raise MotleyError(
+            f"batch {number} of lab.batches() has {size} rows, and batch 0 has {self.rows}: make "
+            "batches of one size, of which the last alone may be smaller"
+        )
+
+
+def _list_gpus(device: torch.device) -> list[int]:
+    return [device.index] if device.type == "cuda" else []
+
+
+def _list_tensors(value: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays of a batch that have rows."""
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _list_tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _list_tensors(each)
+
+
+def _count_rows(batch: Any) -> int:
+    """Return the number of rows of a batch.
+
+    Raises:
+        MotleyError: its tensors have none, or different numbers.
+    """
+    sizes = sorted({len(each) for each in _list_tensors(batch)})
+    if len(sizes) != 1 or not sizes[0]:
+        found = f"tensors with {' and '.join(map(str, sizes))} rows" if sizes else "no tensor"
+        raise MotleyError(
+            f"the function of lab.batches() returned {found}: return tensors whose dimension 0 "
+            "counts the rows of the batch, such as x.transpose(0, 1)"
+        )
+    return sizes[0]
+
+
+def _cut(value: Any, rows: slice) -> Any:
+    """Return a batch of the same structure with some of its rows."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value[rows] if value.ndim else value
+    if isinstance(value, Mapping):
+        return {key: _cut(each, rows) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(_cut(each, rows) for each in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cut(each, rows) for each in value)
+    return value
