@@ -67,6 +67,17 @@ def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Pa
     assert [epoch["samples"] for epoch in epochs] == [7, 7]
 
 
+def test_a_metric_that_nobody_has_or_of_unknown_direction(jobs: Jobs, tmp_path: Path) -> None:
+    line = refused(jobs, DDP, "--keep-best", "top2", ranks=2)
+    assert "metric top2 (nearest: top" in line and "--keep-best: top1, top5, loss" in line
+    (tmp_path / "mine.py").write_text(
+        (ROOT / "examples/my_task.py").read_text()
+        + "\n    def summary(self, means):\n        return {**means, 'skill': 1.0}\n"
+    )
+    words = ("--task", tmp_path / "mine.py", "--keep-best", "skill", "--stop-after", 1)
+    assert "write --keep-best skill:max or --keep-best skill:min" in refused(jobs, DDP, *words)
+
+
 def test_an_unwritable_logs_folder(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = jobs.fork(2, DDP, "--logs", tmp_path / "file")

@@ -167,6 +167,25 @@ class Duration:
         return self.text
 
 
+MIN, MAX = "min", "max"  # directions of a metric: less is better, or more
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The name of a metric, with the direction that a user typed for it.
+
+    Attributes:
+        name: name of the metric, as an evaluation records it.
+        direction: ``min`` or ``max``; empty: that of the task.
+    """
+
+    name: str
+    direction: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.direction}" if self.direction else self.name
+
+
 SLOWEST, ALL = "slowest", "all"  # ranks to profile
 
 
@@ -215,6 +234,16 @@ def steps_or_time(text: str) -> int | Duration:
         return Duration(text, seconds)
     says = "a number of steps of 1 or more, or a time, as 90s, 10m or 1h30m"
     return int(_number(text, int, 1, 2**62, says))
+
+
+def metric(text: str) -> Metric:
+    """Read the name of a metric, as loss or accuracy:max."""
+    name, colon, direction = text.partition(":")
+    if not name or (colon and direction not in (MIN, MAX)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a metric, as loss, or one with {MIN} or {MAX}, as accuracy:{MAX}"
+        )
+    return Metric(name, direction)
 
 
 def natural(text: str) -> int:

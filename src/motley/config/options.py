@@ -13,12 +13,14 @@ from motley.config.option import (
     SLOWEST,
     Decides,
     Duration,
+    Metric,
     Option,
     StepSpan,
     above_zero,
     batch_size,
     fraction,
     get_options,
+    metric,
     names,
     natural,
     naturals,
@@ -191,6 +193,30 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
+class EvaluationOptions:
+    """evaluation"""
+
+    eval_every: int | Duration | None = option(
+        "steps, or time, as 10m, between evaluations of the held-out samples; default: one an "
+        "epoch. The run also ends with one",
+        NOTHING, read=steps_or_time, metavar="K|TIME",
+        usual="steps, or 10m, between evaluations; default: an epoch",
+    )  # fmt: skip
+    eval_at_start: bool = option("also evaluate before the first step", NOTHING, False)
+    keep_best: Metric | None = option(
+        "keep the checkpoint with the best value of a metric besides the newest ones, and link it "
+        "as checkpoints/best. Name the direction of a metric of your own, as in accuracy:max",
+        NOTHING, read=metric, metavar="METRIC[:min|max]",
+        usual="keep the best checkpoint too, by a metric, as loss",
+    )  # fmt: skip
+    stop_after: int | None = option(
+        "end the run after K evaluations in a row without a better value of the metric of "
+        "--keep-best, by default of the loss; default: go on to the end",
+        NOTHING, read=positive, metavar="K",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class BatchOptions:
     """batch and length"""
 
@@ -283,11 +309,15 @@ class RecordOptions:
     )  # fmt: skip
 
 
-GROUPS = (ModelOptions, DataOptions, BatchOptions, OptimizationOptions, RecordOptions)
+GROUPS = (
+    ModelOptions, DataOptions, BatchOptions, OptimizationOptions, EvaluationOptions, RecordOptions,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, ModelOptions):
+class Config(
+    RecordOptions, EvaluationOptions, OptimizationOptions, BatchOptions, DataOptions, ModelOptions
+):
     """The options of a run. If a field is None, the option's help says what replaces it.
 
     Attributes:

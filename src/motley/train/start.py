@@ -198,15 +198,20 @@ def train_begun(
         recorder.note("idle_nodes", idle)
     set_aside()
     with gpus, recorder, profiler:
-        evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()
+        loop = Loop(world, job, recorder, begun.state, rescue, profiler)
+        evaluated = loop.run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     peaks = memory_peaks(job)
     leave_process_group()
     job.checkpoints.wait()
     keeper.end()
     if group.rank == 0:
-        run.record_result(recorder.result(evaluated, job.loader.order.epoch_samples, peaks))
+        result = recorder.result(evaluated, job.loader.order.epoch_samples, peaks)
+        run.record_result({**result, **(loop.best.as_json() if loop.best else {})})
         print_verdict(run)
+        if text := loop.closing_line():
+            run.event("stopped_early", text=text, step=evaluated.step)
+            print(text, flush=True)
     run.finish()
 
 

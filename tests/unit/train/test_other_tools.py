@@ -44,7 +44,8 @@ WORK = {
     "--task text --lora_r 8 --max_seq_length 64": {"lora": 8, "length": 64},
     "--compile=False --trainer.max_steps 9": {"compile": "off", "max_steps": 9},
     "--num_train_epochs 3.0 --gradient_clipping 1": {"epochs": 3, "clip_grad": 1.0},
-    "--imgsz 64": {"img_size": 64},  # Ultralytics
+    "--imgsz 64 --patience 3": {"img_size": 64, "stop_after": 3},  # Ultralytics
+    "--eval_steps 50 --eval_on_start True": {"eval_every": 50, "eval_at_start": True},
 }  # fmt: skip
 ANSWERED = {
     "--block_size 64": "it is --length, of --task text",
@@ -72,7 +73,9 @@ ANSWERED = {
     "--amp": "--precision auto, the default",
     "--warmup_ratio 0.1": "--warmup-epochs E",
     "--warmup_iters 100": "--warmup-epochs E",
-    "--eval_steps 50": "each epoch ends with an evaluation",
+    "--eval_strategy steps": "each epoch ends with an evaluation",
+    "--load_best_model_at_end": "--keep-best METRIC keeps the best checkpoint",
+    "--metric_for_best_model loss": "it is --keep-best here",
     "--lr_decay_iters 9": "the schedule ends with the run",
     "--standalone": "the launcher decides it",
     "--num-classes 10": "the data set says",
