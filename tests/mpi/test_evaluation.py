@@ -58,6 +58,7 @@ def test_they_are_those_of_one_rank(module_jobs: Jobs, alone: Trained, name: str
         losses = [line["loss"] for line in each.epochs]
         assert losses == pytest.approx([line["loss"] for line in alone.epochs], rel=1e-5)
         assert best_of(each) == f"step_{each.epochs[losses.index(min(losses))]['step']:08d}"
+        assert saved(each) == {best_of(each), "step_00000009"}
         assert each.run["result"]["best_score"] == min(losses)
         lines = table(each.folder / "confusion.csv")
         assert sum(int(line["samples"]) for line in lines) == 360
@@ -102,6 +103,6 @@ def test_a_resumed_run_remembers_the_best(jobs: Jobs) -> None:
 
 
 def test_by_the_clock_all_ranks_evaluate_at_once(jobs: Jobs) -> None:
-    words = ("--eval-every", "1s", "--max-steps", 50, "--batch-size", 160, "--shares", "3,1")
+    words = ("--eval-every", "1s", "--max-steps", 40, "--batch-size", 160, "--shares", "3,1")
     *before, last = [each["step"] for each in jobs.train(2, DDP, "r", *words).epochs]
-    assert before and last == 50
+    assert before and last == 40

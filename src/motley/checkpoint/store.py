@@ -192,6 +192,7 @@ class Checkpoints:
             if before is not None:
                 before.result()  # raises the error of a checkpoint that could not be saved
             self.mark_best(step)
+            self._remove_old(step)
             return self._final(step)
 
         self._writing = self._writer.submit(mark)
@@ -300,6 +301,10 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Remove the checkpoints before those to keep, except for the best one."""
         best = read_best(self.path)
         for old in self.list_folders(step)[self._keep :]:
             if old.name != best:
@@ -337,6 +342,8 @@ class Checkpoints:
             aside = folder.with_name(f"aside_{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
+        if read_best(self.path) in {folder.name for folder in later}:
+            self.mark_best(None)
 
     def list_folders(self, until: int | None = None) -> list[Path]:
         """Return the folders of checkpoints, newest first, intact or not.

@@ -5,6 +5,7 @@ bounds, and lists.
 """
 
 import argparse
+import ast
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Flag, auto
@@ -186,6 +187,32 @@ class Metric:
         return f"{self.name}:{self.direction}" if self.direction else self.name
 
 
+@dataclass(frozen=True)
+class Keyword:
+    """An argument of an optimizer by name, with the text that a user typed for its value."""
+
+    name: str
+    text: str
+
+    @property
+    def value(self) -> Any:
+        """The value: a number, a tuple of numbers, True, False, None, or a text."""
+        try:
+            return ast.literal_eval(self.text.strip().replace("true", "True"))
+        except (ValueError, SyntaxError):
+            return self.text
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.text}"
+
+
+class Part(float):
+    """A part of another number, which a user types in percent."""
+
+    def __str__(self) -> str:
+        return f"{100 * float(self):g}%"
+
+
 SLOWEST, ALL = "slowest", "all"  # ranks to profile
 
 
@@ -259,6 +286,23 @@ def not_negative(text: str) -> float:
 def above_zero(text: str) -> float:
     """Read a number above 0."""
     return _number(text, float, 1e-300, 1e300, "a number above 0")
+
+
+def rate_or_part(text: str) -> float:
+    """Read a number of 0 or more, or a part in percent, as 10%."""
+    if text.endswith("%"):
+        return Part(_number(text[:-1], float, 0.0, 100.0, "a part from 0% to 100%") / 100)
+    return not_negative(text)
+
+
+def keyword(text: str) -> Keyword:
+    """Read an argument by name, as eps=1e-8 or betas=0.9,0.95."""
+    name, is_joined, value = text.partition("=")
+    if not (is_joined and name.isidentifier() and value):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE, as betas=0.9,0.95 or eps=1e-8"
+        )
+    return Keyword(name, value)
 
 
 def fraction(text: str) -> float:

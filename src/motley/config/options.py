@@ -13,6 +13,7 @@ from motley.config.option import (
     SLOWEST,
     Decides,
     Duration,
+    Keyword,
     Metric,
     Option,
     StepSpan,
@@ -20,6 +21,7 @@ from motley.config.option import (
     batch_size,
     fraction,
     get_options,
+    keyword,
     metric,
     names,
     natural,
@@ -28,6 +30,7 @@ from motley.config.option import (
     option,
     positive,
     profiled,
+    rate_or_part,
     step_span,
     steps_or_time,
 )
@@ -45,6 +48,7 @@ MODEL, NUMBERS, SPEED, PLAN, NOTHING = (
     Decides.MODEL, Decides.NUMBERS, Decides.SPEED, Decides.PLAN, Decides.NOTHING,
 )  # fmt: skip
 SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
+CLIP_MODES = ("norm", "value", "agc")
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,21 @@ class OptimizationOptions:
         "at the top of the schedule, default 1e-3", NUMBERS, 1e-3, read=above_zero, metavar="RATE",
         usual="at the top of the schedule, default 1e-3",
     )  # fmt: skip
+    opt_kwargs: tuple[Keyword, ...] | None = option(
+        "further arguments of the optimizer, as in betas=0.9,0.95 eps=1e-8; default: its own (text "
+        "with Adam: betas=0.9,0.95)",
+        NUMBERS | SPEED, read=keyword, metavar="NAME=VALUE", several=True,
+    )  # fmt: skip
+    momentum: float | None = option(
+        "of optimizers that have one, as sgd; default 0.9", NUMBERS, read=fraction, metavar="M"
+    )
     weight_decay: float = option(
         "not on norms and biases, default 0.05", NUMBERS, 0.05, read=not_negative, metavar="W"
     )
+    weight_decay_end: float | None = option(
+        "value to which the weight decay goes with the schedule, along a cosine; default: it stays",
+        NUMBERS, read=not_negative, metavar="W",
+    )  # fmt: skip
     layer_decay: float | None = option(
         "of the rate, from each layer to the one before it, as in 0.75; default: none",
         NUMBERS, read=fraction, metavar="D",
@@ -74,9 +90,28 @@ class OptimizationOptions:
         "linear warm-up before the schedule, default 2", NUMBERS, 2.0, read=not_negative,
         metavar="E",
     )  # fmt: skip
+    warmup_steps: int | None = option(
+        "linear warm-up in steps, in place of --warmup-epochs; default: none (text: 100 steps, but "
+        "a tenth of the run at most)",
+        NUMBERS, read=natural, metavar="K",
+    )  # fmt: skip
     min_lr: float = option(
-        "end of cosine, tanh and poly, default 1e-5", NUMBERS, 1e-5, read=not_negative,
-        metavar="RATE",
+        "end of cosine, tanh and poly, or its part of --lr in percent; default 1e-5 (text: a tenth "
+        "of --lr)",
+        NUMBERS, 1e-5, read=rate_or_part, metavar="RATE",
+    )  # fmt: skip
+    lr_cycle_limit: int = option(
+        "cycles of cosine, tanh and poly, default 1. Together they take the run; timm's --epochs "
+        "is the first cycle alone",
+        NUMBERS, 1, read=positive, metavar="N",
+    )  # fmt: skip
+    lr_cycle_mul: float = option(
+        "length of a cycle over that of the one before, default 1", NUMBERS, 1.0, read=above_zero,
+        metavar="X",
+    )  # fmt: skip
+    lr_cycle_decay: float = option(
+        "top of a cycle over that of the one before, default 0.5", NUMBERS, 0.5, read=fraction,
+        metavar="D",
     )  # fmt: skip
     decay_epochs: float = option(
         "between the steps of --sched step, default 30", NUMBERS, 30.0, read=above_zero,
@@ -93,6 +128,11 @@ class OptimizationOptions:
     clip_grad: float | None = option(
         "clip the global gradient norm; default: no clipping",
         NUMBERS, read=above_zero, metavar="NORM",
+    )  # fmt: skip
+    clip_mode: str = option(
+        "what --clip-grad bounds: norm (default), of the whole gradient; value, of each number; "
+        "agc, the norm of each row over that of its weights (adaptive clipping)",
+        NUMBERS, "norm", choices=CLIP_MODES,
     )  # fmt: skip
     model_ema: bool = option(
         "also keep an exponential moving average of the parameters, evaluated beside them",

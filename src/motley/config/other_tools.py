@@ -58,6 +58,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--n-layer": ("--depth",),
     "--num-epochs": ("--epochs",),
     "--num-train-epochs": ("--epochs",),
+    "--num-warmup-steps": ("--warmup-steps",),
     "--num-workers": ("--workers",),
     "--optim": ("--opt",),
     "--optimizer": ("--opt",),
@@ -72,6 +73,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--train-crop-size": ("--img-size",),
     "--train-file": ("--text",),
     "--val-check-interval": ("--eval-every",),
+    "--warmup-iters": ("--warmup-steps",),
     "--wd": ("--weight-decay",),
 }
 # Options of Motley that may need another value.
@@ -110,7 +112,8 @@ _ACCUMULATION = (
     "Motley accumulates gradients by itself: each rank computes its share of the global "
     "--batch-size in pieces that fit its memory; leave it out"
 )
-_WARMUP = "the warm-up is counted in epochs: --warmup-epochs E, a fraction too, as in 0.5"
+_WARMUP = "the warm-up is counted in steps or epochs: --warmup-steps K, or --warmup-epochs 0.5"
+_ARGUMENTS = "give it by --opt-kwargs, as in betas=0.9,0.95 eps=1e-8"
 _EVALUATION = (
     "each epoch ends with an evaluation of all held-out samples; --eval-every K has one every K "
     "steps; leave it out"
@@ -162,8 +165,11 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--accum-iter", "--accumulate-grad-batches", "--grad-accum-steps",
         "--gradient-accumulation-steps",
     ),
-    _WARMUP: ("--num-warmup-steps", "--warmup", "--warmup-iters", "--warmup-ratio",
-              "--warmup-steps"),
+    _WARMUP: ("--warmup", "--warmup-ratio"),
+    _ARGUMENTS: (
+        "--adam-beta1", "--adam-beta2", "--adam-epsilon", "--beta1", "--beta2", "--opt-betas",
+        "--opt-eps", "--optim-args",
+    ),
     _EVALUATION: (
         "--check-val-every-n-epoch", "--do-eval", "--do-train", "--eval-iters", "--eval-strategy",
         "--evaluation-strategy", "--val-interval",

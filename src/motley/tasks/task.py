@@ -60,6 +60,7 @@ class Task:
         needs_workers: reading a sample takes longer than passing it between processes.
         class_names: names of the classes by number; empty without classes. A run continues only
             with the same names. Exports and predictions contain them.
+        usual: defaults of options that suit the task, by their names and as a user types them.
         directions: ``min`` or ``max`` by the name of a metric, the better direction for
             ``--keep-best``. Usual names, such as loss and accuracy, need no entry.
         account: one line about samples that were read and left out; empty if none was left out.
@@ -76,6 +77,7 @@ class Task:
     fp32: ClassVar[tuple[str, ...]] = ()
     head_options: ClassVar[tuple[str, ...]] = ()
     recipes: ClassVar[Mapping[str, str]] = {}
+    usual: ClassVar[Mapping[str, str]] = {}
     keeps: bool = True
     needs_workers: bool = True
     sometimes_unused: bool = False
@@ -185,6 +187,24 @@ class Task:
     def words(self, metrics: Mapping[str, float]) -> str:
         """Return the metrics of :meth:`summary` as the progress line shows them."""
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> "torch.optim.Optimizer":
+        """Return the optimizer, in place of ``--opt``.
+
+        Args:
+            groups: groups of parameters with and without weight decay, each with ``params``, ``lr``
+                and ``weight_decay`` from the options.
+        """
+        raise NotImplementedError
+
+    def schedule(self, step: float, total: int) -> float:
+        """Return the factor of ``--lr`` in a step, in place of ``--sched``.
+
+        Args:
+            step: number of steps before this one; a fraction after a change of the batch size.
+            total: number of steps of the whole schedule.
+        """
+        raise NotImplementedError
 
     def after_evaluation(self, net: "nn.Module", folder: Path) -> None:
         """Use the model after an evaluation, as to write samples or pictures; rank 0 calls it.

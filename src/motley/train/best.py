@@ -86,6 +86,7 @@ class BestEvaluation:
         since: number of evaluations since the best one.
         saved: value of the best evaluation whose checkpoint is in the run's folder; NaN before it.
         saved_step: step of that checkpoint; None before it.
+        found_steps: steps of the checkpoints that were in the run's folder at the start.
     """
 
     metric: Metric
@@ -95,6 +96,7 @@ class BestEvaluation:
     since: int = 0
     saved: float = math.nan
     saved_step: int | None = None
+    found_steps: tuple[int, ...] = ()
     _last: tuple[float, int | None] = (math.nan, None)
 
     @classmethod
@@ -113,7 +115,7 @@ class BestEvaluation:
             evaluations: records up to the position of the training; those of rank 0 count.
             saved_steps: steps of the checkpoints in the run's folder; those of rank 0 count.
         """
-        result = cls(metric, patience)
+        result = cls(metric, patience, found_steps=tuple(saved_steps))
         for step, record in sorted({each["step"]: each for each in evaluations}.items()):
             value = record.get(metric.name)
             score = float(value) if isinstance(value, int | float) else math.nan
@@ -140,7 +142,12 @@ class BestEvaluation:
             )
         ((score,), *_) = all_gather_floats([float(evaluation.metrics[self.metric.name])])
         self._take(score, evaluation.step)
-        return self._is_better(score, self.saved)
+        return self.is_to_be_saved
+
+    @property
+    def is_to_be_saved(self) -> bool:
+        """True if the last evaluation is better than those whose checkpoints are in the folder."""
+        return self._is_better(self._last[0], self.saved)
 
     def mark_saved(self) -> None:
         """Record that the checkpoint of the last added evaluation is in the run's folder."""

@@ -20,8 +20,8 @@ from motley.config.option import Duration
 from motley.data.loader_memory import LoaderGrowth, explain_workers
 from motley.data.source import Batch, make_seed
 from motley.engines.named_state import seed_random
-from motley.engines.optimizer import get_rate, set_rate
 from motley.engines.protocol import LaunchedStep, StepResult
+from motley.engines.schedule import get_rate, set_rate
 from motley.engines.step_timer import HOST
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -417,7 +417,10 @@ class Loop:
         """
         if not (self._job.length.evaluates(self._state) or self._ended()):
             return None
-        return self._recorder.evaluation_at(self._state.step) or self._evaluate()
+        known = self._recorder.evaluation_at(self._state.step)
+        if known is not None and self.best is not None:
+            self._keep_best(self.best, known.step)  # a rank may have been lost before
+        return known or self._evaluate()
 
     def _evaluate(self) -> EpochRecord:
         evaluated = evaluate(self._world, self._job, self._plan, self._state)
@@ -425,7 +428,8 @@ class Loop:
         self._act(self._job.model)
         self._evaluation_timer.restart(evaluated.step)
         if self.best is not None:
-            self._compare(self.best, evaluated)
+            self.best.add(evaluated)
+            self._keep_best(self.best, evaluated.step)
         return evaluated
 
     def _act(self, model: TaskModel) -> None:
@@ -451,10 +455,15 @@ class Loop:
         if total and dist.get_rank() == 0:
             write_classes(job.run.folder, total, job.model.task.class_names)
 
-    def _compare(self, best: BestEvaluation, evaluated: EpochRecord) -> None:
-        """Keep the checkpoint of the best evaluation, and save one where the run stops early."""
-        job, step = self._job, evaluated.step
-        gains = best.add(evaluated) and job.config.keep_best is not None and step > 0
+    def _keep_best(self, best: BestEvaluation, step: int) -> None:
+        """Keep the checkpoint of the best evaluation, and save one where the run stops early.
+
+        Args:
+            best: the best evaluation, to which that of ``step`` was added last.
+            step: the present step.
+        """
+        job = self._job
+        gains = best.is_to_be_saved and job.config.keep_best is not None and step > 0
         stops = best.stops and not job.length.ended(self._state) and job.length.save_every != 0
         if (gains or stops) and self._saved_at != step and not self._save(asked=True):
             return  # all ranks have returned to a checkpoint
@@ -483,6 +492,8 @@ class Loop:
             folders = checkpoints.list_folders(self._state.step)
             steps = [step for each in folders if (step := parse_step(each)) is not None]
         best = BestEvaluation.restore(job.metric, job.config.stop_after, records, steps)
+        is_saved = self._state.step in best.found_steps
+        self._saved_at = self._state.step if is_saved else None
         if dist.get_rank() == 0 and job.config.keep_best is not None:
             checkpoints.mark_best(best.saved_step)
         return best

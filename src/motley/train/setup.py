@@ -17,11 +17,11 @@ from motley.checkpoint.store import Checkpoints, KeptState, free_bytes, go_on
 from motley.comm.collectives import all_gather_object
 from motley.config.option import Duration, Metric
 from motley.config.options import Config
-from motley.data.import_timm import Scheduler
 from motley.data.loader import Loader
-from motley.engines.optimizer import explain_early_end, kept_numbers, make_schedule
+from motley.engines.optimizer import kept_numbers
 from motley.engines.out_of_memory import release
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
+from motley.engines.schedule import Schedule, explain_early_end, make_schedule
 from motley.errors import MotleyError
 from motley.measure.measured_plan import Planned
 from motley.measure.process_group import ProcessGroup
@@ -305,7 +305,7 @@ class Job:
     loader: Loader
     model: TaskModel
     engine: Engine
-    schedule: Scheduler
+    schedule: Schedule
     checkpoints: Checkpoints
     numbers: int
     trained: int

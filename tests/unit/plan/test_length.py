@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from motley.engines.optimizer import explain_early_end, get_rate, make_schedule
+from motley.engines.schedule import explain_early_end, get_rate, make_schedule
 from motley.plan.length import Length, Ramp, TrainState
 from motley.train.command_line import read_config, training_parser
 
