@@ -67,6 +67,45 @@ def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Pa
     assert [epoch["samples"] for epoch in epochs] == [7, 7]
 
 
+def test_a_metric_that_nobody_has_or_of_unknown_direction(jobs: Jobs, tmp_path: Path) -> None:
+    line = refused(jobs, DDP, "--keep-best", "top2", ranks=2)
+    assert "metric top2 (nearest: top" in line and "--keep-best: top1, top5, loss" in line
+    (tmp_path / "mine.py").write_text(
+        (ROOT / "examples/my_task.py").read_text()
+        + "\n    def summary(self, means):\n        return {**means, 'skill': 1.0}\n"
+    )
+    words = ("--task", tmp_path / "mine.py", "--keep-best", "skill", "--stop-after", 1)
+    assert "write --keep-best skill:max or --keep-best skill:min" in refused(jobs, DDP, *words)
+
+
+OWN = ("--task", "tests/support/own_training.py")
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((DDP, "--opt-kwargs", "beta=0.9,0.95"), "takes no beta (nearest: betas); it takes betas"),
+        ((DDP, "--opt-kwargs", "lr=1"), "write --lr 1 in its place"),
+        ((DDP, "--opt-kwargs", "betas=0.9,1.5"), "Invalid beta parameter at index 1"),
+        ((DDP, "--momentum", 0.5), "--opt adamw has none; leave it out"),
+        ((DDP, "--clip-mode", "agc"), "no effect without --clip-grad; add --clip-grad 0.01"),
+        (
+            (DDP, "--strategy", "fsdp", "--clip-grad", 1, "--clip-mode", "agc"),
+            "--clip-mode agc needs whole parameters",
+        ),
+        (
+            (ZERO, "--stage", 2, "--clip-grad", 1, "--clip-mode", "value"),
+            "--clip-mode value: DeepSpeed clips by the norm at ZeRO stage 2",
+        ),
+        ((DDP, *OWN, "--opt", "sgd"), "--opt has no effect, since optimizer() of Lines makes"),
+        ((DDP, *OWN, "--strategy", "fsdp"), "after_evaluation() of Lines needs the whole model"),
+    ],
+)
+def test_an_optimization_that_cannot_be(jobs: Jobs, words: tuple[object, ...], says: str) -> None:
+    assert says in refused(jobs, *words)
+
+
 def test_an_unwritable_logs_folder(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = jobs.fork(2, DDP, "--logs", tmp_path / "file")

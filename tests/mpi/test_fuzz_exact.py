@@ -50,6 +50,13 @@ CASES = {
     "a finished run, and another batch": """{"recipe":{"batch_size":5,"samples":21},"segments":[
         {"stop":10},{"changed":{"batch_size":3}}]}""",
     "other warm-up": """{"segments":[{"stop":1},{"changed":{"warmup_epochs":0.25}}]}""",
+    "evaluations between saves, and a lost rank": """{"recipe":{"eval_every":2,"keep_best":"loss",
+        "save_every":3,"lr_cycle_limit":2,"clip_grad":0.01,"clip_mode":"value"},"segments":[
+        {"ranks":3,"shares":[2,0,1],"stop":4,"faults":[{"kind":"kill","step":3,"rank":2,"call":4}]},
+        {"ranks":2,"shares":[1,2],"engine":"fsdp"}]}""",
+    "adaptive clipping, and a weight decay that rises": """{"recipe":{"opt":"sgd","clip_grad":0.01,
+        "clip_mode":"agc","weight_decay_end":0.3,"warmup_steps":2},"segments":[
+        {"ranks":2,"shares":[1,2],"stop":3},{"ranks":3,"shares":[2,1,0],"engine":"zero0"}]}""",
     "LAMB, resumed": """{"recipe":{"opt":"lamb"},"segments":[{"ranks":2,"shares":[2,1],"stop":2},
         {"ranks":2,"shares":[2,1]}]}""",
     "Lookahead, resumed elsewhere": """{"recipe":{"opt":"lookahead_adamw","epochs":3},"segments":[

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from safetensors.torch import load
 from torch import Tensor
 
-from motley.checkpoint.store import MORE, PARTS, Checkpoints, parse_step
+from motley.checkpoint.store import BEST, MORE, PARTS, Checkpoints, parse_step, read_best
 from motley.checkpoint.tensor_files import Parts, is_index, part_names
 from motley.errors import MotleyError
 from motley.records.json_files import read_json_lines
@@ -254,8 +254,11 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoints that ``--resume PATH`` means, the preferred one first.
 
     Args:
-        path: one checkpoint's folder, a copy of one, ``checkpoints/``, or a run folder.
+        path: one checkpoint's folder, the link ``best`` to one, a copy of one, ``checkpoints/``, or
+            a run folder.
     """
+    if path.name == BEST and (name := read_best(path.parent)):
+        path = path.with_name(name)
     if (step := parse_step(path)) is not None:
         return [path, *Checkpoints(path.parent, 1).list_folders(step - 1)]
     if (path / "manifest.json").is_file():
@@ -312,7 +315,12 @@ def verify(path: Path) -> Iterable[Finding]:
 
 
 def _of_pointer(place: Path) -> Iterable[Finding]:
-    """Yield a finding if the file ``latest`` does not name a checkpoint that exists."""
+    """Yield a finding if ``latest`` or ``best`` does not name a checkpoint that exists."""
+    if (best := read_best(place)) and not (place / best).is_dir():
+        yield Finding(
+            f"{place / BEST} is damaged: it names {best}, which is not there; remove the link",
+            damaged=True,
+        )
     latest = place / "latest"
     try:
         name = latest.read_text(errors="replace").strip()

@@ -26,7 +26,7 @@ from motley.checkpoint.read import (
 )
 from motley.checkpoint.store import spread
 from motley.comm.collectives import all_gather_object
-from motley.config.option import Decides, format_value, get_flag
+from motley.config.option import NONE, Decides, format_value, get_flag, keyword
 from motley.config.options import Config
 from motley.data.source import make_seed
 from motley.engines.named_state import State, select_part
@@ -425,6 +425,10 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
         for name, value in get_identity(config).items()
         if name not in declared and name in saved and saved[name] != value
     ]
+    here, there = _list_switches(now), _list_switches(saved)
+    if here != there:  # they decide which state an optimizer has
+        texts = [" ".join(each) or NONE for each in (here, there)]
+        wrong.append(f"--opt-kwargs {texts[0]} (the checkpoint: {texts[1]})")
     if wrong:
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
     changed = ", ".join(differing(is_fixed=False))
@@ -439,6 +443,13 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
             f"note: --opt {now['opt']}, and the moments of the checkpoint's {saved['opt']}"
         )
     return notes
+
+
+def _list_switches(options: dict[str, Any]) -> list[str]:
+    """Return the arguments of ``--opt-kwargs`` that are no numbers, such as ``amsgrad=True``."""
+    texts = options.get("opt_kwargs")
+    given = map(keyword, texts if isinstance(texts, list) else ())
+    return sorted(str(each) for each in given if type(each.value) not in (int, float, tuple))
 
 
 def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ A checkpoint is saved completely or not at all, and never loaded unless it is co
         part_00000.safetensors, part_00000.json, ...    in place of all tensors above, of a model
                                 that no rank holds whole: see motley.checkpoint.tensor_files
       latest                    the name of the newest folder, written last, for people
+      best                      --keep-best: a link to the folder with the best evaluation
       aside_step_00000140/      damaged, or of a branch that a resume has left
 
 Only folders of these exact names belong to Motley. All other files are left alone, and never taken
@@ -111,6 +112,7 @@ _NAME = re.compile(r"step_([0-9]{8,})")
 _HALF_WRITTEN = re.compile(
     r"\.step_[0-9]{8,}\.([0-9]+)(\.[0-9]+)?"
 )  # process and thread that wrote it
+BEST = "best"  # the link to the best checkpoint
 PARTS = ("model", "optimizer", "ranks")
 MORE = ("ema", "ema_numbers")  # with --model-ema
 
@@ -120,7 +122,7 @@ class Checkpoints:
 
     Args:
         path: the folder ``checkpoints/``.
-        keep: number of newest checkpoints that stay on the disk.
+        keep: number of newest checkpoints that stay on the disk, besides the best one.
 
     Attributes:
         in_parts: True if each rank sees this disk, and writes the rows that it holds.
@@ -181,6 +183,30 @@ class Checkpoints:
         with self._new(progress["step"], size, threading.get_ident()) as temporary:
             self._write(temporary, tensors, progress)
         return self._final(progress["step"])
+
+    def mark_best_behind(self, step: int) -> None:
+        """Link the checkpoint of a step as ``best``, once all earlier ones are on the disk."""
+        before = self._writing
+
+        def mark() -> Path:
+            if before is not None:
+                before.result()  # raises the error of a checkpoint that could not be saved
+            self.mark_best(step)
+            self._remove_old(step)
+            return self._final(step)
+
+        self._writing = self._writer.submit(mark)
+
+    def mark_best(self, step: int | None) -> None:
+        """Link the checkpoint of a step as ``best``; None: remove the link."""
+        best, link = self.path / BEST, self.path / f".{BEST}.{os.getpid()}"
+        with self._saying(step or 0, 0):
+            if step is None:
+                best.unlink(missing_ok=True)
+                return
+            link.unlink(missing_ok=True)
+            link.symlink_to(self._final(step).name)
+            link.replace(best)
 
     def begin_parts(self, step: int) -> Path:
         """Create the folder for all ranks' parts, on rank 0, after the previous checkpoint."""
@@ -275,8 +301,14 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Remove the checkpoints before those to keep, except for the best one."""
+        best = read_best(self.path)
         for old in self.list_folders(step)[self._keep :]:
-            shutil.rmtree(old)
+            if old.name != best:
+                shutil.rmtree(old)
 
     @contextlib.contextmanager
     def _saying(self, step: int, size: int) -> Iterator[None]:
@@ -310,6 +342,8 @@ class Checkpoints:
             aside = folder.with_name(f"aside_{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
+        if read_best(self.path) in {folder.name for folder in later}:
+            self.mark_best(None)
 
     def list_folders(self, until: int | None = None) -> list[Path]:
         """Return the folders of checkpoints, newest first, intact or not.
@@ -358,6 +392,14 @@ class Checkpoints:
             result = _HALF_WRITTEN.fullmatch(leftover.name)
             if result and int(result[1]) != os.getpid():
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+def read_best(path: Path) -> str:
+    """Return the name of the checkpoint that the link ``best`` of a folder names, or ""."""
+    try:
+        return str((path / BEST).readlink())
+    except OSError:
+        return ""
 
 
 def parse_step(path: Path) -> int | None:

@@ -198,14 +198,20 @@ def broadcast_object(value: Any, device: torch.device, source: int = 0) -> Any:
     content = torch.zeros(0, dtype=torch.uint8)
     if dist.get_rank() == source:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    size = _broadcast(torch.tensor([len(content)], device=wire), source)
+    size = broadcast(torch.tensor([len(content)], device=wire), source)
     content = content.to(wire) if dist.get_rank() == source else content.new_empty(
         int(size), device=wire
     )  # fmt: skip
-    return pickle.loads(_broadcast(content, source).cpu().numpy().tobytes())
+    return pickle.loads(broadcast(content, source).cpu().numpy().tobytes())
 
 
-def _broadcast(tensor: Tensor, source: int) -> Tensor:
+def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
+    """Copy one rank's tensor into that of each rank, and return it. All ranks must call it.
+
+    Args:
+        tensor: the tensor, on the device on which ranks communicate.
+        source: the rank with the value.
+    """
     work: Any = dist.broadcast(tensor, src=source, async_op=True)
     if tensor.is_cuda:
         work.wait()

@@ -5,6 +5,7 @@ bounds, and lists.
 """
 
 import argparse
+import ast
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Flag, auto
@@ -167,6 +168,51 @@ class Duration:
         return self.text
 
 
+MIN, MAX = "min", "max"  # directions of a metric: less is better, or more
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The name of a metric, with the direction that a user typed for it.
+
+    Attributes:
+        name: name of the metric, as an evaluation records it.
+        direction: ``min`` or ``max``; empty: that of the task.
+    """
+
+    name: str
+    direction: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.direction}" if self.direction else self.name
+
+
+@dataclass(frozen=True)
+class Keyword:
+    """An argument of an optimizer by name, with the text that a user typed for its value."""
+
+    name: str
+    text: str
+
+    @property
+    def value(self) -> Any:
+        """The value: a number, a tuple of numbers, True, False, None, or a text."""
+        try:
+            return ast.literal_eval(self.text.strip().replace("true", "True"))
+        except (ValueError, SyntaxError):
+            return self.text
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.text}"
+
+
+class Part(float):
+    """A part of another number, which a user types in percent."""
+
+    def __str__(self) -> str:
+        return f"{100 * float(self):g}%"
+
+
 SLOWEST, ALL = "slowest", "all"  # ranks to profile
 
 
@@ -217,6 +263,16 @@ def steps_or_time(text: str) -> int | Duration:
     return int(_number(text, int, 1, 2**62, says))
 
 
+def metric(text: str) -> Metric:
+    """Read the name of a metric, as loss or accuracy:max."""
+    name, colon, direction = text.partition(":")
+    if not name or (colon and direction not in (MIN, MAX)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a metric, as loss, or one with {MIN} or {MAX}, as accuracy:{MAX}"
+        )
+    return Metric(name, direction)
+
+
 def natural(text: str) -> int:
     """Read a whole number of 0 or more."""
     return int(_number(text, int, 0, 2**62, "a whole number of 0 or more"))
@@ -230,6 +286,23 @@ def not_negative(text: str) -> float:
 def above_zero(text: str) -> float:
     """Read a number above 0."""
     return _number(text, float, 1e-300, 1e300, "a number above 0")
+
+
+def rate_or_part(text: str) -> float:
+    """Read a number of 0 or more, or a part in percent, as 10%."""
+    if text.endswith("%"):
+        return Part(_number(text[:-1], float, 0.0, 100.0, "a part from 0% to 100%") / 100)
+    return not_negative(text)
+
+
+def keyword(text: str) -> Keyword:
+    """Read an argument by name, as eps=1e-8 or betas=0.9,0.95."""
+    name, is_joined, value = text.partition("=")
+    if not (is_joined and name.isidentifier() and value):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE, as betas=0.9,0.95 or eps=1e-8"
+        )
+    return Keyword(name, value)
 
 
 def fraction(text: str) -> float:

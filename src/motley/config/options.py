@@ -13,12 +13,16 @@ from motley.config.option import (
     SLOWEST,
     Decides,
     Duration,
+    Keyword,
+    Metric,
     Option,
     StepSpan,
     above_zero,
     batch_size,
     fraction,
     get_options,
+    keyword,
+    metric,
     names,
     natural,
     naturals,
@@ -26,6 +30,7 @@ from motley.config.option import (
     option,
     positive,
     profiled,
+    rate_or_part,
     step_span,
     steps_or_time,
 )
@@ -43,6 +48,7 @@ MODEL, NUMBERS, SPEED, PLAN, NOTHING = (
     Decides.MODEL, Decides.NUMBERS, Decides.SPEED, Decides.PLAN, Decides.NOTHING,
 )  # fmt: skip
 SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
+CLIP_MODES = ("norm", "value", "agc")
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,21 @@ class OptimizationOptions:
         "at the top of the schedule, default 1e-3", NUMBERS, 1e-3, read=above_zero, metavar="RATE",
         usual="at the top of the schedule, default 1e-3",
     )  # fmt: skip
+    opt_kwargs: tuple[Keyword, ...] | None = option(
+        "further arguments of the optimizer, as in betas=0.9,0.95 eps=1e-8; default: its own (text "
+        "with Adam: betas=0.9,0.95)",
+        NUMBERS | SPEED, read=keyword, metavar="NAME=VALUE", several=True,
+    )  # fmt: skip
+    momentum: float | None = option(
+        "of optimizers that have one, as sgd; default 0.9", NUMBERS, read=fraction, metavar="M"
+    )
     weight_decay: float = option(
         "not on norms and biases, default 0.05", NUMBERS, 0.05, read=not_negative, metavar="W"
     )
+    weight_decay_end: float | None = option(
+        "value to which the weight decay goes with the schedule, along a cosine; default: it stays",
+        NUMBERS, read=not_negative, metavar="W",
+    )  # fmt: skip
     layer_decay: float | None = option(
         "of the rate, from each layer to the one before it, as in 0.75; default: none",
         NUMBERS, read=fraction, metavar="D",
@@ -72,9 +90,28 @@ class OptimizationOptions:
         "linear warm-up before the schedule, default 2", NUMBERS, 2.0, read=not_negative,
         metavar="E",
     )  # fmt: skip
+    warmup_steps: int | None = option(
+        "linear warm-up in steps, in place of --warmup-epochs; default: none (text: 100 steps, but "
+        "a tenth of the run at most)",
+        NUMBERS, read=natural, metavar="K",
+    )  # fmt: skip
     min_lr: float = option(
-        "end of cosine, tanh and poly, default 1e-5", NUMBERS, 1e-5, read=not_negative,
-        metavar="RATE",
+        "end of cosine, tanh and poly, or its part of --lr in percent; default 1e-5 (text: a tenth "
+        "of --lr)",
+        NUMBERS, 1e-5, read=rate_or_part, metavar="RATE",
+    )  # fmt: skip
+    lr_cycle_limit: int = option(
+        "cycles of cosine, tanh and poly, default 1. Together they take the run; timm's --epochs "
+        "is the first cycle alone",
+        NUMBERS, 1, read=positive, metavar="N",
+    )  # fmt: skip
+    lr_cycle_mul: float = option(
+        "length of a cycle over that of the one before, default 1", NUMBERS, 1.0, read=above_zero,
+        metavar="X",
+    )  # fmt: skip
+    lr_cycle_decay: float = option(
+        "top of a cycle over that of the one before, default 0.5", NUMBERS, 0.5, read=fraction,
+        metavar="D",
     )  # fmt: skip
     decay_epochs: float = option(
         "between the steps of --sched step, default 30", NUMBERS, 30.0, read=above_zero,
@@ -91,6 +128,11 @@ class OptimizationOptions:
     clip_grad: float | None = option(
         "clip the global gradient norm; default: no clipping",
         NUMBERS, read=above_zero, metavar="NORM",
+    )  # fmt: skip
+    clip_mode: str = option(
+        "what --clip-grad bounds: norm (default), of the whole gradient; value, of each number; "
+        "agc, the norm of each row over that of its weights (adaptive clipping)",
+        NUMBERS, "norm", choices=CLIP_MODES,
     )  # fmt: skip
     model_ema: bool = option(
         "also keep an exponential moving average of the parameters, evaluated beside them",
@@ -191,6 +233,30 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
+class EvaluationOptions:
+    """evaluation"""
+
+    eval_every: int | Duration | None = option(
+        "steps, or time, as 10m, between evaluations of the held-out samples; default: one an "
+        "epoch. The run also ends with one",
+        NOTHING, read=steps_or_time, metavar="K|TIME",
+        usual="steps, or 10m, between evaluations; default: an epoch",
+    )  # fmt: skip
+    eval_at_start: bool = option("also evaluate before the first step", NOTHING, False)
+    keep_best: Metric | None = option(
+        "keep the checkpoint with the best value of a metric besides the newest ones, and link it "
+        "as checkpoints/best. Name the direction of a metric of your own, as in accuracy:max",
+        NOTHING, read=metric, metavar="METRIC[:min|max]",
+        usual="keep the best checkpoint too, by a metric, as loss",
+    )  # fmt: skip
+    stop_after: int | None = option(
+        "end the run after K evaluations in a row without a better value of the metric of "
+        "--keep-best, by default of the loss; default: go on to the end",
+        NOTHING, read=positive, metavar="K",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class BatchOptions:
     """batch and length"""
 
@@ -283,11 +349,15 @@ class RecordOptions:
     )  # fmt: skip
 
 
-GROUPS = (ModelOptions, DataOptions, BatchOptions, OptimizationOptions, RecordOptions)
+GROUPS = (
+    ModelOptions, DataOptions, BatchOptions, OptimizationOptions, EvaluationOptions, RecordOptions,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, ModelOptions):
+class Config(
+    RecordOptions, EvaluationOptions, OptimizationOptions, BatchOptions, DataOptions, ModelOptions
+):
     """The options of a run. If a field is None, the option's help says what replaces it.
 
     Attributes:

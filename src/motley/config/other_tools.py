@@ -25,6 +25,10 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--data-path": ("--data-dir",),
     "--dataloader-num-workers": ("--workers",),
     "--dtype": ("--precision",),
+    "--early-stopping-patience": ("--stop-after",),
+    "--eval-interval": ("--eval-every",),
+    "--eval-on-start": ("--eval-at-start",),
+    "--eval-steps": ("--eval-every",),
     "--fp16": ("--precision", "fp16"),
     "--grad-clip": ("--clip-grad",),
     "--gradient-checkpointing": ("--grad-checkpointing",),
@@ -54,9 +58,11 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--n-layer": ("--depth",),
     "--num-epochs": ("--epochs",),
     "--num-train-epochs": ("--epochs",),
+    "--num-warmup-steps": ("--warmup-steps",),
     "--num-workers": ("--workers",),
     "--optim": ("--opt",),
     "--optimizer": ("--opt",),
+    "--patience": ("--stop-after",),
     "--random-erase": ("--reprob",),
     "--save-total-limit": ("--keep",),
     "--scheduler": ("--sched",),
@@ -66,15 +72,19 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--train-batch-size": ("--batch-size",),
     "--train-crop-size": ("--img-size",),
     "--train-file": ("--text",),
+    "--val-check-interval": ("--eval-every",),
+    "--warmup-iters": ("--warmup-steps",),
     "--wd": ("--weight-decay",),
 }
 # Options of Motley that may need another value.
 NAMED: Mapping[str, str] = {
     "--ckpt-path": "--resume",
     "--default-root-dir": "--logs",
+    "--eval-metric": "--keep-best",
     "--experiment": "--run",
     "--init-from": "--initial-checkpoint",
     "--input-size": "--img-size",
+    "--metric-for-best-model": "--keep-best",
     "--model-name-or-path": "--pretrained",
     "--num-steps": "--max-steps",
     "--out-dir": "--logs",
@@ -102,8 +112,12 @@ _ACCUMULATION = (
     "Motley accumulates gradients by itself: each rank computes its share of the global "
     "--batch-size in pieces that fit its memory; leave it out"
 )
-_WARMUP = "the warm-up is counted in epochs: --warmup-epochs E, a fraction too, as in 0.5"
-_EVALUATION = "each epoch ends with an evaluation of all held-out samples; leave it out"
+_WARMUP = "the warm-up is counted in steps or epochs: --warmup-steps K, or --warmup-epochs 0.5"
+_ARGUMENTS = "give it by --opt-kwargs, as in betas=0.9,0.95 eps=1e-8"
+_EVALUATION = (
+    "each epoch ends with an evaluation of all held-out samples; --eval-every K has one every K "
+    "steps; leave it out"
+)
 _PRECISION = (
     "--precision auto, the default, computes in 16 bits where a device is faster so; leave it out"
 )
@@ -151,11 +165,17 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--accum-iter", "--accumulate-grad-batches", "--grad-accum-steps",
         "--gradient-accumulation-steps",
     ),
-    _WARMUP: ("--num-warmup-steps", "--warmup", "--warmup-iters", "--warmup-ratio",
-              "--warmup-steps"),
+    _WARMUP: ("--warmup", "--warmup-ratio"),
+    _ARGUMENTS: (
+        "--adam-beta1", "--adam-beta2", "--adam-epsilon", "--beta1", "--beta2", "--opt-betas",
+        "--opt-eps", "--optim-args",
+    ),
     _EVALUATION: (
-        "--check-val-every-n-epoch", "--do-eval", "--do-train", "--eval-interval", "--eval-iters",
-        "--eval-steps", "--eval-strategy", "--evaluation-strategy", "--val-interval",
+        "--check-val-every-n-epoch", "--do-eval", "--do-train", "--eval-iters", "--eval-strategy",
+        "--evaluation-strategy", "--val-interval",
+    ),
+    "--keep-best METRIC keeps the best checkpoint, as checkpoints/best in the run's folder": (
+        "--greater-is-better", "--load-best-model-at-end", "--save-best",
     ),
     _PRECISION: ("--amp", "--use-amp", "--autocast"),
     _CLASSES: ("--num-classes", "--num-labels", "--vocab-size"),
@@ -195,7 +215,9 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 _TRAINER = "--trainer."  # Lightning's command line
 # Switches that the Trainer's users give a value.
-_SWITCHES = frozenset(("--bf16", "--fp16", "--gradient-checkpointing", "--tf32", "--torch-compile"))
+_SWITCHES = frozenset((
+    "--bf16", "--eval-on-start", "--fp16", "--gradient-checkpointing", "--tf32", "--torch-compile",
+))  # fmt: skip
 _ON_OFF = {"true": "on", "false": "off"}
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 

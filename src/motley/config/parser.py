@@ -127,6 +127,7 @@ class OptionParser(OneVoice):
         )  # fmt: skip
         self._usual: dict[str, str] = {}  # help in -h, by the option's name
         self._declared: dict[str, Option] = {}
+        self.general: dict[str, Any] = {}  # defaults that a task changes, as they were
         self.own: tuple[type, ...] = ()
         self.elsewhere: dict[str, str] = {}  # unknown options, and the task that has them
         for group in (*GROUPS, *own):
@@ -182,6 +183,19 @@ class OptionParser(OneVoice):
                 )
         self._add_group(group, {}, title)
         self.own = (*self.own, group)
+
+    def set_usual(self, texts: Mapping[str, str]) -> None:
+        """Change the defaults of options, as a task does.
+
+        Args:
+            texts: the defaults by the names of options, as a user types them.
+        """
+        for name, text in texts.items():
+            declared = self._declared[name]
+            self.general[name] = declared.to_text(self.get_default(name))
+            several = declared.several
+            value = tuple(map(declared.read, text.split())) if several else declared.read(text)
+            self.set_defaults(**{name: value})
 
     def print_usual_help(self) -> None:
         """Print the options that most users need, on the first rank alone.
@@ -307,10 +321,7 @@ class OptionParser(OneVoice):
             words: result of ``parse_args``.
         """
         # argparse gives several words as a list.
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in vars(words).items()
-        }
+        given: dict[str, Any] = {name: _as_value(value) for name, value in vars(words).items()}
         own = tuple(
             group(**{
                 field: given.pop(declared.name) for field, declared in get_options(group).items()
@@ -318,6 +329,13 @@ class OptionParser(OneVoice):
             for group in self.own
         )  # fmt: skip
         return Config(**given, own=own)
+
+
+def _as_value(value: Any) -> Any:
+    """Return an option's value; the only word ``none`` of several is None."""
+    if isinstance(value, list):
+        return None if value == [None] else tuple(value)
+    return value
 
 
 def _flag(declared: Option, usual: Any) -> str:
@@ -445,6 +463,9 @@ class ConfigFile:
             MotleyError: an option is unknown, or has no such value.
         """
         result: list[str] = []
+        if self.is_run:  # an older run did not have the defaults of a task
+            for name in parser.general.keys() - self.values.keys():
+                result += parser.make_words(name, parser.general[name])
         for name, value in self.values.items():
             if self.is_run and (name in _OF_ONE_LAUNCH or not parser.changes(name, value)):
                 continue

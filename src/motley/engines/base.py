@@ -31,6 +31,7 @@ from motley.engines.step_timer import Clock
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
 from motley.tasks.model import TaskModel
+from motley.tasks.task import LABEL, PREDICTED
 
 
 @contextlib.contextmanager
@@ -86,16 +87,24 @@ def name_types(dtypes: Iterable[torch.dtype]) -> str:
 
 
 @torch.no_grad()
-def score(model: TaskModel, batch: Batch) -> Tensor:
+def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
     """Return the sums of the task's scores, in order of ``model.score_names``, float64 [k + 2].
 
     The last two numbers are the weight and the number of the samples.
+
+    Args:
+        model: the model.
+        batch: held-out samples.
+        counts: add their labels and predicted classes to ``model.class_pairs``, if there are any.
     """
     model.eval()
     scores = model(batch.data, scored=True)
     model.train()
     sums = [scores[name].sum().double() for name in model.score_names]
-    return torch.stack([*sums, *sums[0].new_tensor([batch.weight, len(batch)])])
+    result = torch.stack([*sums, *sums[0].new_tensor([batch.weight, len(batch)])])
+    if counts and {LABEL, PREDICTED} <= scores.keys():
+        model.class_pairs.append(torch.stack([scores[LABEL].long(), scores[PREDICTED].long()]))
+    return result
 
 
 class EngineBase:
@@ -179,7 +188,7 @@ class EngineBase:
     def _evaluate_together(self, batch: Batch) -> Tensor:
         if len(batch):
             return score(self._model, batch)
-        score(self._model, Batch(self._model.blank(), (0,)))
+        score(self._model, Batch(self._model.blank(), (0,)), counts=False)
         return self._no_scores()
 
     def _no_scores(self) -> Tensor:

@@ -131,6 +131,11 @@ class FsdpEngine(SynchronousEngine):
                 f"--strategy fsdp cuts parameters into rows, and {name_some(scalars)} has none: "
                 "give it the shape [1], as nn.Parameter(torch.ones(1)) has, or take --strategy ddp"
             )
+        if context.config.clip_grad is not None and context.config.clip_mode == "agc":
+            raise MotleyError(
+                "--clip-mode agc needs whole parameters, and --strategy fsdp gives each rank a "
+                "part of them: take --strategy ddp, or --clip-mode norm"
+            )
         kinds = {each.dtype for each in model.net.parameters()}
         if len(kinds) > 1:
             raise MotleyError(

@@ -98,7 +98,8 @@ class LocalEngine(StepEngine):
             result = gradient_norm(self._parameters)
             norm = float(result) / factor
             if math.isfinite(norm):
-                unscale_and_clip(self._parameters, result, factor, self._context.config.clip_grad)
+                unscale_and_clip(self._parameters, result, factor, self._norm_limit)
+                self._clip_parts(self._parameters, shares=False)
                 self._update()
                 self._used += weight
                 self._loss_sum += loss_sum

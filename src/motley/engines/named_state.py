@@ -197,7 +197,8 @@ def seed_random(seed: int, device: torch.device) -> None:
 
 JsonDict = dict[str, Any]
 
-_OPTIONS = ("params", "lr", "initial_lr")  # fields of a group that are not state
+# Fields of a group that are not state: the schedule sets them.
+_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "initial_weight_decay")
 
 
 @dataclass(frozen=True)

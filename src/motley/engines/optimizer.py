@@ -1,22 +1,19 @@
-"""The optimizer of a model or of a shard, its trial on a small layer, and the learning rate.
-
-The trial runs before step 1. The learning rate of each step follows timm's schedules.
-"""
+"""The optimizer of a model or of a shard, and its trial on a small layer before step 1."""
 
 import contextlib
 import dataclasses
+import inspect
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from motley.config.options import RAMP_POWERS, Config
-from motley.data.import_timm import Scheduler, optimizers, timm
+from motley.config.option import Keyword
+from motley.config.options import Config
+from motley.data.import_timm import optimizers, timm
 from motley.engines.named_state import (
     OptimizerMemory,
     State,
@@ -28,7 +25,8 @@ from motley.engines.named_state import (
 from motley.engines.optimizers import find_row, own_optimizers
 from motley.engines.out_of_memory import out_of_memory
 from motley.errors import MotleyError
-from motley.plan.length import Length, TrainState
+from motley.tasks.builtin import get_task
+from motley.tasks.task import Task
 from motley.text import did_you_mean
 
 for _own in own_optimizers():
@@ -51,7 +49,15 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
     Raises:
         MotleyError: timm has no such optimizer, or it cannot be built.
     """
+    task = get_task(config)
+    if has_optimizer(task):
+        return _make_own(task, net, config)
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    options |= _read_keywords(config)
+    if config.momentum is not None:
+        options["momentum"] = config.momentum
+        if config.momentum == 0 and config.opt.lower() == "sgd":
+            options.setdefault("nesterov", False)  # timm's default needs a momentum
     if config.layer_decay is not None:
         options["layer_decay"] = config.layer_decay
     try:
@@ -63,14 +69,123 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
                 return timm.optim.create_optimizer_v2(net, opt=config.opt, **options, **more)
         return timm.optim.create_optimizer_v2(net, opt=config.opt, **options)
     except (KeyError, ValueError, AssertionError, TypeError) as error:
-        name = config.opt.lower().removeprefix("lookahead_")
-        known = [*map(str, timm.optim.list_optimizers())]
-        if name in known:
+        if _plain_name(config) in _list_names():
             raise MotleyError(f"--opt {config.opt} cannot be made here: {error}") from None
+        raise _unknown_optimizer(config) from None
+
+
+def _plain_name(config: Config) -> str:
+    """Return the name of ``--opt``, or of the optimizer that it wraps."""
+    return config.opt.lower().removeprefix("lookahead_")
+
+
+def _list_names() -> list[str]:
+    return [*map(str, timm.optim.list_optimizers())]
+
+
+def _unknown_optimizer(config: Config) -> MotleyError:
+    return MotleyError(
+        f"--opt {config.opt}: timm has no such optimizer"
+        f"{did_you_mean(_plain_name(config), _list_names())}; see timm.optim.list_optimizers()"
+    )
+
+
+def name_optimizer(config: Config) -> str:
+    """Return the name of the optimizer in messages."""
+    task = get_task(config)
+    return f"optimizer() of {type(task).__name__}" if has_optimizer(task) else f"--opt {config.opt}"
+
+
+def has_optimizer(task: Task) -> bool:
+    """Return True if a task has :meth:`Task.optimizer`, and not an option of this name."""
+    own = type(task).optimizer
+    return callable(own) and own is not Task.optimizer
+
+
+def _make_own(task: Task, net: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return the optimizer of a task, from timm's groups with and without weight decay."""
+    spared: Collection[str] = getattr(net, "no_weight_decay", set)()
+    groups: list[dict[str, Any]] = timm.optim.param_groups_weight_decay(
+        net, config.weight_decay, no_weight_decay_list=spared
+    )
+    made = task.optimizer([{**group, "lr": config.lr} for group in groups])
+    if not isinstance(made, torch.optim.Optimizer):
         raise MotleyError(
-            f"--opt {config.opt}: timm has no such optimizer{did_you_mean(name, known)}; see "
-            "timm.optim.list_optimizers()"
-        ) from None
+            f"{name_optimizer(config)} gives {type(made).__name__}; return a torch.optim.Optimizer "
+            "of the groups"
+        )
+    return made
+
+
+# Arguments of optimizers that other options or the engine decide.
+_ELSEWHERE = {
+    "lr": "--lr", "weight_decay": "--weight-decay", "momentum": "--momentum",
+    "layer_decay": "--layer-decay",
+}  # fmt: skip
+_OF_ENGINE = (
+    "self", "params", "fused", "foreach", "capturable", "differentiable", "maximize",
+    "deterministic",
+)  # fmt: skip
+
+
+def _list_keywords(config: Config) -> list[str]:
+    """Return the names that ``--opt-kwargs`` takes for this optimizer."""
+    kind = timm.optim.get_optimizer_class(_plain_name(config), bind_defaults=False)
+    names = inspect.signature(kind).parameters
+    return [name for name in names if name not in (*_ELSEWHERE, *_OF_ENGINE, "args", "kwargs")]
+
+
+def _read_keywords(config: Config) -> dict[str, Any]:
+    """Return the values of ``--opt-kwargs``.
+
+    A task's own default is for Adam and its relatives, and leaves other optimizers as they are.
+    """
+    if config.opt_kwargs is None:
+        return {}
+    if "opt_kwargs" not in config.typed_names and "adam" not in _plain_name(config):
+        return {}
+    return {each.name: each.value for each in config.opt_kwargs}
+
+
+def check_optimizer(config: Config) -> None:
+    """Raise MotleyError if options of the optimizer contradict each other or have no effect."""
+    task, typed = get_task(config), config.typed_names - config.continued_names
+    if has_optimizer(task):
+        for name in ("opt", "opt_kwargs", "momentum", "layer_decay"):
+            if name in typed:
+                raise MotleyError(
+                    f"--{name.replace('_', '-')} has no effect, since {name_optimizer(config)} "
+                    "makes the optimizer; leave it out"
+                )
+        return
+    if _plain_name(config) not in _list_names():
+        raise _unknown_optimizer(config)
+    has_momentum = timm.optim.get_optimizer_info(_plain_name(config)).has_momentum
+    if config.momentum is not None and not has_momentum:
+        raise MotleyError(
+            f"--momentum: --opt {config.opt} has none; leave it out, or write --opt-kwargs "
+            "betas=0.9,0.999 for one with betas"
+        )
+    if config.opt_kwargs and "opt_kwargs" in config.typed_names:
+        try:
+            known = _list_keywords(config)
+        except (AssertionError, ImportError, TypeError) as error:
+            raise MotleyError(f"--opt {config.opt} cannot be made here: {error}") from None
+        for each in config.opt_kwargs:
+            _check_keyword(config, each, known)
+
+
+def _check_keyword(config: Config, given: Keyword, known: list[str]) -> None:
+    if given.name in known:
+        return
+    if given.name in _ELSEWHERE:
+        raise MotleyError(
+            f"--opt-kwargs {given}: write {_ELSEWHERE[given.name]} {given.text} in its place"
+        )
+    raise MotleyError(
+        f"--opt-kwargs {given}: --opt {config.opt} takes no {given.name}"
+        f"{did_you_mean(given.name, known)}; it takes {', '.join(known)}"
+    )
 
 
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
@@ -216,8 +331,8 @@ def try_optimizer(
         except MotleyError as found:
             error = found
     raise MotleyError(
-        f"--opt {config.opt} looks at whole tensors, and {sharding.words} gives it parts of them; "
-        "take --strategy ddp, or an optimizer such as adamw"
+        f"{name_optimizer(config)} looks at whole tensors, and {sharding.words} gives it parts of "
+        "them; take --strategy ddp, or an optimizer such as adamw"
     ) from error
 
 
@@ -239,15 +354,15 @@ def _try(
         if isinstance(error, MotleyError) or out_of_memory(error):
             raise
         raise MotleyError(
-            f"--opt {config.opt} fails here ({_describe_error(error)}); {_CHOOSE}"
+            f"{name_optimizer(config)} fails here ({_describe_error(error)}); {_CHOOSE}"
         ) from error
     finally:
         load_random_state(before, device)
     one, other = ends
     if one.keys() != other.keys() or not all(torch.equal(one[key], other[key]) for key in one):
         raise MotleyError(
-            f"--opt {config.opt} keeps something that no checkpoint holds: a run would go on from "
-            f"one otherwise than without a stop; {_CHOOSE}"
+            f"{name_optimizer(config)} keeps something that no checkpoint holds: a run would go on "
+            f"from one otherwise than without a stop; {_CHOOSE}"
         )
     slots = straight.memory.slots().values()
     traits = OptimizerTraits(
@@ -287,7 +402,7 @@ def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
         except Exception as error:
             shape = f"{dtype} of {dim} dimensions".removeprefix("torch.")
             raise MotleyError(
-                f"--opt {config.opt} cannot train the parameter {name}, {shape} "
+                f"{name_optimizer(config)} cannot train the parameter {name}, {shape} "
                 f"({_describe_error(error)}); {_CHOOSE}"
             ) from error
     load_random_state(before, device)
@@ -301,8 +416,8 @@ def _describe_error(error: Exception) -> str:
 def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     if any(not torch.equal(after[name], value) for name, value in before.items()):
         raise MotleyError(
-            f"--opt {config.opt} draws random numbers, others on each rank, whose parameters would "
-            f"drift apart; {_CHOOSE}"
+            f"{name_optimizer(config)} draws random numbers, others on each rank, whose parameters "
+            f"would drift apart; {_CHOOSE}"
         )
 
 
@@ -364,89 +479,3 @@ def kept_numbers(config: Config) -> float:
         return _USUAL_SLOTS
     saved = memory.state().tensors.values()
     return sum(value.nbytes for value in saved) / layer.weight.nbytes
-
-
-_FALLS = ("cosine", "tanh", "poly")  # schedules that fall until their end
-_EPOCHS = 30  # default of --epochs, to which the default of --warmup-epochs relates
-
-
-def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Scheduler:
-    """Build the schedule of the learning rate: linear warm-up, then ``--sched``.
-
-    Cosine, tanh and poly end with the schedule at ``--min-lr``. The schedule counts steps, because
-    timm accepts any unit as an epoch.
-    """
-    steps_an_epoch, total = length.steps_an_epoch, schedule_steps(config, length)
-    warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
-    if config.schedule_ends_with_run and "warmup_epochs" not in config.typed_names:
-        warmup = min(warmup, round(total * config.warmup_epochs / _EPOCHS))
-    # timm steps at the end of the update before a milestone.
-    milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
-    rate = config.decay_rate or (1.0 if config.sched == "poly" else 0.1)
-    schedule: Scheduler
-    schedule, _ = timm.scheduler.create_scheduler_v2(
-        optimizer, config.sched, num_epochs=total - warmup, min_lr=config.min_lr,
-        decay_epochs=max(1, round(config.decay_epochs * steps_an_epoch)), decay_rate=rate,
-        decay_milestones=milestones,
-        warmup_epochs=warmup, warmup_lr=config.lr / (warmup + 1), warmup_prefix=True,
-        step_on_epochs=False, updates_per_epoch=1,
-    )  # fmt: skip
-    return schedule
-
-
-def schedule_steps(config: Config, length: Length) -> int:
-    """Return the number of updates after which the schedule ends: all epochs, or the run."""
-    total = length.steps_an_epoch * config.epochs
-    if config.schedule_ends_with_run and config.max_steps is not None:
-        total = min(total, math.ceil(length.updates_at(config.max_steps)))
-    return total
-
-
-def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
-    """Return a sentence if the run ends before the end of its schedule, or before ``--max-steps``.
-
-    The schedule has not ended if the learning rate has not fallen to its last value. Otherwise
-    return an empty string.
-    """
-    last = length.last_step(state)
-    if config.schedule_ends_with_run and config.max_steps is not None and last < config.max_steps:
-        return (
-            f"{config.epochs} epochs, the default, end after step {last:,}, before --max-steps "
-            f"{config.max_steps:,}; for more steps raise --epochs"
-        )
-    total = schedule_steps(config, length)
-    if config.sched not in _FALLS or config.max_steps is None or config.schedule_ends_with_run:
-        return ""
-    if length.updates(state) + last - state.step >= total - 1:
-        return ""
-    falls = (
-        f"the learning rate falls until step {total:,}, with epoch {config.epochs}, and "
-        f"--max-steps stops after step {last:,}"
-    )
-    if "epochs" in config.continued_names:
-        return (
-            f"{falls}; --epochs {config.epochs} is from the checkpoint, and --epochs N changes it"
-        )
-    return f"{falls}; without --epochs it falls until --max-steps"
-
-
-def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) -> None:
-    """Set the learning rate for the next step.
-
-    Args:
-        schedule: the schedule.
-        updates: position in the schedule; see Length.
-        batch: samples in a full step at this position.
-        config: the options.
-    """
-    schedule.step_update(updates)  # type: ignore[arg-type]
-    factor = (batch / int(config.batch_size)) ** RAMP_POWERS[config.ramp_lr]
-    if factor != 1.0:
-        for group in schedule.optimizer.param_groups:
-            group["lr"] *= factor
-
-
-def get_rate(optimizer: Optimizer) -> float:
-    """Return the current value of ``--lr`` in the schedule, without the scale of a group."""
-    group = optimizer.param_groups[0]
-    return float(group["lr"] / group.get("lr_scale", 1.0))

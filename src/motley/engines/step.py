@@ -19,10 +19,11 @@ from motley.comm.collectives import (
     all_gather,
     all_gather_object,
     begin_copy,
+    broadcast,
     leavable,
     mark_now,
 )
-from motley.comm.reducer import Bucket, Reducer, by_type
+from motley.comm.reducer import Bucket, Reducer, as_real, by_type
 from motley.data.source import Batch, Tensors
 from motley.engines.base import EngineBase, check_types
 from motley.engines.gradient_sum import drop_absent, wire_device
@@ -97,6 +98,63 @@ def unscale_and_clip(
         torch._foreach_mul_(alike, factor.to(alike[0].dtype) if wide else factor.float())
 
 
+@torch.no_grad()
+def clip_values(parameters: Sequence[Tensor], most: float) -> None:
+    """Clip each number of the gradients to ``-most`` .. ``most``, in place."""
+    for grad in _gradients(parameters):
+        as_real(grad).clamp_(-most, most)
+
+
+_LEAST_NORM = 1e-3  # of a unit's weights, as in timm
+_LEAST_GRADIENT = 1e-6
+
+
+def _unit_norms(value: Tensor) -> Tensor:
+    """Return the norm of each unit, [units, 1, ...]: of each row, or of a whole vector."""
+    dtype = torch.float32 if value.dtype in (torch.bfloat16, torch.float16) else None
+    if value.dim() <= 1:
+        norm: Tensor = torch.linalg.vector_norm(value, dtype=dtype)
+        return norm.reshape(1)
+    along = tuple(range(1, value.dim()))
+    norm = torch.linalg.vector_norm(value, dim=along, keepdim=True, dtype=dtype)
+    return norm
+
+
+@torch.no_grad()
+def clip_adaptively(
+    parameters: Sequence[Tensor],
+    most: float,
+    share: Callable[[Tensor], Tensor] = lambda factors: factors,
+) -> None:
+    """Clip the gradient of each unit to ``most`` times the norm of its weights, in place.
+
+    A unit is a row of a matrix or convolution, or a whole vector. Source: Brock et al.,
+    "High-Performance Large-Scale Image Recognition Without Normalization", 2021, and
+    timm.utils.adaptive_clip_grad.
+
+    Args:
+        parameters: whole parameters with their gradients.
+        most: the factor.
+        share: replaces the factors of all units, [units], by those of rank 0. Unlike devices
+            round norms differently, and the ranks' parameters would diverge.
+    """
+    factors = []
+    for each in parameters:
+        weights = _unit_norms(each.detach()).clamp(min=_LEAST_NORM) * most
+        own = torch.ones_like(weights)
+        if each.grad is not None:
+            norms = _unit_norms(each.grad)
+            own = torch.where(norms < weights, own, weights / norms.clamp(min=_LEAST_GRADIENT))
+        factors.append(own)
+    if not factors:
+        return
+    flat = share(torch.cat([each.flatten() for each in factors]))
+    shared = torch.split(flat, [each.numel() for each in factors])
+    for parameter, own, factor in zip(parameters, factors, shared, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.view_as(own).to(parameter.grad.device))
+
+
 class StepEngine(EngineBase):
     """The frame of a step, the same in all engines, whatever the wire between ranks.
 
@@ -126,6 +184,32 @@ class StepEngine(EngineBase):
         self._weighs = weighs(model.task)
         self._weight = 0.0  # weight of this rank's samples in this step
         self._nominal_weight = 1.0  # usual weight of the global batch in this step
+
+    @property
+    def _norm_limit(self) -> float | None:
+        """``--clip-grad`` if it bounds the norm of the whole gradient, else None."""
+        config = self._context.config
+        return config.clip_grad if config.clip_mode == "norm" else None
+
+    def _clip_parts(self, parameters: Sequence[Tensor], shares: bool = True) -> None:
+        """Clip the unscaled gradient by ``--clip-mode value`` or ``agc``; all ranks call it.
+
+        Args:
+            parameters: the tensors that the optimizer changes.
+            shares: all ranks have the same gradient, and take rank 0's factors.
+        """
+        config = self._context.config
+        if config.clip_grad is None or config.clip_mode == "norm":
+            return
+        if config.clip_mode == "value":
+            clip_values(parameters, config.clip_grad)
+        elif shares and self._context.size > 1:
+            clip_adaptively(parameters, config.clip_grad, self._take_first)
+        else:
+            clip_adaptively(parameters, config.clip_grad)
+
+    def _take_first(self, factors: Tensor) -> Tensor:
+        return broadcast(factors.to(wire_device(self.device))).to(factors.device)
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         """Return each sample's loss, detached, after a backward pass.
@@ -257,8 +341,10 @@ class SynchronousEngine(StepEngine):
         skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
         # They also divide the gradient while they read it, by an fp32 number.
-        self._divides = self._skips_by_itself and all(
-            parameter.dtype == torch.float32 for parameter in self._parameters
+        self._divides = (
+            self._skips_by_itself
+            and context.config.clip_mode == "norm"
+            and all(parameter.dtype == torch.float32 for parameter in self._parameters)
         )
         self._may_lack = False  # True after a parameter had no gradient on some rank in some step
         self._broken_off = False  # True if a backward pass that communicates was broken off
@@ -324,7 +410,7 @@ class SynchronousEngine(StepEngine):
         correction = None
         if self._weighs:
             correction = (table[:, 5].sum() / usual_weight).clamp(min=LEAST_CORRECTION)
-        given = (self._norm(norms), scale, self._context.config.clip_grad, correction)
+        given = (self._norm(norms), scale, self._norm_limit, correction)
         if self._divides:
             factor = clip_factor(*given)
             self.optimizer.grad_scale = (  # type: ignore[attr-defined]
@@ -332,6 +418,7 @@ class SynchronousEngine(StepEngine):
             )
         else:
             unscale_and_clip(stepped, *given)
+            self._clip_parts(stepped)
         if self._skips_by_itself:
             if copy.is_done():  # the device will not wait, and changes parameters now
                 self.on_change()

@@ -141,6 +141,12 @@ class ZeroEngine(StepEngine):
         self.traits = TRAITS[self._stage]
         self.equal_micro_steps, self.replicated = self._stage >= 2, self._stage < 3
         self.rescuable = self._stage == 0
+        mode = context.config.clip_mode
+        if self._stage and context.config.clip_grad is not None and mode != "norm":
+            raise MotleyError(
+                f"--clip-mode {mode}: DeepSpeed clips by the norm at ZeRO stage {self._stage}; "
+                "take --clip-mode norm, --stage 0, or torch_dist/train.py"
+            )
         refuse_unused(model, f"ZeRO stage {self._stage}")
         check_types(
             model, (torch.float32,), f"ZeRO stage {self._stage}",
@@ -320,9 +326,10 @@ class ZeroEngine(StepEngine):
             self._engine.zero_grad()
         else:
             unscale_and_clip(
-                self._parameters, gathered[0, 4], self.scale.value, self._context.config.clip_grad,
+                self._parameters, gathered[0, 4], self.scale.value, self._norm_limit,
                 torch.tensor(correction) if self._weighs else None,
             )  # fmt: skip
+            self._clip_parts(self._parameters)
             self._update()
         return gathered.tolist(), overflow, correction
 

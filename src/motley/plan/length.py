@@ -152,6 +152,10 @@ class Length:
         save_every: steps between checkpoints, 0 for none; None: one at the end of each epoch.
         by_clock: checkpoints are due at times that the caller decides, and at the end of the run.
         ramp: growth of the batch up to ``batch``; None: the batch does not grow.
+        eval_every: steps between evaluations; None: one at the end of each epoch.
+        eval_by_clock: evaluations are due at times that the caller decides, and at the end of the
+            run.
+        eval_at_start: an evaluation is due before the first step.
     """
 
     epochs: int
@@ -161,6 +165,9 @@ class Length:
     save_every: int | None = None
     by_clock: bool = False
     ramp: Ramp | None = None
+    eval_every: int | None = None
+    eval_by_clock: bool = False
+    eval_at_start: bool = False
 
     @property
     def steps_an_epoch(self) -> int:
@@ -184,7 +191,17 @@ class Length:
         return cut or position.epoch >= self.epochs
 
     def evaluates(self, position: TrainState) -> bool:
-        """Return True at the end of an epoch and of the run, where an evaluation is due."""
+        """Return True if an evaluation is due at this position; the end of the run has one."""
+        if position.step == 0:
+            return self.eval_at_start
+        if self.eval_by_clock:
+            return self.ended(position)
+        if self.eval_every is None:
+            return self._ends_epoch(position)
+        return self.ended(position) or position.step % self.eval_every == 0
+
+    def _ends_epoch(self, position: TrainState) -> bool:
+        """Return True at the end of an epoch and of the run."""
         return position.step > 0 and (position.consumed == 0 or self.ended(position))
 
     def saves(self, position: TrainState) -> bool:
@@ -195,7 +212,7 @@ class Length:
         if self.by_clock:
             return self.ended(position)
         if self.save_every is None:
-            return self.evaluates(position)
+            return self._ends_epoch(position)
         return self.save_every > 0 and (
             self.ended(position) or position.step % self.save_every == 0
         )
@@ -249,6 +266,16 @@ class Length:
             return last // every - position.step // every + (last % every > 0)
         ends = list(accumulate(self._steps_of_epochs(position), initial=position.step))
         return bisect_left(ends, last)  # an incomplete last epoch counts too
+
+    def evaluations_left(self, position: TrainState) -> int:
+        """Return the number of evaluations that are still due, at most."""
+        last = self.last_step(position)
+        if self.eval_by_clock or last == position.step:
+            return last - position.step
+        if self.eval_every:
+            return last // self.eval_every - position.step // self.eval_every + 1
+        ends = list(accumulate(self._steps_of_epochs(position), initial=position.step))
+        return bisect_left(ends, last)
 
     @property
     def _growth(self) -> Ramp:

@@ -188,6 +188,16 @@ class RunFolder:
         return self.path / "epochs.jsonl"
 
     @property
+    def classes_file(self) -> Path:
+        """Path of ``classes.csv``."""
+        return self.path / "classes.csv"
+
+    @property
+    def confusion_file(self) -> Path:
+        """Path of ``confusion.csv``."""
+        return self.path / "confusion.csv"
+
+    @property
     def events_file(self) -> Path:
         """Path of ``events.jsonl``."""
         return self.path / "events.jsonl"

@@ -198,8 +198,9 @@ def _row(
 # Options that have to be equal, besides the task, for losses equal to those of the fp32 run.
 _SAME = (
     "model", "img_size", "dataset", "data_fraction", "augment", "epochs", "batch_size", "opt", "lr",
-    "weight_decay", "warmup_epochs", "min_lr", "smoothing", "clip_grad", "drop", "drop_path",
-    "seed",
+    "opt_kwargs", "momentum", "weight_decay", "weight_decay_end", "warmup_epochs", "warmup_steps",
+    "min_lr", "lr_cycle_limit", "lr_cycle_mul", "lr_cycle_decay", "clip_grad", "clip_mode",
+    "smoothing", "drop", "drop_path", "seed",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from motley.errors import MotleyError
 from motley.tasks.build import BlockByBlock
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
 from motley.tasks.net import is_recomputed, keep_fp32, parts_around
-from motley.tasks.task import Task
+from motley.tasks.task import LABEL, PREDICTED, Task
 
 Compute = Callable[..., Any]
 
@@ -225,6 +225,8 @@ class TaskModel(nn.Module):
         samples: number of training samples.
         score_names: names of the scores that :meth:`forward` returns for held-out samples, in
             order.
+        class_pairs: labels and predicted classes of held-out samples, int64 [2, n] for each batch
+            since the list was last emptied.
         by_blocks: object that fills the network with its initial numbers, or None if the network
             has them all. The network is folded until an engine is built; see motley.tasks.build.
         held_mib: memory in MiB that training holds on the device besides activations. 0: no more
@@ -264,6 +266,7 @@ class TaskModel(nn.Module):
         example, self.samples = first_batch(task, _EXAMPLES)
         self.example = example.to(device)
         self.score_names = self._score_names()
+        self.class_pairs: list[Tensor] = []
         if self.statistics:
             self._find_rows(self.statistics)
 
@@ -285,7 +288,8 @@ class TaskModel(nn.Module):
         with torch.no_grad():
             result = self.task.scores(self.compute, self.blank())
         self.train()
-        return tuple(sorted(result))
+        counted = {LABEL, PREDICTED} if {LABEL, PREDICTED} <= result.keys() else set()
+        return tuple(sorted(result.keys() - counted))
 
     def _find_rows(self, statistics: GroupStatistics) -> None:
         self.eval()

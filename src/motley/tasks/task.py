@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from motley.data.source import Samples, Source, Tensors
 
+LABEL, PREDICTED = "label", "predicted"  # scores that are counted, and not averaged
 Net = Callable[..., Any]  # the model; it computes in the rank's precision, and returns fp32
 
 
@@ -59,6 +60,9 @@ class Task:
         needs_workers: reading a sample takes longer than passing it between processes.
         class_names: names of the classes by number; empty without classes. A run continues only
             with the same names. Exports and predictions contain them.
+        usual: defaults of options that suit the task, by their names and as a user types them.
+        directions: ``min`` or ``max`` by the name of a metric, the better direction for
+            ``--keep-best``. Usual names, such as loss and accuracy, need no entry.
         account: one line about samples that were read and left out; empty if none was left out.
         sample_list: fingerprint of the list of samples, in words. A continued run reports a change.
     """
@@ -73,10 +77,12 @@ class Task:
     fp32: ClassVar[tuple[str, ...]] = ()
     head_options: ClassVar[tuple[str, ...]] = ()
     recipes: ClassVar[Mapping[str, str]] = {}
+    usual: ClassVar[Mapping[str, str]] = {}
     keeps: bool = True
     needs_workers: bool = True
     sometimes_unused: bool = False
     class_names: ClassVar[tuple[str, ...]] = ()
+    directions: ClassVar[Mapping[str, str]] = {}
     sample_list: ClassVar[str] = ""
     account: ClassVar[str] = ""
 
@@ -164,7 +170,9 @@ class Task:
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
         """Return the scores of held-out samples, [n] by name, each summed over a sample.
 
-        ``loss`` is one of them.
+        ``loss`` is one of them. If ``label`` and ``predicted`` are among them, int64 [n] each, they
+        are the classes of a sample, and are counted in place of being averaged. The last evaluation
+        then writes ``classes.csv`` and ``confusion.csv``.
         """
         return {"loss": self.losses(net, batch)}
 
@@ -179,6 +187,34 @@ class Task:
     def words(self, metrics: Mapping[str, float]) -> str:
         """Return the metrics of :meth:`summary` as the progress line shows them."""
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> "torch.optim.Optimizer":
+        """Return the optimizer, in place of ``--opt``.
+
+        Args:
+            groups: groups of parameters with and without weight decay, each with ``params``, ``lr``
+                and ``weight_decay`` from the options.
+        """
+        raise NotImplementedError
+
+    def schedule(self, step: float, total: int) -> float:
+        """Return the factor of ``--lr`` in a step, in place of ``--sched``.
+
+        Args:
+            step: number of steps before this one; a fraction after a change of the batch size.
+            total: number of steps of the whole schedule.
+        """
+        raise NotImplementedError
+
+    def after_evaluation(self, net: "nn.Module", folder: Path) -> None:
+        """Use the model after an evaluation, as to write samples or pictures; rank 0 calls it.
+
+        The other ranks wait meanwhile. The model may not be changed.
+
+        Args:
+            net: the network, in evaluation mode and without gradients.
+            folder: the run's folder.
+        """
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """Return predictions as the columns of a table, by name, one row for each sample."""
@@ -254,6 +290,11 @@ def weighs(task: Task) -> bool:
     The weight of a batch is then known only when the batch has been read.
     """
     return type(task).weights is not Task.weights
+
+
+def acts_after_evaluation(task: Task) -> bool:
+    """Return True if a task has :meth:`Task.after_evaluation`."""
+    return type(task).after_evaluation is not Task.after_evaluation
 
 
 def is_in(name: str, parts: Iterable[str]) -> bool:

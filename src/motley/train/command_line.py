@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,10 @@ def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
     # --epochs.
     continued = frozenset(saved.get(TYPED, ["epochs"])) - typed
     typed |= continued
+    # A checkpoint without an option is older than the task's own default for it.
+    usual = {each.name: each.default for group in GROUPS for each in fields(group)}
+    for name in task.usual.keys() - saved.keys() - typed:
+        general[name] = usual[name]
     if "epochs" in typed:  # --max-steps then only ends one launch, not the run
         general.pop("max_steps", None)
     return replace(config, **general, own=own, typed_names=typed, continued_names=continued)
@@ -292,6 +296,7 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     requested = first.parse_known_args(arguments)[0]
     task = task_class(requested.task)
     parser.add_own(task, f"--task {requested.task}")
+    parser.set_usual(task.usual)
     parser.elsewhere = {
         get_flag(declared): f"--task {name}"
         for name, other in known_tasks().items() for declared in get_options(other).values()

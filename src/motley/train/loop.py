@@ -6,6 +6,7 @@ and an evaluation and a checkpoint follow every epoch.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,14 +14,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from motley.checkpoint.store import save
-from motley.comm.collectives import all_gather_floats, mark_now
+from motley.checkpoint.store import BEST, parse_step, save
+from motley.comm.collectives import all_gather_floats, all_gather_object, mark_now
 from motley.config.option import Duration
 from motley.data.loader_memory import LoaderGrowth, explain_workers
 from motley.data.source import Batch, make_seed
 from motley.engines.named_state import seed_random
-from motley.engines.optimizer import get_rate, set_rate
 from motley.engines.protocol import LaunchedStep, StepResult
+from motley.engines.schedule import get_rate, set_rate
 from motley.engines.step_timer import HOST
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -29,7 +30,11 @@ from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
+from motley.records.classes import write_classes
+from motley.records.json_files import JsonDict
 from motley.records.training import EMA, EpochRecord
+from motley.tasks.model import TaskModel
+from motley.tasks.task import acts_after_evaluation
 from motley.train.agreement import (
     Agreement,
     check_numbers,
@@ -38,30 +43,31 @@ from motley.train.agreement import (
     rebalance,
     shrink_micro_batches,
 )
+from motley.train.best import BestEvaluation
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
 from motley.train.rescue import Rescue, pause
 from motley.train.setup import Job
 
 
-class SaveTimer:
-    """A timer of checkpoints that are due by rank 0's clock.
+class ClockTimer:
+    """A timer of checkpoints or evaluations that are due by rank 0's clock.
 
     The timer asks rank 0 for its clock when half of the remaining time should have passed. These
     are some ten requests between two checkpoints, and the steps of checkpoints need not be fixed in
     advance.
 
     Args:
-        every: time between checkpoints. Any other type: never by the clock.
-        step: step of the last checkpoint.
+        every: time between two of them. Any other type: never by the clock.
+        step: step of the last one.
     """
 
     def __init__(self, every: object, step: int) -> None:
         self._every_s = every.seconds if isinstance(every, Duration) else None
-        self.saved(step)
+        self.restart(step)
 
-    def saved(self, step: int) -> None:
-        """Restart the timer, because a checkpoint of this step was saved."""
+    def restart(self, step: int) -> None:
+        """Restart the timer after a checkpoint or an evaluation of this step."""
         self._step, self._time, self._ask_at = step, time.monotonic(), step + 1
 
     def asks(self, step: int) -> bool:
@@ -69,7 +75,7 @@ class SaveTimer:
         return self._every_s is not None and step >= self._ask_at
 
     def due(self, step: int) -> bool:
-        """Return True if a checkpoint is due; all ranks call it, after the same step."""
+        """Return True if the time has passed; all ranks call it, after the same step."""
         if not self.asks(step):
             return False
         assert self._every_s is not None
@@ -91,12 +97,14 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
     average = job.engine.average is not None
     metrics, samples = _scores(world, job, plan, None if average else position)
     if average:
+        pairs = job.model.class_pairs
         with job.engine.averaged():
             also, _ = _scores(world, job, plan, position)
+        job.model.class_pairs = pairs
         metrics |= {f"{EMA}{name}": value for name, value in also.items()}
     return EpochRecord(
-        step=position.step, epoch=position.epoch - (position.consumed == 0), metrics=metrics,
-        samples=samples, seconds=time.monotonic() - start, time=time.time(),
+        step=position.step, epoch=max(0, position.epoch - (position.consumed == 0)),
+        metrics=metrics, samples=samples, seconds=time.monotonic() - start, time=time.time(),
     )  # fmt: skip
 
 
@@ -115,6 +123,7 @@ def _scores(
             still evaluates; None: read none in advance.
     """
     parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
+    job.model.class_pairs = []
     say = world.supervisor.set_status
     say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
     if then and job.length.ended(then):
@@ -181,7 +190,11 @@ class Loop:
         self._world, self._job, self._recorder = world, job, recorder
         self._agreement = Agreement(job, recorder)
         self._state, self._rescue = state, rescue
-        self._timer = SaveTimer(job.config.save_every, state.step)
+        self._save_timer = ClockTimer(job.config.save_every, state.step)
+        self._evaluation_timer = ClockTimer(job.config.eval_every, state.step)
+        self._evaluation_due = False  # after the last step
+        self._saved_at: int | None = None  # step of the last checkpoint of this loop
+        self.best = self._restore_best()
         self._plan = job.plan  # plan of a full batch; the last batch of an epoch may be smaller
         self._timed: Timed | None = None  # the last step with known times, until it is judged
         self._proposal: Proposal | None = None  # a proposed split
@@ -194,19 +207,25 @@ class Loop:
         """Train to the end; return the last evaluation."""
         with explain_workers(self._job.loader.workers):
             evaluated = self._evaluation_before()
-            while not self._job.length.ended(self._state):
+            while not self._ended():
                 if self._epoch():
                     evaluated = self._evaluate()
+        self._write_classes()
         assert evaluated is not None  # no run is shorter than a step
         return evaluated
 
+    def _ended(self) -> bool:
+        """Return True if the run is complete, or no longer improves."""
+        return self._job.length.ended(self._state) or (self.best is not None and self.best.stops)
+
     def _epoch(self) -> bool:
-        """Train on the rest of the epoch, or until a new plan changes its batches.
+        """Train on the rest of the epoch, or until an evaluation or a new plan interrupts it.
 
         Returns:
-            True if the epoch or the run has ended.
+            True if an evaluation is due.
         """
-        job, epoch = self._job, self._state.epoch
+        job, self._evaluation_due = self._job, False
+        epoch = self._state.epoch
         job.engine.clock.restart()
         self._report_phase(Phase.DATA)
         for batch, micro_batches in job.loader.steps(epoch, self._state.consumed, self._plan):
@@ -222,7 +241,7 @@ class Loop:
             if not late and not self._read():
                 break
         self._recorder.flush()
-        return self._state.epoch > epoch or job.length.ended(self._state)
+        return self._evaluation_due
 
     def _accumulate(self, batch: Plan, micro_batches: Iterator[tuple[Batch, bool]]) -> list[int]:
         """Compute this rank's gradient of one global batch; return the indices of its samples."""
@@ -274,7 +293,7 @@ class Loop:
         between = (
             self._proposal or job.config.profile or job.length.ended(state)
             or job.length.evaluates(state) or job.length.saves(state)
-            or self._timer.asks(state.step)
+            or self._save_timer.asks(state.step) or self._evaluation_timer.asks(state.step)
         )  # fmt: skip
         return job.engine.reads_late and not between
 
@@ -304,8 +323,11 @@ class Loop:
         self._rescue.mark_consistent(self._state, self._plan, unread.launched.wait)
         if not self._save():
             return False  # all ranks have returned to a checkpoint
+        self._evaluation_due = job.length.evaluates(self._state) or self._evaluation_timer.due(
+            self._state.step
+        )
         self._add_loaders()
-        changed = self._replan() or bool(result.oom_ranks)
+        changed = self._replan() or bool(result.oom_ranks) or self._evaluation_due
         return not job.length.ended(self._state) and not (
             changed and self._state.epoch == before.epoch
         )
@@ -368,7 +390,7 @@ class Loop:
         """
         job, state = self._job, self._state
         job.checkpoints.check()
-        saves = asked or job.length.saves(state) or self._timer.due(state.step)
+        saves = asked or job.length.saves(state) or self._save_timer.due(state.step)
         if not saves and not job.length.ended(state):
             return True
         self._report_phase(Phase.SAVE)
@@ -377,11 +399,13 @@ class Loop:
         self._state = self._agreement.check(state)
         self._rescue.mark_consistent(self._state, self._plan, mark_now(job.engine.device))
         if self._state != state:
+            self.best = self._restore_best()
             return False
         if saves:
             save(job.engine, job.checkpoints, state, job.saved_config)
             self._agreement.saved(state)
-            self._timer.saved(state.step)
+            self._save_timer.restart(state.step)
+            self._saved_at = state.step
         job.engine.clock.restart()
         return True
 
@@ -391,14 +415,101 @@ class Loop:
         If the run was stopped between the checkpoint and its evaluation, the evaluation is made
         now. The result is None if no evaluation is due.
         """
-        if not self._job.length.evaluates(self._state):
+        if not (self._job.length.evaluates(self._state) or self._ended()):
             return None
-        return self._recorder.evaluation_at(self._state.step) or self._evaluate()
+        known = self._recorder.evaluation_at(self._state.step)
+        if known is not None and self.best is not None:
+            self._keep_best(self.best, known.step)  # a rank may have been lost before
+        return known or self._evaluate()
 
     def _evaluate(self) -> EpochRecord:
         evaluated = evaluate(self._world, self._job, self._plan, self._state)
         self._recorder.epoch(evaluated)
+        self._act(self._job.model)
+        self._evaluation_timer.restart(evaluated.step)
+        if self.best is not None:
+            self.best.add(evaluated)
+            self._keep_best(self.best, evaluated.step)
         return evaluated
+
+    def _act(self, model: TaskModel) -> None:
+        """Call the task's :meth:`after_evaluation` on rank 0, if it has one."""
+        if dist.get_rank() > 0 or not acts_after_evaluation(model.task):
+            return
+        model.eval()
+        with torch.no_grad():
+            model.task.after_evaluation(model.net, self._job.run.folder.path)
+        model.train()
+
+    def _write_classes(self) -> None:
+        """Write the counts of labels and predicted classes of the last evaluation, on rank 0.
+
+        All ranks call this method. Nothing is written if the task has no classes, or if an earlier
+        launch made the last evaluation.
+        """
+        job, own = self._job, Counter[tuple[int, int]]()
+        if job.model.class_pairs:
+            pairs = torch.cat(job.model.class_pairs, dim=1).T.tolist()
+            own.update((label, predicted) for label, predicted in pairs)
+        total = sum(all_gather_object(own), Counter[tuple[int, int]]())
+        if total and dist.get_rank() == 0:
+            write_classes(job.run.folder, total, job.model.task.class_names)
+
+    def _keep_best(self, best: BestEvaluation, step: int) -> None:
+        """Keep the checkpoint of the best evaluation, and save one where the run stops early.
+
+        Args:
+            best: the best evaluation, to which that of ``step`` was added last.
+            step: the present step.
+        """
+        job = self._job
+        gains = best.is_to_be_saved and job.config.keep_best is not None and step > 0
+        stops = best.stops and not job.length.ended(self._state) and job.length.save_every != 0
+        if (gains or stops) and self._saved_at != step and not self._save(asked=True):
+            return  # all ranks have returned to a checkpoint
+        if gains:
+            best.mark_saved()
+            if dist.get_rank() == 0:
+                job.checkpoints.mark_best_behind(step)
+            self._recorder.note(
+                "best", f"  {best.metric.name} {best.saved:.6g} is the best so far: its checkpoint "
+                f"is kept as {job.checkpoints.path / BEST}",
+                step=step, metric=best.metric.name, score=best.saved,
+            )  # fmt: skip
+
+    def _restore_best(self) -> BestEvaluation | None:
+        """Return the best evaluation that is recorded, and link its checkpoint; all ranks call it.
+
+        The result is None if no option needs it.
+        """
+        job = self._job
+        if job.metric is None:
+            return None
+        checkpoints, records, steps = job.checkpoints, list[JsonDict](), list[int]()
+        if dist.get_rank() == 0:
+            checkpoints.wait()
+            records = self._recorder.evaluations(self._state.step)
+            folders = checkpoints.list_folders(self._state.step)
+            steps = [step for each in folders if (step := parse_step(each)) is not None]
+        best = BestEvaluation.restore(job.metric, job.config.stop_after, records, steps)
+        is_saved = self._state.step in best.found_steps
+        self._saved_at = self._state.step if is_saved else None
+        if dist.get_rank() == 0 and job.config.keep_best is not None:
+            checkpoints.mark_best(best.saved_step)
+        return best
+
+    def closing_line(self) -> str:
+        """Return a line about a run that ended because it no longer improved; else ""."""
+        if self.best is None or not self.best.stops or self._job.length.ended(self._state):
+            return ""
+        link = self._job.checkpoints.path / BEST
+        is_kept = self._job.config.keep_best and self.best.saved_step == self.best.step
+        kept = f" (checkpoint {link})" if is_kept else ""
+        return (
+            f"stopped early after step {self._state.step:,}: {self.best.describe()}{kept}, and "
+            f"{self.best.since} evaluations since then were no better; to go on, add --resume auto "
+            f"--run {self._job.run.folder.path.name} --stop-after none, or a larger number"
+        )
 
     def _enter(self, phase: Phase) -> None:
         self._profiler.enter(phase)

@@ -36,6 +36,7 @@ from motley.plan.forecast import Forecast
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.records.gpu_logger import Progress
+from motley.records.json_files import JsonDict
 from motley.records.training import EMA, MOST_WRITERS, EpochRecord, StepRecord, others_ready
 from motley.tasks.task import Task
 from motley.text import clock, format_rate
@@ -124,12 +125,19 @@ class Reporter:
         done_steps: steps that are done already.
         interval: seconds between plain lines.
         silent: print nothing (every rank but 0).
+        by_epoch: evaluations belong to epochs; False: to steps.
     """
 
     def __init__(
-        self, task: Task, total_steps: int, done_steps: int, interval: float, silent: bool
+        self,
+        task: Task,
+        total_steps: int,
+        done_steps: int,
+        interval: float,
+        silent: bool,
+        by_epoch: bool = True,
     ) -> None:
-        self._about = task
+        self._about, self._by_epoch = task, by_epoch
         self._total, self._interval, self._silent = total_steps, interval, silent
         self._next_line = 0.0
         self.begin(done_steps)
@@ -171,8 +179,10 @@ class Reporter:
         averaged = {name.removeprefix(EMA): value for name, value in record.metrics.items()
                     if name.startswith(EMA)}  # fmt: skip
         also = f" (averaged: {self._about.words(averaged)})" if averaged else ""
+        is_epoch = self._by_epoch and record.step > 0
+        when = f"epoch {record.epoch}" if is_epoch else f"step {record.step}"
         self.print_line(
-            f"epoch {record.epoch}: {self._about.words(own)}{also}, of {record.samples} held-out "
+            f"{when}: {self._about.words(own)}{also}, of {record.samples} held-out "
             f"{self._about.noun}s"
         )
 
@@ -300,7 +310,9 @@ class Recorder:
         self._open(done)
         self._writing = threading.RLock()
         self._task = task
-        self._reporter = Reporter(task, total, done, config.log_interval, silent or rank != 0)
+        self._reporter = Reporter(
+            task, total, done, config.log_interval, silent or rank != 0, config.eval_every is None
+        )
         if group.device.type == "cuda":  # the measurements for the plan do not count
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync
@@ -445,10 +457,14 @@ class Recorder:
 
         The record is of this run, or of the run that it continues.
         """
-        here = self._run.read_evaluations() if self._rank == 0 else []
+        here = self.evaluations(step) if self._rank == 0 else []
         result = next((record for record in reversed(here) if record["step"] == step), None)
         known = all_gather_object(result)[0]
         return known and EpochRecord.from_json(known)
+
+    def evaluations(self, step: int) -> list[JsonDict]:
+        """Return the recorded evaluations up to a step, of this run and of the continued one."""
+        return [record for record in self._run.read_evaluations() if record["step"] <= step]
 
     def _open(self, done: int) -> None:
         """Open the files of records, without those of later steps, which will be repeated."""

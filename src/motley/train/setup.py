@@ -15,13 +15,13 @@ from motley.checkpoint.resume import find_state, resume
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, KeptState, free_bytes, go_on
 from motley.comm.collectives import all_gather_object
-from motley.config.option import Duration
+from motley.config.option import Duration, Metric
 from motley.config.options import Config
-from motley.data.import_timm import Scheduler
 from motley.data.loader import Loader
-from motley.engines.optimizer import explain_early_end, kept_numbers, make_schedule
+from motley.engines.optimizer import kept_numbers
 from motley.engines.out_of_memory import release
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
+from motley.engines.schedule import Schedule, explain_early_end, make_schedule
 from motley.errors import MotleyError
 from motley.measure.measured_plan import Planned
 from motley.measure.process_group import ProcessGroup
@@ -32,7 +32,9 @@ from motley.plan.replan import ReplanMonitor, list_devices
 from motley.plan.speeds import SpeedTable
 from motley.tasks.builtin import CLASS_NAMES, SAMPLES, get_identity, get_task
 from motley.tasks.model import TaskModel
+from motley.tasks.task import acts_after_evaluation
 from motley.text import clock, name_some
+from motley.train.best import find_metric
 from motley.train.command_line import options_to_save
 from motley.train.profiler import check_profile
 from motley.train.recorder import FirstSteps
@@ -102,6 +104,7 @@ def make_budget(
     checkpoint: float,
     keep: int,
     step_s: float | None,
+    keeps_best: bool = False,
 ) -> Budget:
     """Return the budget of the rest of a run, from ``state``, on the rank that writes.
 
@@ -112,10 +115,12 @@ def make_budget(
         checkpoint: bytes of a checkpoint.
         keep: number of checkpoints to keep.
         step_s: forecast seconds per step, or None.
+        keeps_best: the best checkpoint is kept besides.
     """
     checkpoints.sweep()
+    saves = length.saves_left(state) + (length.evaluations_left(state) if keeps_best else 0)
     return Budget(
-        length.last_step(state) - state.step, step_s, checkpoint, length.saves_left(state), keep,
+        length.last_step(state) - state.step, step_s, checkpoint, saves, keep + keeps_best,
         there=len(checkpoints.list_folders(state.step)), free=free_bytes(checkpoints.path),
         folder=checkpoints.path,
     )  # fmt: skip
@@ -194,6 +199,7 @@ class JobParts:
     checkpoints: Checkpoints
     sizes: Sizes
     notes: list[Note]
+    metric: Metric | None
 
     def state(self, folders: list[Path]) -> TrainState | None:
         """Return the position at which the run will start; None if no checkpoint is readable.
@@ -212,7 +218,10 @@ class JobParts:
         """
         size = checkpoint_bytes(self.sizes.numbers, self.sizes.trained, self.config, self.plan)
         step_s = planned.forecast.step_s if planned.forecast else None
-        result = make_budget(self.checkpoints, self.length, state, size, self.config.keep, step_s)
+        result = make_budget(
+            self.checkpoints, self.length, state, size, self.config.keep, step_s,
+            self.config.keep_best is not None,
+        )  # fmt: skip
         result.check()
         return result
 
@@ -229,7 +238,7 @@ def make_ready(
     return JobParts(
         config, plan, loader, _length(config, plan, loader, keeps=model.task.keeps),
         Checkpoints(run.folder.checkpoints, config.keep), Sizes.from_plan(model, plan),
-        _loader_notes(loader, group),
+        _loader_notes(loader, group), find_metric(config, model),
     )  # fmt: skip
 
 
@@ -242,11 +251,14 @@ def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
         loader: the loader, which has the number of samples in an epoch.
         keeps: True: save checkpoints. False: save them only if the user sets an interval.
     """
-    every = config.save_every or (None if keeps else 0)
+    every = config.save_every or (None if keeps or config.keep_best else 0)
+    evaluates = config.eval_every
     return Length(
         config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
         save_every=None if isinstance(every, Duration) else every,
         by_clock=isinstance(every, Duration), ramp=make_ramp(config.batch_size),
+        eval_every=None if isinstance(evaluates, Duration) else evaluates,
+        eval_by_clock=isinstance(evaluates, Duration), eval_at_start=config.eval_at_start,
     )  # fmt: skip
 
 
@@ -284,6 +296,7 @@ class Job:
         notes: notes on the setup, for the records.
         workers: the ranks that train.
         watch: proposes another split when this one does not fit any more.
+        metric: metric that decides which evaluation is the best; None if no option needs it.
     """
 
     config: Config
@@ -292,7 +305,7 @@ class Job:
     loader: Loader
     model: TaskModel
     engine: Engine
-    schedule: Scheduler
+    schedule: Schedule
     checkpoints: Checkpoints
     numbers: int
     trained: int
@@ -302,6 +315,7 @@ class Job:
     notes: list[Note]
     workers: tuple[Rank, ...]
     watch: ReplanMonitor
+    metric: Metric | None = None
 
     def resume(self, folders: list[Path]) -> tuple[TrainState, list[str]]:
         """Continue from the first intact checkpoint of ``folders``; all ranks call it.
@@ -463,6 +477,12 @@ def assemble(
         model,
         EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),
     )
+    if acts_after_evaluation(model.task) and not engine.replicated:
+        raise MotleyError(
+            f"after_evaluation() of {type(model.task).__name__} needs the whole model on rank 0, "
+            f"and {engine_factory.traits.words or 'this engine'} gives each rank a part of it; "
+            "take --strategy ddp, or leave the method out"
+        )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)
     return Job(
@@ -472,6 +492,7 @@ def assemble(
         trained=sizes.trained, gradient_bytes=sizes.gradient_bytes, length=ready.length,
         saved_config=options_to_save(config), notes=[*notes, *sizes.notes()],
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
+        metric=ready.metric,
     )  # fmt: skip
 
 

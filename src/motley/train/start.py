@@ -14,9 +14,11 @@ from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, parse_step
 from motley.cluster.hostfile import idle_nodes
 from motley.comm.collectives import all_gather_floats, release_groups
-from motley.config.options import Config
+from motley.config.options import CLIP_MODES, Config
+from motley.engines.optimizer import check_optimizer
 from motley.engines.out_of_memory import release, set_aside
 from motley.engines.protocol import EngineFactory
+from motley.engines.schedule import check_schedule
 from motley.engines.strategies import Strategy, list_engines
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -69,6 +71,18 @@ def train_or_continue(world: World, given: Config, strategies: Mapping[str, Stra
     return result.folder.path
 
 
+def check_optimization(config: Config) -> None:
+    """Raise MotleyError if options of the optimization contradict each other or do nothing."""
+    check_optimizer(config)
+    check_schedule(config)
+    typed = config.typed_names - config.continued_names
+    if "clip_mode" in typed and config.clip_mode != CLIP_MODES[0] and config.clip_grad is None:
+        raise MotleyError(
+            f"--clip-mode {config.clip_mode} has no effect without --clip-grad; add --clip-grad "
+            f"{'0.01' if config.clip_mode == 'agc' else '1.0'}, or leave it out"
+        )
+
+
 _NEARLY_S = 0.1  # in which a checkpoint may still be counted; an mpirun that stops leaves us 0.3 s
 _LAST_SAVE_S = 5.0  # that a checkpoint being written may still take when the job has to end
 
@@ -91,6 +105,7 @@ def train(
         monitor: makes the monitor that decides when another split is proposed.
         run: the run; None: find it by the options.
     """
+    check_optimization(config)
     run = run or Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
     world.once_per_node(get_task(config).prepare)
@@ -198,15 +213,20 @@ def train_begun(
         recorder.note("idle_nodes", idle)
     set_aside()
     with gpus, recorder, profiler:
-        evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()
+        loop = Loop(world, job, recorder, begun.state, rescue, profiler)
+        evaluated = loop.run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     peaks = memory_peaks(job)
     leave_process_group()
     job.checkpoints.wait()
     keeper.end()
     if group.rank == 0:
-        run.record_result(recorder.result(evaluated, job.loader.order.epoch_samples, peaks))
+        result = recorder.result(evaluated, job.loader.order.epoch_samples, peaks)
+        run.record_result({**result, **(loop.best.as_json() if loop.best else {})})
         print_verdict(run)
+        if text := loop.closing_line():
+            run.event("stopped_early", text=text, step=evaluated.step)
+            print(text, flush=True)
     run.finish()
 
 

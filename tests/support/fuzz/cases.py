@@ -78,6 +78,7 @@ class Recipe:
             digits. bad_images: files among them that are no images; "digits" has none.
         parts: of the model; see fuzz.model. bn_group: samples of a batch norm's group.
         model_ema_decay: of the average of the parameters; None: there is none.
+        eval_every: steps between evaluations; None: one an epoch.
     """
 
     opt: str = "adamw"
@@ -102,6 +103,12 @@ class Recipe:
     parts: tuple[str, ...] = ()
     bn_group: int = 1
     model_ema_decay: float | None = None
+    clip_mode: str = "norm"
+    eval_every: int | None = None
+    keep_best: str | None = None
+    weight_decay_end: float | None = None
+    lr_cycle_limit: int = 1
+    warmup_steps: int | None = None
 
     @property
     def by_batch(self) -> bool:

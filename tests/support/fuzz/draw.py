@@ -81,6 +81,16 @@ def _recipe(dice: random.Random, exact: bool) -> Recipe:
         if samples > 6 and dice.random() < 0.12 else (),
         sides=(dice.randint(8, 30), dice.randint(8, 30)) if dice.random() < 0.15 else (),
     )  # fmt: skip
+    recipe = replace(
+        recipe, eval_every=dice.choice((None, None, None, 1, 2, 3)),
+        keep_best=dice.choice((None, None, "loss")),
+        lr_cycle_limit=dice.choice((1, 1, 1, 2, 3)),
+        warmup_steps=dice.choice((None, None, None, 0, 2)),
+        weight_decay_end=0.3 if recipe.weight_decay and dice.random() < 0.2 else None,
+    )  # fmt: skip
+    if recipe.clip_grad and dice.random() < 0.3:
+        mode = "value" if dice.random() < 0.7 else "agc"
+        recipe = replace(recipe, clip_mode=mode, clip_grad=0.01)
     many = sum(map(len, recipe.sizes())) > 2 * MOST_STEPS
     return replace(recipe, ramp=(), ramp_lr="none") if many else recipe
 

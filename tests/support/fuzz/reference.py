@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from fuzz.cases import size_after
+from timm.utils import dispatch_clip_grad
 from torch import nn
 from torch.nn import functional
 
@@ -143,7 +144,8 @@ class Reference:
                 self.average, self._epoch, self._consumed,
             ))  # fmt: skip
             self._step(step in skipped)
-            if self.trained.steps[-1].end:
+            every = config.eval_every
+            if self.trained.steps[-1].end if every is None else (step + 1) % int(every) == 0:
                 self._evaluate()
         if len(self.trained.steps) not in self.trained.evaluations:
             self._evaluate()
@@ -154,14 +156,19 @@ class Reference:
         lr = self._learning_rate()
         part, micro = next(iter(self._loader.steps(self._epoch, self._consumed, plan)))
         ((batch, _),) = micro
-        for group in self._optimizer.param_groups:
+        for group, made in zip(self._optimizer.param_groups, self._as_made, strict=True):
             group["lr"] = lr
+            if config.weight_decay_end is not None:
+                decays = made["weight_decay"] > 0
+                group["weight_decay"] = self._weight_decay() if decays else 0.0
         self._optimizer.zero_grad()
         before = copy.deepcopy(dict(self._net.named_buffers()))
         loss = self._pass(batch, before)
         most = math.inf if config.clip_grad is None else config.clip_grad
         trained = [each for each in self._net.parameters() if each.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(trained, most)
+        norm = torch.nn.utils.get_total_norm([each.grad for each in trained])
+        if config.clip_grad is not None:
+            dispatch_clip_grad(trained, most, config.clip_mode)
         for parameter in trained if self._noise else ():
             noise = torch.empty_like(parameter.grad).normal_(generator=self._dice)
             parameter.grad.add_(noise * (self._noise * parameter.grad.abs().max()))
@@ -245,12 +252,27 @@ class Reference:
         each = math.ceil(self.samples / config.batch_size)
         total = each * config.epochs
         warmup = min(round(config.warmup_epochs * each), total - 1)
+        if config.warmup_steps is not None:
+            warmup = min(config.warmup_steps, total - 1)
         now = self._epoch * each + self._consumed / config.batch_size
         if now < warmup:
             first = config.lr / (warmup + 1)
             return first + now * (config.lr - first) / warmup
-        turn = (now - warmup) / (total - warmup)
-        return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * turn)) / 2
+        steps, count = total - warmup, config.lr_cycle_limit
+        ends = sorted({max(1, round(steps * (n + 1) / count)) for n in range(count)} | {steps})
+        ends = [end for end in ends if end <= steps]
+        cycle = min(sum(now - warmup >= end for end in ends), len(ends) - 1)
+        begin = ([0, *ends])[cycle]
+        turn, top = (now - warmup - begin) / (ends[cycle] - begin), config.lr * 0.5**cycle
+        return float(config.min_lr + (top - config.min_lr) * (1 + math.cos(math.pi * turn)) / 2)
+
+    def _weight_decay(self) -> float:
+        """Half a cosine, from the first to the last step of all epochs."""
+        config, each = self._config, math.ceil(self.samples / self._config.batch_size)
+        now = self._epoch * each + self._consumed / config.batch_size
+        part = min(1.0, now / max(1, each * config.epochs - 1))
+        end = float(config.weight_decay_end or 0.0)
+        return end + (config.weight_decay - end) * (1 + math.cos(math.pi * part)) / 2
 
     @torch.no_grad()
     def _evaluate(self) -> None:

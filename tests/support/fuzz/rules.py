@@ -135,7 +135,25 @@ def _events(played: Played) -> list[str]:
 def _evaluations(played: Played, folder: RunFolder) -> list[str]:
     steps = Counter(record["step"] for record in folder.read_epochs())
     twice = [step for step, count in steps.items() if count > 1]
-    return [f"evaluations: after step {step} there are {steps[step]}" for step in twice]
+    found = [f"evaluations: after step {step} there are {steps[step]}" for step in twice]
+    return found or _best(played, folder)
+
+
+def _best(played: Played, folder: RunFolder) -> list[str]:
+    """The link names the checkpoint, of those that are there, with the least loss."""
+    if played.case.recipe.keep_best is None or played.jobs[-1].killed:
+        return []
+    link = folder.checkpoints / "best"
+    names = {record["step"]: f"step_{record['step']:08d}" for record in folder.read_epochs()}
+    losses = {names[record["step"]]: record["loss"] for record in folder.read_epochs()
+              if record["loss"] is not None}  # fmt: skip
+    there = {name: loss for name, loss in losses.items() if (folder.checkpoints / name).is_dir()}
+    linked = str(link.readlink()) if link.is_symlink() else None
+    if linked is None and not there:
+        return []
+    if linked not in there or there[linked] != min(there.values()):
+        return [f"best: the link names {linked}, and the losses are {there}"]
+    return []
 
 
 def _samples(played: Played) -> list[str]:
@@ -394,6 +412,8 @@ def _wanted_evaluations(played: Played, due: Due) -> list[str]:
     found = {record["step"]: record for record in RunFolder(played.run).read_epochs()}
     steps, evaluations = due.wanted.trained.steps, due.wanted.trained.evaluations
     ends = [number + 1 for number, step in enumerate(steps) if step.end]
+    if every := played.case.recipe.eval_every:
+        ends = list(range(every, len(steps) + 1, every))
     if played.jobs[-1].killed:
         return []
     for taken in [*ends, len(steps)]:

@@ -67,6 +67,21 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     assert len(problems) == 1 and str(newer) in problems[0]
 
 
+def test_the_best_one_stays_besides_the_newest(tmp_path: Path) -> None:
+    checkpoints, best = Checkpoints(tmp_path, 1), tmp_path / "best"
+    for step in range(1, 6):
+        checkpoints.save_behind(TENSORS, {"step": step})
+        if step in (2, 5):
+            checkpoints.mark_best_behind(step)
+        checkpoints.wait()
+        expected = {step, 2} if step in (3, 4) else {step}
+        assert {int(folder.name[-8:]) for folder in checkpoints.list_folders()} == expected
+        assert best.is_symlink() == (step > 1)
+    assert [folder.name for folder in checkpoints_at(best)] == ["step_00000005"]
+    checkpoints.mark_best(None)
+    assert not best.is_symlink() and checkpoints_at(best) == []
+
+
 def vouch(folder: Path) -> None:
     """Write the manifest that fits the files."""
     files = [file for file in sorted(folder.iterdir()) if file.name != "manifest.json"]

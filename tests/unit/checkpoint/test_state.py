@@ -51,6 +51,14 @@ def test_an_option_says_what_it_decides_or_decides_everything() -> None:
         assert declared | several == config_of(script).as_json().keys()
 
 
+def test_arguments_that_decide_the_state_of_an_optimizer_stay() -> None:
+    betas = ["betas=0.9,0.95"]
+    (note,) = differences(opt_kwargs=betas)
+    assert "--opt-kwargs betas=0.9,0.95 (the checkpoint: none)" in note
+    with pytest.raises(MotleyError, match=r"amsgrad=True \(the checkpoint: none\)"):
+        differences(opt_kwargs=[*betas, "amsgrad=True"])
+
+
 @pytest.mark.parametrize("name", SAVED)
 def test_what_changes_at_a_resume_is_said(name: str) -> None:
     declared: Option = {each: known for each, known, _ in CONFIG.options()}[name]
@@ -109,6 +117,19 @@ def test_options_come_from_the_checkpoint_unless_typed_or_of_one_launch() -> Non
     assert set(list_different_options(typed, again)) == {
         "--lr 0.001", "--clip-grad none", "--epochs 3", "--max-steps none", "--augment True",
     }  # fmt: skip
+
+
+def test_a_run_of_before_a_task_had_defaults_of_its_own_keeps_those_that_it_had() -> None:
+    text = read_config(training_parser(""), ["--task", "text"])
+    saved = json.loads(json.dumps(options_to_save(text)))
+    assert (saved["opt_kwargs"], saved["min_lr"]) == (["betas=0.9,0.95"], "10%")
+    assert restore_options(text, saved) == text
+    before = {name: value for name, value in saved.items()
+              if name not in ("opt_kwargs", "warmup_steps", "clip_mode")}  # fmt: skip
+    again = restore_options(text, {**before, "min_lr": 1e-5})
+    assert (again.opt_kwargs, again.warmup_steps, again.min_lr) == (None, None, 1e-5)
+    typed = read_config(training_parser(""), ["--task", "text", "--warmup-steps", "9"])
+    assert restore_options(typed, before).warmup_steps == 9
 
 
 def test_the_words_of_a_recipe_do_not_win_over_what_was_typed_beside_it_before() -> None:

@@ -58,6 +58,10 @@ def test_a_pointer_to_a_checkpoint_that_is_gone_is_named(run: RunFolder) -> None
         assert f"{latest} is damaged: it names step_00000002, which is not there" in text
     checkpoints.set_aside_after(0)
     assert not latest.exists()
+    best = run.checkpoints / "best"
+    best.symlink_to("step_00000009")
+    (text,) = damaged(list(verify(run.path)))
+    assert f"{best} is damaged: it names step_00000009, which is not there" in text
 
 
 def test_each_damaged_file_is_named(run: RunFolder) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from motley.engines.optimizer import explain_early_end, get_rate, make_schedule
+from motley.engines.schedule import explain_early_end, get_rate, make_schedule
 from motley.plan.length import Length, Ramp, TrainState
 from motley.train.command_line import read_config, training_parser
 
@@ -70,6 +70,23 @@ def test_steps_and_checkpoints_of_a_batch_that_grows_are_counted_as_they_are_mad
     assert length.saves_left(here) == sum(length.saves(each) for each in seen[1:])
     progress = [length.updates(each) for each in seen]
     assert progress == sorted(progress)
+
+
+@given(EPOCHS, SAMPLES, BATCH, st.sampled_from([None, 1, 3, 7]), st.integers(1, 90) | st.none(),
+       st.integers(0, 50))  # fmt: skip
+def test_evaluations_are_due_every_few_steps_or_each_epoch_and_at_the_end(
+    epochs: int, samples: int, batch: int, every: int | None, most: int | None, start: int
+) -> None:
+    length = Length(epochs, samples, batch, most, eval_every=every, eval_at_start=True)
+    here = walk(Length(epochs, samples, batch), TrainState(), start)[-1]
+    seen = walk(length, here)[1:]
+    due = [each for each in seen if length.evaluates(each)]
+    assert len(due) <= length.evaluations_left(here) and (not seen or seen[-1] in due)
+    for each in seen[:-1]:
+        assert length.evaluates(each) == (each.step % every == 0 if every else each.consumed == 0)
+    assert length.evaluates(TrainState())
+    by_clock = Length(epochs, samples, batch, most, eval_by_clock=True)
+    assert [each for each in seen if by_clock.evaluates(each)] == seen[-1:]
 
 
 def test_by_the_clock_the_last_step_alone_is_known() -> None:

@@ -38,13 +38,14 @@ WORK = {
     "--precision 16,32-true": {"precision": "fp16,fp32"},
     "--task text --block_size=64 --n_layer 6": {"length": 64, "depth": 6},  # nanoGPT
     "--task text --n_head 6 --n_embd 384": {"heads": 6, "width": 384},
-    "--max_iters=10 --grad_clip=1.0 --dtype=float16": {
-        "max_steps": 10, "clip_grad": 1.0, "precision": "fp16",
+    "--max_iters=10 --grad_clip=1.0 --dtype=float16 --warmup_iters=5": {
+        "max_steps": 10, "clip_grad": 1.0, "precision": "fp16", "warmup_steps": 5,
     },
     "--task text --lora_r 8 --max_seq_length 64": {"lora": 8, "length": 64},
     "--compile=False --trainer.max_steps 9": {"compile": "off", "max_steps": 9},
     "--num_train_epochs 3.0 --gradient_clipping 1": {"epochs": 3, "clip_grad": 1.0},
-    "--imgsz 64": {"img_size": 64},  # Ultralytics
+    "--imgsz 64 --patience 3": {"img_size": 64, "stop_after": 3},  # Ultralytics
+    "--eval_steps 50 --eval_on_start True": {"eval_every": 50, "eval_at_start": True},
 }  # fmt: skip
 ANSWERED = {
     "--block_size 64": "it is --length, of --task text",
@@ -70,9 +71,11 @@ ANSWERED = {
     "--local_rank 0": "another launcher",
     "--device cuda": "each rank takes a GPU of its own",
     "--amp": "--precision auto, the default",
-    "--warmup_ratio 0.1": "--warmup-epochs E",
-    "--warmup_iters 100": "--warmup-epochs E",
-    "--eval_steps 50": "each epoch ends with an evaluation",
+    "--warmup_ratio 0.1": "--warmup-steps K, or --warmup-epochs 0.5",
+    "--beta2 0.95": "--opt-kwargs, as in betas=0.9,0.95",
+    "--eval_strategy steps": "each epoch ends with an evaluation",
+    "--load_best_model_at_end": "--keep-best METRIC keeps the best checkpoint",
+    "--metric_for_best_model loss": "it is --keep-best here",
     "--lr_decay_iters 9": "the schedule ends with the run",
     "--standalone": "the launcher decides it",
     "--num-classes 10": "the data set says",
@@ -96,7 +99,7 @@ ANSWERED = {
 }
 # No option does the same, so none is named.
 UNKNOWN = (
-    "--opt-betas", "--opt-eps", "--momentum", "--beta1", "--clip-mode", "--tta", "--hflip",
+    "--tta", "--hflip",
     "--scale", "--resplit", "--patience-epochs", "--warmup-lr", "--model-ema-force-cpu",
     "--drop-block", "--lora_dropout", "--nodes", "--gp", "--push_to_hub", "--config_name",
 )  # fmt: skip

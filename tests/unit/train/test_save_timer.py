@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from motley.config.option import Duration
 from motley.train import loop
-from motley.train.loop import SaveTimer
+from motley.train.loop import ClockTimer
 
 
 class Clock:
@@ -31,12 +31,12 @@ def test_each_comes_within_a_step_or_a_tenth_of_its_time(seed: int, step_s: floa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.time, "monotonic", clock.monotonic)
         patch.setattr(loop, "all_gather_floats", clock.gather)
-        timer, last, saves = SaveTimer(Duration("1m", 60), 0), 0.0, 0
+        timer, last, saves = ClockTimer(Duration("1m", 60), 0), 0.0, 0
         for step in range(1, 2001):
             clock.now += step_s * dice.uniform(0.8, 1.25)
             if timer.due(step):
                 assert 60 - 2.6 * step_s <= clock.now - last <= 1.1 * 60 + 1.3 * step_s
-                timer.saved(step)
+                timer.restart(step)
                 last, saves = clock.now, saves + 1
     assert clock.asked <= min(2000, 20 * (saves + 1))
     assert saves >= 2000 * 0.8 * step_s / (66 + 1.3 * step_s) - 2
@@ -44,5 +44,5 @@ def test_each_comes_within_a_step_or_a_tenth_of_its_time(seed: int, step_s: floa
 
 @pytest.mark.parametrize("every", [None, 10])
 def test_without_a_time_nobody_is_asked(every: object) -> None:
-    timer = SaveTimer(every, 0)
+    timer = ClockTimer(every, 0)
     assert not any(timer.due(step) for step in range(1, 100))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from motley.config.option import Decides, fraction, naturals, not_negative, option, positive
 from motley.data.datasets import dataset_name, find_dataset, known_datasets
 from motley.errors import MotleyError
-from motley.tasks.task import Net, Task
+from motley.tasks.task import LABEL, PREDICTED, Net, Task
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from motley.tasks.classifiers import Classifier
 
 MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
+_TOP = 5  # classes among which the label is, for the metric top5
 
 
 # "deit": DeiT's recipe for ImageNet from scratch (Touvron et al., 2021, for a batch of 1,024).
@@ -375,15 +376,23 @@ class ImageTask(Task):
 
         logits, labels = self.logits(net, batch["images"]), batch["labels"]
         losses = functional.cross_entropy(logits, labels, reduction="none")
-        return {"loss": losses, "top1": logits.argmax(dim=1) == labels}
+        predicted = logits.argmax(dim=1)
+        result = {
+            "loss": losses, "top1": predicted == labels, LABEL: labels, PREDICTED: predicted,
+        }  # fmt: skip
+        if logits.shape[1] >= _TOP:
+            best = logits.topk(_TOP, dim=1).indices
+            result["top5"] = (best == labels.unsqueeze(1)).any(dim=1)
+        return result
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task."""
-        return {"top1": means["top1"], "loss": means["loss"]}
+        """See Task; ``top5`` if there are as many classes."""
+        return {name: means[name] for name in ("top1", "top5", "loss") if name in means}
 
     def words(self, metrics: Mapping[str, float]) -> str:
         """See Task."""
-        return f"top-1 {metrics['top1']:.2%}, loss {metrics['loss']:.4f}"
+        more = f"top-5 {metrics['top5']:.2%}, " if "top5" in metrics else ""
+        return f"top-1 {metrics['top1']:.2%}, {more}loss {metrics['loss']:.4f}"
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """See Task; ``label`` is empty where an image has none."""

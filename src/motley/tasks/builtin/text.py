@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from motley.config.option import Decides, above_zero, fraction, names, option, positive
 from motley.errors import MotleyError
@@ -182,6 +182,10 @@ class TextTask(HfOptions):
 
     unit = "tokens"
     needs_workers = False  # the text is in memory
+    # The values of GPT-3 (Brown et al., 2020) and nanoGPT; the rate falls to a tenth.
+    usual: ClassVar[Mapping[str, str]] = {
+        "opt_kwargs": "betas=0.9,0.95", "warmup_steps": "100", "min_lr": "10%",
+    }  # fmt: skip
 
     text: tuple[str, ...] = option(
         f"UTF-8; default: {MANUAL}, Python's own, 0.4 MB of English; {SHAKESPEARE}: his plays, "

@@ -1,0 +1,108 @@
+"""Evaluations when they are asked for, the best checkpoint, and the end of a run that is no longer
+better: the same on any ranks."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from forked import run_script
+from jobs import Jobs, Trained
+from project import DDP, ZERO
+
+from motley.checkpoint.read import checkpoints_at, load_checkpoint
+
+pytestmark = pytest.mark.mpi
+
+WORDS = ("--max-steps", 9, "--batch-size", 64, "--precision", "fp32", "--warmup-epochs", 0,
+         "--eval-every", 4, "--eval-at-start", "--keep-best", "loss", "--keep", 1)  # fmt: skip
+RUNS = {
+    "DDP": (3, DDP, "--shares", "5,0,3"),
+    "FSDP": (2, DDP, "--strategy", "fsdp", "--shares", "3,1"),
+    "DeepSpeed 1": (2, ZERO, "--stage", 1, "--shares", "3,1"),
+    "Local SGD": (2, DDP, "--wire", "local:1", "--shares", "3,1"),
+}
+
+
+def best_of(run: Trained) -> str:
+    return str((run.folder / "checkpoints" / "best").readlink())
+
+
+def saved(run: Trained) -> set[str]:
+    return {path.name for path in (run.folder / "checkpoints").glob("step_*")}
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.open()))
+
+
+@pytest.fixture(scope="module")
+def alone(module_jobs: Jobs) -> Trained:
+    """One rank."""
+    return module_jobs.train(1, DDP, "alone", *WORDS, "--shares", "equal")
+
+
+def test_evaluations_change_nothing_else(module_jobs: Jobs, alone: Trained) -> None:
+    plain = module_jobs.train(1, DDP, "plain", *WORDS[:8], "--shares", "equal")
+    assert plain.losses == alone.losses
+    assert [each["step"] for each in plain.epochs] == [9]
+    assert plain.epochs[-1]["loss"] == alone.epochs[-1]["loss"]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", RUNS)
+def test_they_are_those_of_one_rank(module_jobs: Jobs, alone: Trained, name: str) -> None:
+    ranks, script, *options = RUNS[name]
+    run = module_jobs.train(ranks, script, name, *WORDS, *options)
+    for each in (alone, run):
+        assert [line["step"] for line in each.epochs] == [0, 4, 8, 9]
+        losses = [line["loss"] for line in each.epochs]
+        assert losses == pytest.approx([line["loss"] for line in alone.epochs], rel=1e-5)
+        assert best_of(each) == f"step_{each.epochs[losses.index(min(losses))]['step']:08d}"
+        assert saved(each) == {best_of(each), "step_00000009"}
+        assert each.run["result"]["best_score"] == min(losses)
+        lines = table(each.folder / "confusion.csv")
+        assert sum(int(line["samples"]) for line in lines) == 360
+        right = sum(int(x["samples"]) for x in lines if x["label"] == x["predicted"])
+        assert each.run["result"]["top1"] == pytest.approx(right / 360)
+        classes = table(each.folder / "classes.csv")
+        assert sum(int(line["correct"]) for line in classes) == right and len(classes) == 10
+        assert each.run["result"]["top1"] <= each.run["result"]["top5"] <= 1
+
+
+def test_a_run_that_is_no_longer_better_ends_and_says_so(jobs: Jobs) -> None:
+    words = ("--max-steps", 30, "--eval-every", 2, "--keep-best", "top1", "--keep", 1, "--lr",
+             1e-9, "--stop-after", 2, "--save-every", 4)  # fmt: skip
+    run = jobs.train(3, DDP, "r", *words, "--shares", "5,0,3")
+    assert [each["step"] for each in run.epochs] == [2, 4, 6]
+    assert best_of(run) == "step_00000002" and saved(run) == {"step_00000002", "step_00000006"}
+    assert run.run["result"]["stopped_early"] and run.run["result"]["best_step"] == 2
+    last = "stopped early after step 6: the best top1 is "
+    assert run.done.output.strip().splitlines()[-1].startswith(last)
+    again = jobs.train(1, DDP, "r", *words, "--resume", "auto", "--shares", "equal")
+    assert again.done.output.strip().splitlines()[-1].startswith(last)
+    assert len(again.steps()) == 6
+    # Another number, and the newest checkpoint alone stays besides the best one.
+    further = jobs.train(1, DDP, "r", *words, "--resume", "auto", "--stop-after", 3)
+    assert further.epochs[-1]["step"] == 8
+    assert best_of(further) == "step_00000002"
+    assert saved(further) == {"step_00000002", "step_00000008"}
+    best = further.folder / "checkpoints" / "best"
+    assert load_checkpoint(checkpoints_at(best)[0])[1]["step"] == 2
+    done = run_script("torch_dist/verify.py", further.folder)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_resumed_run_remembers_the_best(jobs: Jobs) -> None:
+    words = ("--eval-every", 2, "--keep-best", "loss", "--keep", 1, "--epochs", 9, "--shares")
+    jobs.train(1, DDP, "r", *words, "equal", "--lr", 1e-2, "--warmup-epochs", 0, "--max-steps", 4)
+    run = jobs.train(2, DDP, "r", *words, "1,2", "--lr", 10.0, "--max-steps", 8, "--resume")
+    losses = {each["step"]: each["loss"] for each in run.epochs}
+    assert [*losses] == [2, 4, 6, 8] and max(losses[6], losses[8]) > losses[4]
+    assert best_of(run) == f"step_{min(losses, key=losses.__getitem__):08d}"
+    assert saved(run) == {best_of(run), "step_00000008"}
+
+
+def test_by_the_clock_all_ranks_evaluate_at_once(jobs: Jobs) -> None:
+    words = ("--eval-every", "1s", "--max-steps", 40, "--batch-size", 160, "--shares", "3,1")
+    *before, last = [each["step"] for each in jobs.train(2, DDP, "r", *words).epochs]
+    assert before and last == 40
