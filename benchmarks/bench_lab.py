@@ -68,19 +68,23 @@ class BenchLab:
         return self.do("exec", self.head, "--", "bash", "-c", script, stdout=subprocess.PIPE)
 
     def train(
-        self, *words: object, tree: Path = ROOT, environment: Mapping[str, str] | None = None
+        self,
+        *words: object,
+        tree: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        keeps: bool = False,
     ) -> Iterator[str]:
         """``mpirun -np 5 ... ./entry_cn.sh WORDS...`` on all hosts: the lines that it prints.
 
         Args:
             tree: the checkout whose code is run.
-            environment: more variables of mpirun and, by their prefix, of all ranks.
+            environment: more variables of all ranks.
+            keeps: True: setup/keep_training.sh starts it, and again without a lost host.
         """
-        variables = dict(environment or {})
-        given = " ".join(f"{name}={value}" for name, value in variables.items())
-        exported = " ".join(f"-x {name}" for name in variables if name.startswith("MOTLEY_"))
+        exported = " ".join(f"-x {name}={value}" for name, value in (environment or {}).items())
+        keeper = "bash setup/keep_training.sh " * keeps
         script = (
-            f"{READY} GIT_CONFIG_VALUE_0={tree} && cd {tree} && exec env {given} {self.mpirun} "
+            f"{READY} GIT_CONFIG_VALUE_0={tree} && cd {tree} && exec {keeper}{self.mpirun} "
             f"{exported} -np 5 --hostfile ~/hosts.txt ./entry_cn.sh "
             f"{' '.join(map(str, words))}"
         )

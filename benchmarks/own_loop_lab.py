@@ -26,8 +26,6 @@ import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 from result import ROOT
 
-from motley.membership.survivors import SURVIVE
-
 LOST = HOSTS[3]  # the host that is cut off
 WAYS = ("own loop", "task", "own loop, equal shares")
 
@@ -43,8 +41,7 @@ def run(lab: BenchLab, way: str, name: str, options: argparse.Namespace) -> floa
                  "--logs", "~/logs", "--run", name, "--eval-samples", 10]  # fmt: skip
     else:
         words = ["benchmarks/own_loop_paced.py", "--rates", rates, "--n", options.n,
-                 "--steps", steps, "--logs", "~/logs", "--run", name,
-                 "--losses", f"~/{name}.json"]  # fmt: skip
+                 "--steps", steps, "--logs", "~/logs", "--run", name]  # fmt: skip
     shares = {} if follows else {"MOTLEY_SHARES": "1,1,1,1,1"}
     for line in lab.train(*words, environment=shares):
         print(f"    {line.rstrip()}" if options.verbose else "", end="\n" * options.verbose)
@@ -54,7 +51,7 @@ def run(lab: BenchLab, way: str, name: str, options: argparse.Namespace) -> floa
 
 
 def lose_host(lab: BenchLab, name: str, options: argparse.Namespace) -> int:
-    """Cut a host off in the middle of a step; return the number of steps that are repeated."""
+    """Cut a host off in the middle of a step; return the number of finished steps that are lost."""
 
     def cut() -> None:
         steps = f"cat ~/logs/{name}/steps.rank0.jsonl 2>/dev/null | wc -l"
@@ -65,15 +62,15 @@ def lose_host(lab: BenchLab, name: str, options: argparse.Namespace) -> int:
     thread = threading.Thread(target=cut, daemon=True)
     thread.start()
     words = ["benchmarks/own_loop_paced.py", "--rates", list_rates(options), "--n", options.n,
-             "--steps", options.steps, "--logs", "~/logs", "--run", name,
-             "--losses", f"~/{name}.json"]  # fmt: skip
-    for line in lab.train(*words, environment=SURVIVE):
+             "--steps", options.steps]  # fmt: skip
+    variables = {"MOTLEY_RUN": name, "MOTLEY_LOGS": "$HOME/logs"}
+    for line in lab.train(*words, environment=variables, keeps=True):
         print(f"    {line.rstrip()}" if options.verbose else "", end="\n" * options.verbose)
     thread.join()
     lab.do("heal", LOST, stdout=subprocess.DEVNULL)
-    records = lab.records(name)
-    assert any(each["event"] == "regroup" for each in records["events"]), records["events"]
-    return len(records["steps"]) - options.steps
+    steps = [each["step"] for each in lab.records(name)["steps"]]
+    assert {*steps} == {*range(options.steps)}, steps
+    return len(steps) - options.steps
 
 
 def list_rates(options: argparse.Namespace) -> str:
@@ -90,10 +87,10 @@ def compare_losses(lab: BenchLab, name: str, options: argparse.Namespace) -> flo
          "--steps", str(options.steps), "--losses", one],
         check=True, cwd="/tmp", stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    losses = json.loads(lab.on_head(f"cat ~/{name}.json"))
+    losses = {each["step"]: each["loss"] for each in lab.records(name)["steps"]}
     expected = json.loads(one.read_text())
     one.unlink()
-    return max(abs(float(a) / float(b) - 1) for a, b in zip(losses, expected, strict=True))
+    return max(abs(losses[step] / loss - 1) for step, loss in enumerate(expected))
 
 
 def main() -> None:

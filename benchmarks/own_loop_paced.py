@@ -61,16 +61,17 @@ def main() -> None:
     lab.prepare(model.net, optimizer)
     rows = options.n * options.steps - options.n // 3
     samples = Samples(model.noise(64)["images"].cpu(), rows)
+    loader = lab.loader(DataLoader(samples, batch_size=options.n))
+    lab.resume()
     losses = []
-    for images, labels, weights in lab.loader(DataLoader(samples, batch_size=options.n)):
+    for images, labels, weights in loader:
         each = model({"images": images, "labels": labels})
         weight = weights.sum().item()
         loss = (each * weights).sum() / weight if weight else each.sum()
         lab.backward(loss, weight=weight)
         optimizer.step()
         optimizer.zero_grad()
-        if lab.stepped:  # not in a batch that a lost rank has broken
-            losses.append(lab.loss)
+        losses.append(lab.loss)
     if options.losses and lab.is_main:
         options.losses.write_text(json.dumps(losses))
 

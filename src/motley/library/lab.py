@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +21,14 @@ from motley.checkpoint.store import make_progress, spread
 from motley.comm.collectives import all_gather_floats
 from motley.config.option import Duration, steps_or_time
 from motley.engines.gradient_sum import broadcast
+from motley.engines.named_state import snapshot
 from motley.engines.out_of_memory import out_of_memory, shortage
 from motley.errors import MotleyError, NoMemoryError
 from motley.library.lab_loader import LabLoader
 from motley.library.loop_position import LoopPosition
 from motley.library.loop_records import make_config
 from motley.library.loop_state import (
+    Keep,
     LoopCheckpoints,
     LoopState,
     cuda_state,
@@ -41,6 +44,7 @@ from motley.library.sample_order import Batches, RandomState
 from motley.measure.process_group import promised_precision
 from motley.plan.length import TrainState
 from motley.plan.precision import start_scale
+from motley.train.rescue import beside_training
 
 T = TypeVar("T")
 SAVE_EVERY = "MOTLEY_SAVE_EVERY"  # in the environment: time between checkpoints, as 10m
@@ -84,6 +88,7 @@ class Lab:
         self._checked = False  # True once the layers of all models were checked in this pass
         if loop is not None:
             loop.pause, loop.after_step = self._pause, self._save_if_due
+            loop.rescue = self._rescue
 
     _watches = False  # True once every optimizer's step is checked
     # Without other ranks: losses of the present step, and number of the batch after which it ended.
@@ -512,9 +517,19 @@ class Lab:
         Args:
             best: True: write it to the folder ``best`` of the run too.
         """
+        loop = self._loop
+        if (loop is None or loop.gate.is_open) and self.is_main:
+            self._save(best)
+
+    def _save(self, best: bool = False, repeated: int = 0, keep: Keep = snapshot) -> None:
+        """Write a checkpoint, on rank 0.
+
+        Args:
+            best: True: write it to the folder ``best`` of the run too.
+            repeated: number of global batches that a continued run computes again.
+            keep: returns a copy of a tensor.
+        """
         loop, position = self._loop, self._position
-        if (loop is not None and not loop.gate.is_open) or not self.is_main:
-            return
         checkpoints = self._open_checkpoints()
         checkpoints.check()
         self._saved = time.monotonic()
@@ -523,12 +538,33 @@ class Lab:
         where = position.state_dict(order, generators)
         where["passes"] = [each.passes - position.in_pass for each in self._loaders]
         where["best"] = self._best
+        where["step"], where["batch"] = where["step"] - repeated, where["batch"] - repeated
         if loop is None:
             where["random"], where["cuda"] = RandomState().state_dict(), cuda_state()
         scale = loop.scale.state_dict() if loop else {}
         at = TrainState(where["step"], where["epoch"], 0)
         progress = make_progress(at, 0, scale, make_config(*self._folder).as_json(), {})
-        checkpoints.save(progress, where, best)
+        checkpoints.save(progress, where, best, keep)
+
+    def _rescue(self) -> str:
+        """Save the state of the last finished step, after a lost rank that ends the job.
+
+        The watching thread calls it on rank 0, whose training thread waits for the lost rank.
+
+        Returns:
+            A sentence for the user; empty if there was nothing to save.
+        """
+        loop = self._loop
+        assert loop is not None
+        repeated = loop.wait_until_blocked()
+        step = self._position.step - (repeated or 0)
+        if repeated is None or repeated > self._position.batch or not step:
+            return ""
+        with beside_training(self.device):
+            # Not pinned: the GPU may have a collective to do that never ends.
+            self._save(repeated=repeated, keep=partial(snapshot, pinned=False))
+        self._open_checkpoints().wait()
+        return f"saved as of step {step}"
 
     def _save_if_due(self) -> None:
         """Save a checkpoint if the interval of MOTLEY_SAVE_EVERY has passed; see keep_training."""

@@ -14,6 +14,7 @@ from motley.engines.named_state import snapshot
 from motley.errors import MotleyError
 from motley.library.state_tree import put_together, take_apart
 
+Keep = Callable[[Tensor], Tensor]
 _KEEP = 2  # checkpoints that stay on the disk
 _LOOP = "loop"  # entry of progress.json
 
@@ -118,15 +119,22 @@ class LoopCheckpoints:
         self._checkpoints = Checkpoints(folder, _KEEP)
         self._best = Checkpoints(folder.parent / "best", 1)
 
-    def save(self, progress: Mapping[str, Any], position: Mapping[str, Any], best: bool) -> None:
+    def save(
+        self,
+        progress: Mapping[str, Any],
+        position: Mapping[str, Any],
+        best: bool,
+        keep: Keep = snapshot,
+    ) -> None:
         """Write a checkpoint while training continues.
 
         Args:
             progress: entries that every checkpoint has; see motley.checkpoint.store.
             position: state of the loop besides its objects; tensors and numbers.
             best: True: write it to the folder ``best`` too.
+            keep: returns a copy of a tensor.
         """
-        content, tensors = self._state.take(snapshot)
+        content, tensors = self._state.take(keep)
         content[_LOOP] = take_apart(position, f"ranks.{_LOOP}", tensors)
         whole = {**progress, _LOOP: content}
         self._checkpoints.save_behind(tensors, whole)

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,8 @@ from motley.plan.replan import list_devices
 from motley.plan.wire import Addition
 
 T = TypeVar("T")
+_BLOCKED_S = 8.0  # in which a rank comes to its next collective
+_LOOK_S = 0.02  # between checks
 
 
 class RankLoop:
@@ -62,6 +65,8 @@ class RankLoop:
         changed: True if a rank was lost since the loader was last asked for rows.
         pause: saves a checkpoint, and returns a sentence on it, before the job pauses.
         after_step: called after each step.
+        rescue: saves the last finished step when a lost rank ends the job, and returns a sentence
+            on it.
         indices: indices of the rows of this rank's pieces in the present global batch so far.
         read_rows: reads rows of these indices once more, and returns them collated.
         is_evaluating: True from a pass over held-out data to the next training step.
@@ -118,6 +123,8 @@ class RankLoop:
         self.changed = False  # True if the group has changed since the loader was last asked
         self.pause: Callable[[], str] = lambda: ""
         self.after_step: Callable[[], None] = lambda: None
+        self.rescue: Callable[[], str] = lambda: ""
+        self._is_blocked = False  # True while this rank is in a collective
         self.indices: list[Any] = []
         self.read_rows: Callable[[Sequence[Any]], Any] = lambda indices: None
 
@@ -329,6 +336,7 @@ class RankLoop:
             GroupChangedError: a rank was lost while this one was in the collective.
         """
         self.gate.clock.lap(HOST)
+        self._is_blocked = True
         try:
             self.session.world.supervisor.check_group()  # gloo may wait for ever in a broken group
             result = work()
@@ -339,9 +347,25 @@ class RankLoop:
                 raise
             del work
             raise GroupChangedError(self._continue_without(_explain(error))) from None
+        finally:
+            self._is_blocked = False
         self._count, self._outcome = self._count + 1, result
         self.gate.clock.end_wait()
         return result
+
+    def wait_until_blocked(self) -> int | None:
+        """Wait until this rank waits for the others; called from another thread after a loss.
+
+        Returns:
+            The number of global batches so far whose gradients no optimizer has used; None if the
+            state is not that after a whole number of steps.
+        """
+        deadline = time.monotonic() + _BLOCKED_S
+        while not self._is_blocked:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_S)
+        return self.gate.count_unused()
 
     def repeat_collective(self, work: Callable[[], T]) -> T:
         """Run a collective again after a lost rank; return its result. See :meth:`collective`."""
@@ -373,6 +397,8 @@ class RankLoop:
             without_first = rebuild.can_lose_first(self.records.run.is_shared())
             self._continues = True
             rebuild.offer(self.session.group, lambda: None, without_first)
+            if self.rank == 0:  # the others do not know the order of the samples
+                self.session.world.supervisor.can_rescue(self.rescue, first=True)
 
     def _continue_without(self, error: Exception) -> Any:
         """Join the group of the survivors; return the result of this rank's collective, or None.

@@ -161,6 +161,7 @@ class StepGate:
         self._usual_order: list[OptimizerSum] = []  # of the sums in the last step
         self._order: list[OptimizerSum] = []  # in the present one
         self._can_step = False  # True from the end of that sum until its optimizer steps
+        self._stepped_in = -1  # step in which an optimizer has stepped last
         self._start_step()
 
     def _start_step(self) -> None:
@@ -240,6 +241,15 @@ class StepGate:
     def is_within_step(self) -> bool:
         """True after a backward pass of a step that no sum over all ranks has finished."""
         return bool(self._calls) and not (self.piece and self._is_summed(self.piece))
+
+    def count_unused(self) -> int | None:
+        """Return the number of global batches so far whose gradients no optimizer has used.
+
+        None if an optimizer has stepped with the present batch, whose code may not have ended.
+        """
+        if self.piece is None:
+            return self._batches
+        return None if self._stepped_in == self.piece.step else self._batches + 1
 
     def _is_summed(self, piece: Piece) -> bool:
         """Return True if the gradients of an optimizer are summed in the step of a piece."""
@@ -391,6 +401,8 @@ class StepGate:
                 )
             if not self.add_up(optimizer):
                 return None
+            assert self.piece is not None
+            self._stepped_in = self.piece.step
             result = usual()
             self.stepped, self._can_step = True, False
             self.clock.lap("opt")

@@ -144,7 +144,7 @@ class Rescue:
                     if launched and taken:
                         state = launched[0]
                         launched[1].wait()
-                    with _beside(engine.device):
+                    with beside_training(engine.device):
                         # Not pinned: the GPU may have a collective to do that never ends.
                         keep = partial(snapshot, pinned=False)
                         result = engine.state(Scope.HELD, keep)
@@ -170,7 +170,7 @@ class Rescue:
 
 
 @contextlib.contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
+def beside_training(device: torch.device) -> Iterator[None]:
     """Run the context in a new CUDA stream, since the usual stream waits for the lost rank."""
     if device.type != "cuda":
         yield
