@@ -200,6 +200,7 @@ REFUSED = {
     "NaN": "the loss of rank 1 on",
     "weight": "give the sum of the weights of the piece's rows",
     "reduction": 'neither "mean" nor "sum"',
+    "rates": ": 0.05): call the scheduler on all ranks",
     "inside": "join the two data sets",
     "a parameter": "call lab.prepare(model, optimizer) again",
     "exit": "let all ranks leave the loop after the same batch",

@@ -28,6 +28,8 @@ class RankNumbers:
         absent: number of parameters without a gradient on the rank.
         is_late: 1.0 if a gradient has changed after the rank had sent it.
         call: number of backward calls in the step so far.
+        rate: learning rate of the optimizer's first group.
+        rates: checksum of the learning rates of all its groups.
         weights: weight of the rank's rows in each backward call that has one.
     """
 
@@ -40,20 +42,26 @@ class RankNumbers:
     absent: float
     is_late: float
     call: float
+    rate: float
+    rates: float
     weights: tuple[float, ...]
 
     def as_row(self) -> list[Tensor | float]:
         """Return the numbers in a row of a fixed length."""
         weights = [*self.weights, *[0.0] * (CALLS - len(self.weights))]
         return [self.step, self.own_s, self.reached, self.rows, self.loss, self.finite, self.absent,
-                self.is_late, self.call, float(len(self.weights)), *weights]  # fmt: skip
+                self.is_late, self.call, self.rate, self.rates, float(len(self.weights)),
+                *weights]  # fmt: skip
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankNumbers":
         """Return the numbers that :meth:`as_row` has written."""
-        step, own_s, reached, rows, loss, finite, absent, is_late, call, count, *weights = row
-        weighed = tuple(weights[: int(count)])
-        return cls(step, own_s, reached, rows, loss, finite, absent, is_late, call, weighed)
+        *usual, count = row[:-CALLS]
+        step, own_s, reached, rows, loss, finite, absent, is_late, call, rate, rates = usual
+        return cls(
+            step, own_s, reached, rows, loss, finite, absent, is_late, call, rate, rates,
+            tuple(row[-CALLS:][: int(count)]),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,10 @@ class OptimizerSum:
     def parameters(self) -> list[Tensor]:
         """Return the parameters that are trained now."""
         return [each for each in self.all_parameters() if each.requires_grad]
+
+    def list_rates(self) -> list[float]:
+        """Return the learning rate of each group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     @property
     def has_begun(self) -> bool:

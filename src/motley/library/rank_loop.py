@@ -24,7 +24,7 @@ from motley.library.gradient_exchange import SumOutcome
 from motley.library.loop_records import LoopRecords
 from motley.library.loop_state import LoopState
 from motley.library.loop_statistics import LoopStatistics
-from motley.library.sample_order import Batches, SampleOrder
+from motley.library.sample_order import Batches, SampleOrder, count_most_rows
 from motley.library.session import Session
 from motley.library.share_follower import RankTime, ShareFollower
 from motley.library.share_schedule import Piece, ShareSchedule
@@ -173,7 +173,7 @@ class RankLoop:
         trained = sum(
             each.numel() for model in models for each in model.parameters() if each.requires_grad
         )
-        rows, group = max(map(len, batches)), self.schedule.group
+        rows, group = count_most_rows(batches), self.schedule.group
         if rows % group:
             raise MotleyError(
                 f"a global batch of {rows} rows has no whole number of groups of {group} rows: "

@@ -157,6 +157,11 @@ class ConsecutiveBatches(Sequence[range]):
         return range(start, min(start + self._size, self._rows))
 
 
+def count_most_rows(batches: Batches) -> int:
+    """Return the number of rows of the largest batch; batches in order are not looked at."""
+    return len(batches[0]) if isinstance(batches, ConsecutiveBatches) else max(map(len, batches))
+
+
 def is_consecutive(loader: "DataLoader[Any]") -> bool:
     """Return True if the batches of a loader have the rows of its data set in their order."""
     sampler = loader.batch_sampler

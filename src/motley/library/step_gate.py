@@ -10,6 +10,8 @@ backward pass. Code that clips, logs or zeroes gradients after each piece theref
 """
 
 import math
+import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -523,6 +525,7 @@ class StepGate:
 
     def _sum(self, update: OptimizerSum, piece: Piece) -> SumOutcome:
         """Sum the gradients of an optimizer over all ranks, and divide them by the true weight."""
+        rates = update.list_rates()
         while True:
             absent, sums = update.wait()
             finite: Tensor | float = 1.0
@@ -530,7 +533,8 @@ class StepGate:
                 finite = torch.nn.utils.get_total_norm(sums).isfinite()
             own = RankNumbers(
                 piece.step, self.clock.own_s, self.reached(), self._rows, self._loss, finite,
-                len(absent), float(update.is_late), self._call,
+                len(absent), float(update.is_late), self._call, rates[0],
+                float(zlib.crc32(struct.pack(f"{len(rates)}d", *rates))),
                 tuple(call.weight for call in self._calls if call.weight is not None),
             )  # fmt: skip
             numbers = [
@@ -587,6 +591,15 @@ class StepGate:
                 "ranks read their rows in different numbers of pieces, so a condition on the "
                 "number of passes through the loop differs between them; use lab.batch in it, or "
                 "a larger batch_size in place of accumulation"
+            )
+        if len({each.rates for each in numbers}) > 1:
+            listed = ", ".join(
+                f"{name}: {each.rate:g}" for name, each in zip(self._names, numbers, strict=True)
+            )
+            raise MotleyError(
+                f"the learning rates differ between ranks (of the first group, {listed}): call the "
+                "scheduler on all ranks, give it a number that lab.reduce() has added up, and "
+                "change rates by hand by lab.batch alone"
             )
         bad = [rank for rank, each in enumerate(numbers) if not math.isfinite(each.loss)]
         if bad and not self.scale.dynamic:

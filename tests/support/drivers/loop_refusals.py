@@ -87,6 +87,8 @@ def main(case: str) -> None:
                 lab.backward(loss, weight=-1.0)
             case "reduction":
                 lab.backward(loss, reduction="max")
+            case "rates":
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
             case "inside":
                 next(iter(train))
             case "a parameter":
