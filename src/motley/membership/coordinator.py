@@ -32,7 +32,12 @@ from motley.membership.detector import (
     StragglerDetector,
     Watchdog,
 )
-from motley.membership.fault_causes import FirstCause, make_daemon_fault, make_death_fault
+from motley.membership.fault_causes import (
+    RESUME,
+    FirstCause,
+    make_daemon_fault,
+    make_death_fault,
+)
 from motley.membership.messages import Arrival, Handshakes
 from motley.membership.own_rank import OwnRank, save_before_end
 from motley.membership.pause import PauseAgreement
@@ -133,7 +138,10 @@ class JobEnd:
         fault = self._launchers_loss(fault)
         fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
         if fault.kind in _LOST and self._own.hooks.if_lost:
-            fault = replace(fault, advice=f"{fault.advice}; {self._own.hooks.if_lost}")
+            advice, own = fault.advice, self._own.hooks.if_lost  # of a script without --resume
+            known = RESUME in advice
+            advice = advice.replace(RESUME, own) if known else f"{advice}; {own}"
+            fault = replace(fault, advice=advice)
         self._writer.write(partial(self._on_fault, fault))
         self._writer.flush(_RECORD_S)
         self._own.print(fault.last_words())

@@ -12,6 +12,8 @@ from motley.faults import MOST_DETAILS, Fault, FaultKind
 from motley.records.run_folder import RunFolder
 from motley.text import typed_command
 
+# A part of most advice, which docs/list_messages.py reads word by word below.
+RESUME = "continue with --resume auto"
 _STOPPED = (FaultKind.STOPPED, FaultKind.LEFT, FaultKind.PAUSED)
 
 
