@@ -1,8 +1,10 @@
 """The time of one rank by activity, in laps. On a GPU it is measured without a wait."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ _AFTER = {
     "opt": Phase.DATA,
 }
 HOST = "host"
+# Python's time in a step that is far above the usual: this many times the median, and seconds more.
+_FAR, _FAR_S = 3.0, 0.01
+_REMEMBERED = 15  # steps of which the usual time is the median
 LAPS = (HOST, *_AFTER)  # all names; these laps together are the step
 
 
@@ -38,6 +43,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.on_phase: Callable[[Phase], None] = lambda phase: None
+        self._host_s: deque[float] = deque(maxlen=_REMEMBERED)  # of the last steps
         self.restart()
 
     def restart(self) -> None:
@@ -59,10 +65,17 @@ class Clock:
     def own_s(self) -> float:
         """Seconds of this rank's own work in the step of :attr:`ready_s`, without any wait.
 
-        A step with several optimizers waits for the other ranks more than once.
+        A step with several optimizers waits for the other ranks more than once. Python's time far
+        above the usual is left out, as of an evaluation or a save by one rank alone: another share
+        would not change it.
         """
         laps = Laps(self._marks) if self.at_once else self._last
-        return laps.seconds(HOST, "data", "compute") if laps else 0.0
+        if laps is None:
+            return 0.0
+        host_s = laps.seconds(HOST)
+        self._host_s.append(host_s)
+        usual_s = _FAR * median(self._host_s) + _FAR_S
+        return laps.seconds("data", "compute") + min(host_s, usual_s)
 
     def lap(self, name: str, ready: bool = False) -> None:
         """End a lap, and attribute the time since the last mark to it.
