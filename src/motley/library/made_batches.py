@@ -56,13 +56,16 @@ class MadeBatches(Dataset[int]):
         return DataLoader(self, batch_size=self.rows, collate_fn=self.take)
 
     def take(self, indices: Sequence[int]) -> Any:
-        """Return some rows of one batch, whose numbers are consecutive."""
-        number, start = divmod(indices[0], self.rows)
+        """Return some rows of one batch, in this order."""
+        number = indices[0] // self.rows
         batch = self._get(number)
         size, usual = _count_rows(batch), self._of_last if number == self._count - 1 else self.rows
         if size != usual:
             self._refuse(number, size)
-        return batch if len(indices) == size else _cut(batch, slice(start, start + len(indices)))
+        rows = [index - number * self.rows for index in indices]
+        if rows != list(range(rows[0], rows[0] + len(rows))):  # in groups; see data.source.slices
+            return _cut(batch, rows)
+        return batch if len(rows) == size else _cut(batch, slice(rows[0], rows[0] + len(rows)))
 
     def _count_rows(self, number: int) -> int:
         return _count_rows(self._get(number))
@@ -118,7 +121,7 @@ def _count_rows(batch: Any) -> int:
     return sizes[0]
 
 
-def _cut(value: Any, rows: slice) -> Any:
+def _cut(value: Any, rows: slice | list[int]) -> Any:
     """Return a batch of the same structure with some of its rows."""
     if isinstance(value, Tensor | np.ndarray):
         return value[rows] if value.ndim else value
