@@ -73,6 +73,9 @@ GROUPS = {
         "infer": _on_ranks(
             "infer.infer_vit", "predict with a trained model", "torch_dist/infer_vit.py"
         ),
+        "generate": _here(
+            "infer.generate", "write text with a trained model", "torch_dist/generate.py"
+        ),
         "export": _here(
             "infer.export_model", "write a trained model for timm or ONNX", "torch_dist/export.py"
         ),

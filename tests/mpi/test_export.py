@@ -28,6 +28,13 @@ def exported(run: Trained, folder: Path, *words: str) -> subprocess.CompletedPro
     return run_script("torch_dist/export.py", run.folder, "--to", folder, *words)
 
 
+def write(path: Path, *words: object) -> str:
+    """Return the text that ``motley generate`` writes."""
+    done = run_script("torch_dist/generate.py", path, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.removesuffix("\n")
+
+
 @pytest.mark.parametrize("model", [
     (), ("--model", "test_resnet", "--img-size", 32, "--batch-size", 64),
 ], ids=["vit_digits", "test_resnet"])  # fmt: skip
@@ -143,6 +150,34 @@ def test_transformers_says_what_a_language_model_says(
         said, expected = theirs(**tokens).logits, net(tokens["input_ids"])["logits"]
         torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
         assert (said - before(**tokens).logits).abs().max() > 1e-3, "it has learnt"
+        more = theirs.generate(**tokens, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    text_of = AutoTokenizer.from_pretrained(tmp_path / "out").decode
+    written = text[:50] + text_of(more[0, tokens["input_ids"].shape[1] :])
+    for path in (run.folder, tmp_path / "out"):
+        assert write(path, "--prompt", text[:50], "--length", 20, "--temperature", 0) == written
+
+
+def test_a_model_writes_text_in_the_tokens_of_its_run(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Früh übt sich, wer ein Meister werden will.\n" * 60)
+    words = ("--task", "text", "--text", tmp_path / "a.txt", "--length", 16, "--depth", 1,
+             "--width", 16, "--max-steps", 2, "--batch-size", 4)  # fmt: skip
+    run = jobs.train(1, DDP, "letters", *words, "--tokens", "characters")
+    once = write(run.folder, "--prompt", "Früh", "--length", 30)
+    assert once == write(run.folder, "--prompt", "Früh", "--length", 30)
+    assert once != write(run.folder, "--prompt", "Früh", "--length", 30, "--seed", 1)
+    assert once.startswith("Früh") and len(once) == 34
+    assert len(write(run.folder, "--samples", 2, "--length", 5).split("\n---\n")) == 2
+    for wrong, says in (
+        ((run.folder, "--prompt", "☃"), "that the training text lacks (☃)"),
+        ((run.folder, "--prompt", ""), "--prompt is empty"),
+        ((run.folder, "--top-p", 2), "--top-p 2 is no probability"),
+        ((tmp_path,), "no checkpoint is there"),
+    ):
+        done = run_script("torch_dist/generate.py", *wrong)
+        assert done.returncode != 0 and says in done.stderr.splitlines()[-1]
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")  # the alphabet is that of the text
+    longer = run_script("torch_dist/generate.py", run.folder)
+    assert longer.returncode == 1 and "a.txt" in longer.stderr
 
 
 def test_another_tasks_parameters_are_written_by_name(jobs: Jobs, tmp_path: Path) -> None:

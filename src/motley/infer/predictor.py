@@ -68,7 +68,7 @@ def open_trained(
     """
     result = checkpoints_at(path)
     if not result:
-        raise MotleyError(f"--checkpoint {path}: no checkpoint is there; name a run's folder")
+        raise MotleyError(f"{path}: no checkpoint is there; name a run's folder")
     folder, tensors, progress, problems = load_newest_intact(result, ("config",), ("model", "ema"))
     saved = progress["config"]
     if data_dir is not None:

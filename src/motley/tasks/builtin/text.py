@@ -242,6 +242,14 @@ class TextTask(HfOptions):
         return Corpus(text, kind)
 
     @cached_property
+    def codec(self) -> Corpus:
+        """The tokens alone. Only an alphabet of characters needs the training text."""
+        kind = str(self.tokens)
+        if kind == TOKENIZER and self.named is not None:
+            return TokenizedCorpus("", kind, self.named.path, self.named.vocabulary)
+        return self.corpus if kind == "characters" else Corpus("", kind)
+
+    @cached_property
     def _pieces(self) -> dict[bool, Windows | Paragraphs]:
         """Return the pieces of the held-out text under True, and those of the rest under False."""
         result: dict[bool, Windows | Paragraphs] = {}
