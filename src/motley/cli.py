@@ -94,6 +94,7 @@ GROUPS = {
         "verdict": _here(
             "plotting.run_verdict", "say where a run's time went", "plots/verdict.py"
         ),
+        "diff": _here("plotting.run_diff", "say how runs differ", "plots/diff.py"),
         "publish": _here("plotting.publish_run", "send a run to a tracker", "plots/publish.py"),
         "traces": _picture("traces", "merge the profiler's traces"),
         "plot-training": _picture("plot_training", "draw a run's curves"),
@@ -181,7 +182,7 @@ def usage() -> str:
         lines += [f"  {', '.join(drawn)}: pictures"] * bool(drawn)
     return "\n".join([
         "usage: motley COMMAND [ARGS...]", "",
-        "Train one model on unequal machines, exactly, as fast as their sum.", *lines, "",
+        "Train one model on unequal machines, exactly, as fast as their sum.", *lines,
         f"example: {EXAMPLE}",
         "motley COMMAND -h describes a command; motley --version prints the version.",
     ])  # fmt: skip
