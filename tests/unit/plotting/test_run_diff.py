@@ -26,7 +26,8 @@ def test_what_differs_is_shown_and_all_results(
     )  # fmt: skip
     other = make_run(
         tmp_path / "other", config={"lr": 0.2, "opt": "sgd", "logs": "b"},
-        versions={"torch": "2.2"}, ranks=[], plan={"counts": [8]}, result={"top1": 0.75, "steps": 7},
+        versions={"torch": "2.2"}, ranks=[], plan={"counts": [8]},
+        result={"top1": 0.75, "steps": 7},
     )  # fmt: skip
     assert print_differences([one, other, one]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
