@@ -549,7 +549,8 @@ class Lab:
     def _rescue(self) -> str:
         """Save the state of the last finished step, after a lost rank that ends the job.
 
-        The watching thread calls it on rank 0, whose training thread waits for the lost rank.
+        The watching thread calls it on rank 0, or on a rank that sees the same disk if rank 0 is
+        lost. The training thread waits for the lost rank.
 
         Returns:
             A sentence for the user; empty if there was nothing to save.

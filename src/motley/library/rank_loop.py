@@ -394,11 +394,11 @@ class RankLoop:
         """Declare that this rank can continue without a lost one from now on."""
         if self.size > 1 and self._can_continue:
             rebuild = self.session.rebuild
-            without_first = rebuild.can_lose_first(self.records.run.is_shared())
+            shared, first = self.records.run.is_shared(), self.rank == 0
             self._continues = True
-            rebuild.offer(self.session.group, lambda: None, without_first)
-            if self.rank == 0:  # the others do not know the order of the samples
-                self.session.world.supervisor.can_rescue(self.rescue, first=True)
+            rebuild.offer(self.session.group, lambda: None, rebuild.can_lose_first(shared))
+            if first or shared:
+                self.session.world.supervisor.can_rescue(self.rescue, first)
 
     def _continue_without(self, error: Exception) -> Any:
         """Join the group of the survivors; return the result of this rank's collective, or None.

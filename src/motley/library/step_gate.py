@@ -573,6 +573,7 @@ class StepGate:
         """
         self._names, self._rank, self._reducer = list(names), rank, reducer
         self._forget_sums()
+        self.statistics.drop()  # the same on all ranks
 
     def _begin_sum(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         return leavable(self._reducer.send(bucket), self._device)
