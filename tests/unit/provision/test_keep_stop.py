@@ -35,6 +35,7 @@ def test_ctrl_c_is_left_to_the_terminal_unless_nothing_comes_of_it(
     launcher: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keep_training, "is_in_foreground", lambda: True)
+    monkeypatch.setattr(keep_training, "ignores_hangup", lambda: False)  # as under nohup
     stop = Stop(job=launcher)
     stop(signal.SIGINT, None)
     stop.look()
