@@ -25,6 +25,7 @@ from typing import Any
 import result
 import torch
 from result import ROOT, VENV
+from speeds import list_rates, parse_speeds
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
@@ -92,9 +93,9 @@ def train(framework: str, way: str, options: argparse.Namespace) -> None:
         lab = motley.join(logs=options.records, precision="fp32")
     rank = lab.rank if lab else int(os.environ["RANK"])
     ranks = lab.size if lab else int(os.environ["WORLD_SIZE"])
-    speeds = [float(word) for word in options.speeds.split(":")]
     torch.manual_seed(0)
-    network = Network(options.fastest_s * max(speeds) / speeds[rank])
+    rates = list_rates(parse_speeds(options.speeds), options.fastest_s)
+    network = Network(1 / rates[rank])
     rows = Rows(options.batch * options.steps)
     ends: list[float] = []
     register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
@@ -218,8 +219,8 @@ def main() -> None:
         train(*options.rank_of, options)
         return
     started, load = time.time(), os.getloadavg()
-    speeds = [float(word) for word in options.speeds.split(":")]
-    limit = options.batch * options.fastest_s * max(speeds) / sum(speeds)
+    speeds = parse_speeds(options.speeds)
+    limit = options.batch / sum(list_rates(speeds, options.fastest_s))
     rows = []
     for framework in FRAMEWORKS:
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -25,16 +25,24 @@ from typing import Any
 import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 from result import ROOT
+from speeds import list_rates, parse_speeds
 
 LOST = HOSTS[3]  # the host that is cut off
 WAYS = ("own loop", "task", "own loop, equal shares")
+
+
+def train(lab: BenchLab, words: list[Any], verbose: bool, **more: Any) -> None:
+    """Run a job of all hosts, and print what it prints if ``verbose``."""
+    for line in lab.train(*words, **more):
+        if verbose:
+            print(f"    {line.rstrip()}")
 
 
 def run(lab: BenchLab, way: str, name: str, options: argparse.Namespace) -> float:
     """Train one way; return its seconds per step after the first steps."""
     follows = way != WAYS[2]
     steps, settle = (options.steps, options.settle) if follows else (10, 2)
-    rates = list_rates(options)
+    rates = join_rates(options)
     if way == "task":
         words = ["benchmarks/paced_train.py", "--rates", rates, "--batch-size", options.n,
                  "--no-augment", "--max-steps", steps, "--precision", "fp32", "--hosts", "all",
@@ -43,8 +51,7 @@ def run(lab: BenchLab, way: str, name: str, options: argparse.Namespace) -> floa
         words = ["benchmarks/own_loop_paced.py", "--rates", rates, "--n", options.n,
                  "--steps", steps, "--logs", "~/logs", "--run", name]  # fmt: skip
     shares = {} if follows else {"MOTLEY_SHARES": "1,1,1,1,1"}
-    for line in lab.train(*words, environment=shares):
-        print(f"    {line.rstrip()}" if options.verbose else "", end="\n" * options.verbose)
+    train(lab, words, options.verbose, environment=shares)
     records = [each for each in lab.records(name)["steps"] if each["n_global"] == options.n]
     last = records[settle:]
     return float((last[-1]["time"] - last[0]["time"]) / (last[-1]["step"] - last[0]["step"]))
@@ -61,11 +68,10 @@ def lose_host(lab: BenchLab, name: str, options: argparse.Namespace) -> int:
 
     thread = threading.Thread(target=cut, daemon=True)
     thread.start()
-    words = ["benchmarks/own_loop_paced.py", "--rates", list_rates(options), "--n", options.n,
+    words = ["benchmarks/own_loop_paced.py", "--rates", join_rates(options), "--n", options.n,
              "--steps", options.steps]  # fmt: skip
     variables = {"MOTLEY_RUN": name, "MOTLEY_LOGS": "$HOME/logs"}
-    for line in lab.train(*words, environment=variables, keeps=True):
-        print(f"    {line.rstrip()}" if options.verbose else "", end="\n" * options.verbose)
+    train(lab, words, options.verbose, environment=variables, keeps=True)
     thread.join()
     lab.do("heal", LOST, stdout=subprocess.DEVNULL)
     steps = [each["step"] for each in lab.records(name)["steps"]]
@@ -73,10 +79,9 @@ def lose_host(lab: BenchLab, name: str, options: argparse.Namespace) -> int:
     return len(steps) - options.steps
 
 
-def list_rates(options: argparse.Namespace) -> str:
-    """Return the rows per second of each host."""
-    speeds = [float(word) for word in options.speeds.split(":")]
-    return ",".join(str(speed / max(speeds) / options.fastest_s) for speed in speeds)
+def join_rates(options: argparse.Namespace) -> str:
+    """Return the rows per second of all hosts, as the scripts read them."""
+    return ",".join(map(str, list_rates(options.speeds, options.fastest_s)))
 
 
 def compare_losses(lab: BenchLab, name: str, options: argparse.Namespace) -> float:
@@ -99,7 +104,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--n", type=int, default=180, help="global batch, default 180")
-    parser.add_argument("--speeds", default="7:5:3:2:1", help="of the hosts, default 7:5:3:2:1")
+    parser.add_argument("--speeds", type=parse_speeds, default="7:5:3:2:1",
+                        help="of the hosts, default 7:5:3:2:1")  # fmt: skip
     parser.add_argument("--fastest-s", type=float, default=0.024, metavar="SECONDS",
                         help="a sample on the fastest host, default 0.024")  # fmt: skip
     parser.add_argument("--steps", type=int, default=50, help="of a run, default 50")
@@ -112,8 +118,7 @@ def main() -> None:
     if options.quick:
         options.repeats, options.fastest_s = 1, 0.006
     started, load = time.time(), os.getloadavg()
-    speeds = [float(word) for word in options.speeds.split(":")]
-    limit = options.n * options.fastest_s * max(speeds) / sum(speeds)
+    limit = options.n / sum(list_rates(options.speeds, options.fastest_s))
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     with bench_lab() as lab:
         for repeat in range(options.repeats):
@@ -141,9 +146,9 @@ def main() -> None:
     print(f"largest difference of a loss from one process: {apart:.1e}")
     print(f"{LOST} cut off in the middle: {repeated} steps lost, losses {apart_cut:.1e} apart")
     if options.json:
-        result.write(options.json, rows, started, speeds=speeds, limit_s=limit, load_before=load,
-                     loss_difference=apart, steps_lost=repeated, loss_difference_cut=apart_cut,
-                     emulation="paced")  # fmt: skip
+        result.write(options.json, rows, started, speeds=options.speeds, limit_s=limit,
+                     load_before=load, loss_difference=apart, steps_lost=repeated,
+                     loss_difference_cut=apart_cut, emulation="paced")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 import matplotlib as mpl
 import result
 from bench_lab import HOSTS, BenchLab, bench_lab
+from speeds import list_rates, parse_speeds
 
 from motley.plan.plan import limit_s
 from motley.plan.speeds import SpeedTable
@@ -35,8 +36,7 @@ _STEADY = 5  # steps, whose median is a throughput
 
 def runs(lab: BenchLab, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Train all three; their records."""
-    speeds = [float(word) for word in options.speeds.split(":")]
-    rates = ",".join(str(speed / max(speeds) / options.fastest_s) for speed in speeds)
+    rates = ",".join(map(str, list_rates(parse_speeds(options.speeds), options.fastest_s)))
     pace = ["benchmarks/paced_train.py", "--rates", rates]
     common = ["--logs", "~/logs", "--batch-size", options.n, "--no-augment", "--max-steps",
               3 * options.steps, "--precision", "fp32"]  # fmt: skip
