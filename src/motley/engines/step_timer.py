@@ -61,13 +61,12 @@ class Clock:
             return Laps(self._marks).ready_s
         return self._last.ready_s if self._last else 0.0
 
-    @property
-    def own_s(self) -> float:
-        """Seconds of this rank's own work in the step of :attr:`ready_s`, without any wait.
+    def measure_own_s(self) -> float:
+        """Return the seconds of own work in the step of :attr:`ready_s`, without any wait.
 
         A step with several optimizers waits for the other ranks more than once. Python's time far
-        above the usual is left out, as of an evaluation or a save by one rank alone: another share
-        would not change it.
+        above that of the steps measured before is left out, as of an evaluation or a save by one
+        rank alone: another share would not change it.
         """
         laps = Laps(self._marks) if self.at_once else self._last
         if laps is None:

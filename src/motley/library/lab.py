@@ -522,7 +522,7 @@ class Lab:
             self._save(best)
 
     def _save(self, best: bool = False, repeated: int = 0, keep: Keep = snapshot) -> None:
-        """Write a checkpoint, on rank 0.
+        """Write a checkpoint. One rank calls it.
 
         Args:
             best: True: write it to the folder ``best`` of the run too.

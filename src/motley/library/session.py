@@ -70,13 +70,13 @@ class Session:
     def _finish_left_out(self) -> None:
         """Wait for the end of the ranks that train, and join their calls after a lost rank."""
         rebuild = self.rebuild
-        rebuild.offer(self.group, lambda: None, rebuild.can_lose_first(shared=False))
         while True:
+            rebuild.offer(self.group, lambda: None, rebuild.can_lose_first(shared=False))
             try:
                 return self.world.supervisor.finish()
             except Exception as error:
                 rebuild.leave_lost(rebuild.get_survivors(error))
-                rebuild.offer(rebuild.join(), lambda: None, rebuild.can_lose_first(shared=False))
+                self.join_group(rebuild.join())
 
     def catch_errors(self) -> None:
         """End all ranks with the first uncaught error. Call it after a process group is made.

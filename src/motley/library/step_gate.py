@@ -520,7 +520,6 @@ class StepGate:
             parameter.grad = None if gradient is None else gradient.to(parameter)
         for name, buffer in self.statistics.get_buffers().items():
             buffer.copy_(gradients[f"{_STATISTICS}{name}"])
-        self.statistics.drop()
         self._can_step = True
 
     def _sum(self, update: OptimizerSum, piece: Piece) -> SumOutcome:
@@ -532,8 +531,8 @@ class StepGate:
             if self.scale.dynamic:
                 finite = torch.nn.utils.get_total_norm(sums).isfinite()
             own = RankNumbers(
-                piece.step, self.clock.own_s, self.reached(), self._rows, self._loss, finite,
-                len(absent), float(update.is_late), self._call, rates[0],
+                piece.step, self.clock.measure_own_s(), self.reached(), self._rows, self._loss,
+                finite, len(absent), float(update.is_late), self._call, rates[0],
                 float(zlib.crc32(struct.pack(f"{len(rates)}d", *rates))),
                 tuple(call.weight for call in self._calls if call.weight is not None),
             )  # fmt: skip
