@@ -461,7 +461,9 @@ class Coordinator:
         if (lost := self._regroup.recent_loss) and message.number == signal.SIGTERM:
             self.end_job(lost)
         step = self._last_step()
-        known = self._statuses(), step, self._own.hooks.how_to_continue(step)
+        ranks = self._statuses()
+        stall = self._watchdog.describe_stall(ranks)
+        known = ranks, step, stall, self._own.hooks.how_to_continue(step)
         self._suspect(self._signals.came(status, message.number, *known), _SIGNAL_S)
 
     HANDLERS: ClassVar[dict[type[Message], Callable[[Any, RankStatus, Any], None]]] = {

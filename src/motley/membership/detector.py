@@ -54,6 +54,9 @@ SUSPECT_AFTER_S = 4.0
 # After a silence of some length, TCP may wait as long again before it sends what was lost.
 SETTLED_S = HEARTBEAT_TIMEOUT_S
 
+# A stop that comes after this time without progress is likely to be meant for a hang.
+STALL_S = 10.0
+
 # Seconds in which some rank should make progress in any phase but DATA.
 PROGRESS_TIMEOUT_S = 1800.0
 DATA = None  # a download may take any time
@@ -276,6 +279,17 @@ class Watchdog:
         first, where = whereabouts(at_work)
         return make_hang_fault(first.number, first.host, first.heartbeat.step, still, where)
 
+    def describe_stall(self, ranks: Sequence[RankStatus]) -> str:
+        """Return the ranks' phases in words if no rank progressed for STALL_S, else "".
+
+        Args:
+            ranks: status of each rank, rank 0 included.
+        """
+        still = self._awake.seconds - self._moved
+        if still < STALL_S:
+            return ""
+        return f"{still:.0f} s without progress; {whereabouts(ranks)[1]}"
+
 
 def whereabouts(statuses: Sequence[RankStatus]) -> tuple[RankStatus, str]:
     """Return the rank that all others wait for, and the phases of all ranks in words."""
@@ -482,6 +496,7 @@ class StopSignals:
         number: int,
         statuses: Sequence[RankStatus],
         step: int | None,
+        stall: str,
         how_to_continue: str,
     ) -> Fault:
         """Record a stop signal of a rank, and return the fault that fits all signals so far.
@@ -491,6 +506,7 @@ class StopSignals:
             number: number of the signal.
             statuses: status of each rank.
             step: current step of the training; None: before step 1.
+            stall: the stall that the stop ends, in words; empty: the ranks progressed.
             how_to_continue: remedy for the user.
         """
         self._ranks.add(status.rank)
@@ -498,7 +514,7 @@ class StopSignals:
             # The launcher passes Ctrl-C on as SIGTERM.
             others = ["a signal to the launcher"] * (number != signal.SIGINT)
             others += ["Slurm"] * ("SLURM_JOB_ID" in os.environ)
-            by = " or ".join(["Ctrl-C", *others])
+            by = " or ".join(["Ctrl-C", *others]) + (f" ({stall})" if stall else "")
             return make_stop_fault(step, number, by, how_to_continue)
         _, where = whereabouts(statuses)
         name = signal.Signals(number).name
