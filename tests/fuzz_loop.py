@@ -20,7 +20,7 @@ from results_apart import difference
 from warm.ranks import WarmRanks
 
 LOOP = "tests/support/drivers/plain_loop.py"
-MODULES = ("warm.script", "motley.library.lab", "motley.engines.ddp")
+MODULES = ("warm.script", "motley.library.lab", "motley.engines.fsdp")
 PARTS = ("tied", "unused", "sometimes", "double", "checkpoint", "freeze", "average", "by_hand")
 
 
@@ -49,6 +49,9 @@ def draw(random_state: random.Random) -> dict[str, Any]:
         group = random_state.randint(1, 4)
         case |= {"bn_group": group, "micro": None, "batch": group * random_state.randint(1, 4)}
         case["parts"] = [*case["parts"], "norm"]
+    if chance() < 0.3:
+        case |= {"strategy": "fsdp", "scaler": False, "most_rows": None}
+        case["parts"] = [each for each in case["parts"] if each != "average"]
     if case["sampler"] == "own":
         case["rows"] = max(20, case["rows"])
     return case
@@ -101,7 +104,7 @@ def judge(ranks: WarmRanks, case: dict[str, Any], state: random.Random, folder: 
 
 def _judge_refusal(output: str, size: int, shares: str) -> str:
     last = next((line for line in reversed(output.splitlines()) if line.startswith("motley:")), "")
-    if "Error" in last or not last:
+    if "Error" in last or "crashed" in last or not last:
         return f"{size} ranks, {shares}: {output[-600:]}"
     print(f"  refused: {last}", flush=True)
     return ""

@@ -21,7 +21,7 @@ GPT = ("--task", "text", "--depth", 4, "--width", 64, "--length", 48, "--batch-s
        "--eval-samples", 30, "--warmup-epochs", 0, "--precision", "fp32",
        "--build", "blocks")  # fmt: skip
 # Of a rate so small that no number changes.
-STILL = ("--max-steps", 1, "--save-every", 1, "--lr", 1e-30)
+STILL = ("--max-steps", 1, "--save-every", 1, "--lr", 1e-60)
 RUNS = {
     "FSDP, a rank": (1, DDP, "--strategy", "fsdp"),
     "FSDP, as planned": (2, DDP, "--strategy", "fsdp", "--hosts", "all"),

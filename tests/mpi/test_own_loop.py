@@ -66,6 +66,24 @@ def test_a_loop_trains_as_on_one_machine(jobs: Jobs, name: str) -> None:
     assert difference(bare, play(jobs, 3, "5,0,3", case)) < 2e-6
 
 
+def test_parts_of_a_model_train_as_on_one_machine_and_continue_as_whole_ones(jobs: Jobs) -> None:
+    case = {"micro": 2, "weight": "tokens", "clip": "y", "evaluate": True, "augment": True,
+            "parts": ["tied", "sometimes"], "run": "kept"}  # fmt: skip
+    whole = play(jobs, 1, "1", case | {"run": "whole"})
+    fsdp = case | {"strategy": "fsdp"}
+    assert difference(whole, play(jobs, 3, "5,0,3", fsdp | {"run": "parts"})) < 2e-6
+    play(jobs, 3, "5,0,3", fsdp | {"save_at": 3, "stop": True})
+    rest = play(jobs, 2, "1,2", case)
+    for name in ("scores", "norms"):
+        whole[name] = whole[name][-len(rest[name]) :]
+    assert difference(whole, rest) < 2e-6
+    play(jobs, 2, "1,2", case | {"run": "again", "save_at": 5, "stop": True})
+    rest = play(jobs, 3, "2,1,2", fsdp | {"run": "again"})
+    for name in ("scores", "norms"):
+        whole[name] = whole[name][-len(rest[name]) :]
+    assert difference(whole, rest) < 2e-6
+
+
 @pytest.mark.parametrize("more", [{}, {"micro": 8, "clip": "y"}, {"most_rows": 4}])
 def test_batch_norms_over_groups_do_not_depend_on_the_shares(
     jobs: Jobs, more: dict[str, Any]
@@ -213,6 +231,20 @@ REFUSED = {
     "a huge order": "num_samples=1_000_000",
     "uneven batches": "batch 1 of lab.batches() has 3 rows, and batch 0 has 4",
     "no rows": "return tensors whose dimension 0 counts the rows",
+    "strategy": "give ddp or fsdp",
+    "fsdp: model": "the model differs between ranks: 0.weight is",
+    "fsdp: no model": "2 of the 2 parameters of SGD belong to no model",
+    "fsdp: NaN": "the loss of rank 1 on",
+    "fsdp: a parameter": "call lab.prepare(model, optimizer) again",
+    "fsdp: clipped": "use lab.clip_grad_norm_() to clip it",
+    "fsdp: another optimizer": "pass it too, as in `lab.prepare(model, optimizer)`",
+    "fsdp: skipping": "the forward pass has left out 1",
+    "fsdp: scalar": "give it the shape [1]",
+    "fsdp: shared": "share parameters outside of the blocks alone",
+    "fsdp: average": "average the parameters after lab.prepare()",
+    "fsdp: whole tensors": "or an optimizer such as AdamW or SGD",
+    "fsdp: scaler": "lab.autocast() has a loss scale that all ranks share",
+    "fsdp: powersgd": "give exact, bf16 or fp16",
 }
 
 

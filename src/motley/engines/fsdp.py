@@ -9,7 +9,7 @@ ViT-B itself (pytorch#134191).
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,35 +54,39 @@ class LocalShards:
 
     Args:
         optimizer: optimizer that steps each number, or each row, independently of the rest of the
-            tensor. The optimizer has taken no step yet.
+            tensor.
+
+    Attributes:
+        whole: the DTensors.
+        own: the plain tensors, in the same order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._whole = [each for group in optimizer.param_groups for each in group["params"]]
-        self._own = [nn.Parameter(each.detach().to_local()) for each in self._whole]
-        self._exchange(self._whole, self._own)
+        self.whole = [each for group in optimizer.param_groups for each in group["params"]]
+        self.own = [nn.Parameter(each.detach().to_local()) for each in self.whole]
+        self._exchange(self.whole, self.own)
 
     def with_gradients(self) -> Sequence[Tensor]:
         """Return the parts, each with its gradient."""
         with torch.no_grad():  # makes to_local() of a DTensor cheap
-            for whole, own in zip(self._whole, self._own, strict=True):
+            for whole, own in zip(self.whole, self.own, strict=True):
                 own.grad = None if whole.grad is None else own_rows(whole.grad)
-        return self._own
+        return self.own
 
     def zero_gradients(self) -> None:
         """Drop the gradients of both DTensors and plain tensors."""
-        for each in (*self._whole, *self._own):
+        for each in (*self.whole, *self.own):
             each.grad = None
 
     @contextlib.contextmanager
     def put_together(self) -> Iterator[None]:
         """Give the optimizer DTensors for the time of the context, to save or load its state."""
-        self._exchange(self._own, self._whole)
+        self._exchange(self.own, self.whole)
         try:
             yield
         finally:
-            self._exchange(self._whole, self._own)
+            self._exchange(self.whole, self.own)
 
     @torch.no_grad()
     def _exchange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
@@ -108,6 +112,112 @@ def _like(value: Any, old: Tensor, new: Tensor) -> Any:
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+def check_parts(net: nn.Module, engine: str, instead: str) -> None:
+    """Raise MotleyError if the parameters of a network cannot be cut into rows.
+
+    Args:
+        net: the network.
+        engine: name of the engine for the message.
+        instead: name of an engine that takes any parameter, for the message.
+    """
+    if scalars := [name for name, each in net.named_parameters() if each.dim() == 0]:
+        raise MotleyError(
+            f"{engine} cuts parameters into rows, and {name_some(scalars)} has none: give it the "
+            f"shape [1], as nn.Parameter(torch.ones(1)) has, or take {instead}"
+        )
+    kinds = {each.dtype for each in net.parameters()}
+    if len(kinds) > 1:
+        raise MotleyError(
+            f"{engine} gathers parameters of one type, and the model has "
+            f"{name_types(sorted(kinds, key=str))}: take {instead}, or make them all float32"
+        )
+
+
+def shard_net(
+    net: nn.Module,
+    blocks: Sequence[nn.Module],
+    fill: Callable[..., object],
+    wire: torch.dtype | None,
+    **options: Any,
+) -> Callable[[nn.Module], object]:
+    """Divide a network among ranks: its blocks, a few at a time, and then all around them.
+
+    Args:
+        net: the network.
+        blocks: its blocks, in order.
+        fill: called with the modules that are sharded next, to give their parameters values.
+        wire: type in which gradients are scattered; None: float32, or float64 for such parameters.
+        options: arguments of torch's fully_shard, and ``param_dtype`` of its MixedPrecisionPolicy.
+
+    Returns:
+        A function that shards another module in the same way.
+    """
+    is_double = any(each.dtype == torch.float64 for each in net.parameters())
+    policy = MixedPrecisionPolicy(
+        param_dtype=options.pop("param_dtype", None),
+        reduce_dtype=wire or (torch.float64 if is_double else torch.float32),
+        cast_forward_inputs=False,
+    )
+    shard = partial(fully_shard, mp_policy=policy, **options)
+    assert TRAITS.gathered is not None
+    numbers = [sum(p.numel() for p in each.parameters()) for each in blocks]
+    for piece in map(blocks.__getitem__, TRAITS.gathered.cut(numbers)):
+        fill(*piece)
+        # A single block is passed as a module, not as a list.
+        shard(piece[0] if len(piece) == 1 else piece)
+    fill(net)
+    shard(net)
+    return shard
+
+
+def share_tensor(value: Tensor, own: Tensor | None) -> Tensor:
+    """Return this rank's part of a whole tensor, sharded as a parameter is.
+
+    Args:
+        value: the whole tensor, equal on all ranks.
+        own: the parameter to which it belongs; None, or an unsharded one: the value is returned.
+    """
+    if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.shape):
+        return value
+    part = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+    return part.to(own.device)
+
+
+def reshard(net: nn.Module) -> None:
+    """Release parameters that remain gathered after a forward pass without a backward pass."""
+    for part in net.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+class BlockCalls:
+    """The blocks that a pass has called, all of which every rank must gather.
+
+    Args:
+        blocks: the blocks by name.
+
+    Attributes:
+        modules: the blocks, in order.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.modules, self._names = list(blocks.values()), list(blocks)
+        self._called: set[str] = set()
+        for name, block in blocks.items():
+            block.register_forward_pre_hook(partial(self._note, name))
+
+    def _note(self, name: str, *_: Any) -> None:
+        self._called.add(name)
+
+    def start(self) -> None:
+        """Start a pass."""
+        self._called.clear()
+
+    def list_left_out(self) -> list[str]:
+        """Return the names of the blocks that the pass has not called so far."""
+        return [name for name in self._names if name not in self._called]
+
+
 class FsdpEngine(SynchronousEngine):
     """The engine that wraps torch's fully_shard. Implements Engine and HoldsParts.
 
@@ -126,53 +236,23 @@ class FsdpEngine(SynchronousEngine):
         check_offload(own.offload, context)
         refuse_unused(model, "--strategy fsdp")
         check_types(model, _TYPES, "--strategy fsdp", "--strategy ddp")
-        if scalars := [name for name, each in model.net.named_parameters() if each.dim() == 0]:
-            raise MotleyError(
-                f"--strategy fsdp cuts parameters into rows, and {name_some(scalars)} has none: "
-                "give it the shape [1], as nn.Parameter(torch.ones(1)) has, or take --strategy ddp"
-            )
+        check_parts(model.net, "--strategy fsdp", "--strategy ddp")
         if context.config.clip_grad is not None and context.config.clip_mode == "agc":
             raise MotleyError(
                 "--clip-mode agc needs whole parameters, and --strategy fsdp gives each rank a "
                 "part of them: take --strategy ddp, or --clip-mode norm"
             )
-        kinds = {each.dtype for each in model.net.parameters()}
-        if len(kinds) > 1:
-            raise MotleyError(
-                "--strategy fsdp gathers parameters of one type, and the model has "
-                f"{name_types(sorted(kinds, key=str))}: take --strategy ddp, or make them all "
-                "float32"
-            )
         self.loss_weight = context.size
-        self._mesh = init_device_mesh(context.device.type, (context.size,))
-        options: dict[str, Any] = {
-            "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=common_type(model.task, context.precisions),
-                reduce_dtype=AUTOCAST[context.plan.wire.dtype]
-                or (torch.float64 if torch.float64 in kinds else torch.float32),
-                cast_forward_inputs=False,
-            ),
-            "reshard_after_forward": own.reshard_after_forward,
-        }
+        options: dict[str, Any] = {"reshard_after_forward": own.reshard_after_forward}
         if own.offload == "parameters":
             options["offload_policy"] = CPUOffloadPolicy()
-        self._sharding = Sharding(
-            "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share
-        )
-        self._blocks = model.task.blocks(model.net)
-        self._called: set[str] = set()  # blocks that the current pass has called
-        for name, block in self._blocks.items():
-            block.register_forward_pre_hook(partial(_note_call, self._called, name))
-        blocks = list(self._blocks.values())
-        assert self.traits.gathered is not None
-        numbers = [sum(p.numel() for p in each.parameters()) for each in blocks]
-        for piece in map(blocks.__getitem__, self.traits.gathered.cut(numbers)):
-            model.fill(*piece)
-            # A single block is passed as a module, not as a list.
-            fully_shard(piece[0] if len(piece) == 1 else piece, **options)
-        model.fill(model.net)
-        fully_shard(model.net, **options)
+        self._blocks = BlockCalls(model.task.blocks(model.net))
+        shard = shard_net(
+            model.net, self._blocks.modules, model.fill, AUTOCAST[context.plan.wire.dtype],
+            mesh=init_device_mesh(context.device.type, (context.size,)),
+            param_dtype=common_type(model.task, context.precisions), **options,
+        )  # fmt: skip
+        self._sharding = Sharding("--strategy fsdp", context.size, shard, self._share)
         super().__init__(model, context)  # creates the optimizer, after parameters are sharded
         traits, by_rows = self.optimizer_traits, find_row(context.config.opt) > 1
         plain = not (traits.wraps or traits.nests) and (by_rows or is_elementwise(context.config))
@@ -181,7 +261,7 @@ class FsdpEngine(SynchronousEngine):
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         try:
             with silenced(self._model.net, not len(batch)):
-                self._called.clear()
+                self._blocks.start()
                 losses, total = self._losses(self._model, batch)
                 self._check_called()
                 self._backward(total * (self.scale.value * self.loss_weight / self._nominal_weight))
@@ -199,7 +279,7 @@ class FsdpEngine(SynchronousEngine):
 
     def _check_called(self) -> None:
         """Raise MotleyError if the pass left out a block, which all ranks must gather together."""
-        if left_out := [name for name in self._blocks if name not in self._called]:
+        if left_out := self._blocks.list_left_out():
             raise found_unused(self._model, "--strategy fsdp", left_out)
 
     def _stepped(self) -> Sequence[Tensor]:
@@ -217,18 +297,12 @@ class FsdpEngine(SynchronousEngine):
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """See Engine."""
-        self._reshard()
+        reshard(self._model.net)
         try:
             with super().averaged():
                 yield
         finally:
-            self._reshard()
-
-    def _reshard(self) -> None:
-        """Release parameters that remain gathered after a forward pass without a backward pass."""
-        for part in self._model.net.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+            reshard(self._model.net)
 
     def _global_state(self) -> State:
         first = self._context.rank == 0
@@ -288,16 +362,8 @@ class FsdpEngine(SynchronousEngine):
 
     def _share(self, net: nn.Module, state: State) -> State:
         """Return the state with whole tensors sharded as the parameters of ``net`` are."""
-
-        def share(key: str, value: Tensor) -> Tensor:
-            own = find_parameter(key, net)
-            if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.shape):
-                return value
-            part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)
-            return part.to(own.device)
-
-        return State({key: share(key, value) for key, value in state.tensors.items()}, state.plain)
-
-
-def _note_call(called: set[str], name: str, *_: Any) -> None:
-    called.add(name)
+        tensors = {
+            key: share_tensor(value, find_parameter(key, net))
+            for key, value in state.tensors.items()
+        }
+        return State(tensors, state.plain)

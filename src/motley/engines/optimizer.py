@@ -204,8 +204,8 @@ def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
 _LOOKS_BACK = 6  # steps after which Lookahead updates its slow weights
 _STEPS = _LOOKS_BACK + 1
 _MORE = 2
+TRIAL_RATE = 0.1  # learning rate at which even the steps of LARS exceed rounding errors
 _USUAL_SLOTS = 2.0  # those of Adam
-_LARGE = 0.1  # learning rate at which even the steps of LARS exceed rounding errors
 _ROWS, _WIDE, _ODD = 32, 64, 61  # rows per rank and columns of the matrix; length of the vector
 _CHOOSE = "choose another one, such as adamw, sgd, lion or muon"
 
@@ -318,7 +318,7 @@ def try_optimizer(
             not continue bit by bit from a checkpoint, or computes something else on shards.
     """
     rows = _ROWS * (sharding.ranks if sharding else 2)  # Adafactor does not factor small matrices
-    config = dataclasses.replace(config, lr=_LARGE)  # the user's rate may lead to infinities
+    config = dataclasses.replace(config, lr=TRIAL_RATE)  # the user's rate may lead to infinities
     whole, traits = _try(config, device, rows, True, None)
     if sharding is None:
         return traits
@@ -424,20 +424,36 @@ def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Te
 def is_elementwise(config: Config) -> bool:
     """Return True if ``--opt`` steps each number independently of the tensor around it.
 
+    See :func:`steps_elementwise`.
+    """
+    config = dataclasses.replace(config, lr=TRIAL_RATE)
+    plain = dataclasses.replace(config, weight_decay=0.0)  # vectors have no decay
+    return steps_elementwise(
+        lambda net: make_optimizer(net, config), lambda net: make_optimizer(net, plain)
+    )
+
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def steps_elementwise(make: MakeOptimizer, make_plain: MakeOptimizer) -> bool:
+    """Return True if an optimizer steps each number independently of the tensor around it.
+
     The result comes from a trial on a small tensor, which draws no random numbers. AdamW steps each
     number independently. LAMB and MARS use whole tensors.
+
+    Args:
+        make: returns the optimizer of a module, with the learning rate TRIAL_RATE.
+        make_plain: returns the same without weight decay.
     """
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    # The trial is in fp64 and with large steps, so that even those of LARS exceed rounding errors.
-    # The two halves differ from each other. Vectors have no decay.
+    # In fp64. The two halves differ from each other.
     values = torch.linspace(0.1, 2, 64 * 64, dtype=torch.float64).reshape(64, 64)
-    config = dataclasses.replace(config, lr=0.1)
-    plain = dataclasses.replace(config, weight_decay=0.0)
 
-    def stepped(values: Tensor, config: Config) -> Tensor:
+    def stepped(values: Tensor, make: MakeOptimizer) -> Tensor:
         net = nn.Module()
         net.weight = nn.Parameter(values.clone())
-        optimizer = make_optimizer(net, config)
+        optimizer = make(net)
         for step in range(9):
             here = net.weight.detach()
             net.weight.grad = (
@@ -453,9 +469,9 @@ def is_elementwise(config: Config) -> bool:
         moved = float((one - values.flatten()).abs().max())
         return torch.allclose(one, other, rtol=0.0, atol=1e-5 * moved)
 
-    halves = torch.cat([stepped(half, config) for half in torch.split(values, 32)])
-    flat = stepped(values.flatten(), plain)
-    return are_equal(stepped(values, config), halves) and are_equal(stepped(values, plain), flat)
+    halves = torch.cat([stepped(half, make) for half in torch.split(values, 32)])
+    flat = stepped(values.flatten(), make_plain)
+    return are_equal(stepped(values, make), halves) and are_equal(stepped(values, make_plain), flat)
 
 
 def kept_numbers(config: Config) -> float:

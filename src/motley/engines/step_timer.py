@@ -61,12 +61,15 @@ class Clock:
             return Laps(self._marks).ready_s
         return self._last.ready_s if self._last else 0.0
 
-    def measure_own_s(self) -> float:
+    def measure_own_s(self, compute_s: float | None = None) -> float:
         """Return the seconds of own work in the step of :attr:`ready_s`, without any wait.
 
         A step with several optimizers waits for the other ranks more than once. Python's time far
         above that of the steps measured before is left out, as of an evaluation or a save by one
         rank alone: another share would not change it.
+
+        Args:
+            compute_s: seconds of computing, where the laps include waits; None: those of the laps.
         """
         laps = Laps(self._marks) if self.at_once else self._last
         if laps is None:
@@ -74,7 +77,9 @@ class Clock:
         host_s = laps.seconds(HOST)
         self._host_s.append(host_s)
         usual_s = _FAR * median(self._host_s) + _FAR_S
-        return laps.seconds("data", "compute") + min(host_s, usual_s)
+        if compute_s is None:
+            compute_s = laps.seconds("compute")
+        return laps.seconds("data") + compute_s + min(host_s, usual_s)
 
     def lap(self, name: str, ready: bool = False) -> None:
         """End a lap, and attribute the time since the last mark to it.

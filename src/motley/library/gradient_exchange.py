@@ -30,6 +30,7 @@ class RankNumbers:
         call: number of backward calls in the step so far.
         rate: learning rate of the optimizer's first group.
         rates: checksum of the learning rates of all its groups.
+        saves: 1.0 if the rank asks for a checkpoint after the step.
         weights: weight of the rank's rows in each backward call that has one.
     """
 
@@ -44,24 +45,22 @@ class RankNumbers:
     call: float
     rate: float
     rates: float
+    saves: float
     weights: tuple[float, ...]
 
     def as_row(self) -> list[Tensor | float]:
         """Return the numbers in a row of a fixed length."""
         weights = [*self.weights, *[0.0] * (CALLS - len(self.weights))]
         return [self.step, self.own_s, self.reached, self.rows, self.loss, self.finite, self.absent,
-                self.is_late, self.call, self.rate, self.rates, float(len(self.weights)),
-                *weights]  # fmt: skip
+                self.is_late, self.call, self.rate, self.rates, self.saves,
+                float(len(self.weights)), *weights]  # fmt: skip
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankNumbers":
         """Return the numbers that :meth:`as_row` has written."""
-        *usual, count = row[:-CALLS]
-        step, own_s, reached, rows, loss, finite, absent, is_late, call, rate, rates = usual
-        return cls(
-            step, own_s, reached, rows, loss, finite, absent, is_late, call, rate, rates,
-            tuple(row[-CALLS:][: int(count)]),
-        )  # fmt: skip
+        count = int(row[-CALLS - 1])
+        weights = tuple(row[len(row) - CALLS :][:count])
+        return cls(*row[: -CALLS - 1], weights=weights)  # type: ignore[misc, arg-type]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class OptimizerSum:
         self, optimizer: Optimizer, begin: Callable[[Bucket], torch.futures.Future[Tensor]]
     ) -> None:
         self._optimizer, self._begin = optimizer, begin
-        self._known = list(map(id, self.all_parameters()))
+        self._known = [id(each) for group in optimizer.param_groups for each in group["params"]]
         self._trained: list[Tensor] = []
         self._sum = EarlySum((), begin)
         self.summed: int | None = None
@@ -153,17 +152,23 @@ class OptimizerSum:
         Raises:
             MotleyError: the optimizer has got other parameters since ``lab.prepare``.
         """
-        if list(map(id, self.all_parameters())) != self._known:
-            raise MotleyError(
-                "the optimizer has other parameters than when lab.prepare() got it, and new ones "
-                "may differ between ranks: call lab.prepare(model, optimizer) again after the "
-                "change"
-            )
+        self._check_known()
         if self._sum.has_begun:
             self._sum.is_late |= self._are_others(self.parameters())
         else:
             self._update()
         return self._sum.wait(), self._sum.sums
+
+    def _check_known(self) -> None:
+        """Raise MotleyError if the optimizer has got other parameters."""
+        if [id(each) for group in self._optimizer.param_groups for each in group["params"]] != (
+            self._known
+        ):
+            raise MotleyError(
+                "the optimizer has other parameters than when lab.prepare() got it, and new ones "
+                "may differ between ranks: call lab.prepare(model, optimizer) again after the "
+                "change"
+            )
 
     @property
     def is_late(self) -> bool:

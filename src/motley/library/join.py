@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # In the environment: shares of the ranks, as in 5,0,3; folder of all runs; name of this run.
 SHARES, LOGS, RUN = "MOTLEY_SHARES", "MOTLEY_LOGS", "MOTLEY_RUN"
+STRATEGIES = ("ddp", "fsdp")
 _LABS: list["Lab"] = []  # the one of this process
 
 
@@ -20,6 +21,7 @@ def join(
     shares: Sequence[float] | None = None,
     micro_batch: int | None = None,
     bn_group: int | None = None,
+    strategy: str = "ddp",
     wire: str = "exact",
     precision: str = "auto",
     seed: int = 0,
@@ -51,6 +53,9 @@ def join(
         bn_group: rows over which each batch norm takes its statistics ("ghost batch norm"). A rank
             has whole groups, so that the result does not depend on the shares. None: a batch norm
             in training is refused.
+        strategy: ``ddp``: each rank has whole models. ``fsdp``: each rank has a part of every
+            parameter, of its gradient and of the optimizer's state, for models that are too large
+            otherwise. The parameters of a few blocks at a time are gathered for a pass.
         wire: form of the gradients between ranks, as ``--wire`` of ``motley train``.
         precision: type in which :meth:`Lab.autocast` computes: fp32, bf16, fp16, or auto for the
             fastest on each device.
@@ -84,6 +89,8 @@ def join(
         given = read_shares(",".join(map(str, shares)))
     if micro_batch is not None and micro_batch < 1:
         raise MotleyError(f"micro_batch={micro_batch}: give 1 row or more")
+    if strategy not in STRATEGIES:
+        raise MotleyError(f"strategy={strategy!r}: give {' or '.join(STRATEGIES)}")
     if bn_group is not None and not 1 <= bn_group <= (micro_batch or bn_group):
         raise MotleyError(
             f"bn_group={bn_group}: give 1 row or more, and at most micro_batch={micro_batch}"
@@ -93,6 +100,7 @@ def join(
     if not alone:
         with kept_random_state():  # the measurement of a device's precision draws numbers
             session = Session(precision)
-        loop = RankLoop(session, given, micro_batch, bn_group, wire, seed, (logs, run), state)
+        loop = RankLoop(session, given, micro_batch, bn_group, wire, seed, (logs, run), state,
+                        strategy)  # fmt: skip
     _LABS.append(Lab(loop, state, (logs, run), allow))
     return _LABS[0]

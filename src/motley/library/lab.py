@@ -37,6 +37,7 @@ from motley.library.loop_state import (
     read_loop,
 )
 from motley.library.made_batches import MadeBatches
+from motley.library.model_shards import combine_norms, discard
 from motley.library.piece_loader import check_loader
 from motley.library.rank_loop import RankLoop
 from motley.library.refusals import check_model, check_optimizers, check_same, check_statistics
@@ -87,8 +88,8 @@ class Lab:
         self._random: tuple[RandomState, list[Tensor]] | None = None  # to restore, alone
         self._checked = False  # True once the layers of all models were checked in this pass
         if loop is not None:
-            loop.pause, loop.after_step = self._pause, self._save_if_due
-            loop.rescue = self._rescue
+            loop.pause, loop.after_step = self._pause, self._save_if_asked
+            loop.rescue, loop.gate.wants_save = self._rescue, self._is_save_due
 
     _watches = False  # True once every optimizer's step is checked
     # Without other ranks: losses of the present step, and number of the batch after which it ended.
@@ -182,8 +183,12 @@ class Lab:
         return objects[0] if len(objects) == 1 else objects
 
     def _prepare_model(self, model: nn.Module) -> None:
+        shards = self._state.shards
+        if shards and model in shards:
+            return
         check_model(model)
-        model.to(self.device)
+        if shards is None:
+            model.to(self.device)
         self._state.add(model)
         if self._loop is None:
             return
@@ -192,8 +197,11 @@ class Lab:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         shapes = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
         check_same("model", shapes, self._loop.names)
-        broadcast([each.detach() for each in tensors.values()])
         self._loop.gate.statistics.add(model)
+        if shards:
+            shards.add(model)
+        else:
+            broadcast([each.detach() for each in tensors.values()])
 
     def _prepare_other(self, each: Any) -> None:
         gate = self._loop.gate if self._loop else None
@@ -204,12 +212,21 @@ class Lab:
             )
         is_new = not self._state.has(each)
         if isinstance(each, torch.optim.Optimizer):
+            if self._state.shards:
+                if each in self._state.shards:
+                    return
+                self._state.shards.replace_parameters(each)
             self._check_optimizer(each)
             if gate:
                 gate.add_optimizer(each)
             elif is_new:
                 each.register_step_post_hook(lambda *_: self._end_bare_step())
         elif isinstance(each, torch.amp.GradScaler):
+            if self._state.shards:
+                raise MotleyError(
+                    'a GradScaler sees this rank\'s part of the gradient with strategy="fsdp": '
+                    "leave it out, since lab.autocast() has a loss scale that all ranks share"
+                )
             if gate:
                 gate.add_scaler(each)
             elif is_new:
@@ -243,7 +260,10 @@ class Lab:
         if any(each is optimizer for each in self._state.optimizers):
             return
         known = {id(p) for model in self._state.models for p in model.parameters()}
-        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        own = [each for group in optimizer.param_groups for each in group["params"]]
+        if self._state.shards:
+            own = self._state.shards.find_whole(own)
+        if any(id(each) in known for each in own):
             raise MotleyError(
                 f"lab.prepare() was not given this {type(optimizer).__name__}, which would step "
                 "with the gradient of one rank alone: pass it too, as in "
@@ -260,6 +280,23 @@ class Lab:
                 "no model that lab.prepare() was given: pass all models, and make the optimizer "
                 "from the parameters of the same models, after any change that replaces them"
             )
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the state of a prepared model in whole tensors; all ranks call it.
+
+        With ``strategy="fsdp"`` each rank has a part of every parameter, and this method gathers
+        them::
+
+            state = lab.state_dict(model)
+            if lab.is_main:
+                torch.save(state, "model.pt")
+
+        Returns:
+            The tensors by name on rank 0, on the CPU; an empty dictionary on other ranks.
+        """
+        keep = snapshot if self.is_main else discard
+        tensors = {name: keep(each.detach()) for name, each in model.state_dict().items()}
+        return tensors if self.is_main else {}
 
     def register(self, *objects: Any) -> None:
         """Save the state of further objects with each checkpoint.
@@ -474,15 +511,23 @@ class Lab:
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._loop is None:
             return torch.nn.utils.clip_grad_norm_(chosen, max_norm, **options)
+        shards = self._state.shards
+        if shards:
+            chosen = shards.find_whole(chosen)
         if not self._loop.gate.add_up_for(chosen):
             return torch.zeros(())
-        gradients = [each.grad for each in chosen if each.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, **options)
+        if shards:
+            chosen = shards.find_own(chosen)
+        gradients = [each.grad for each in chosen if each.grad is not None and each.grad.numel()]
+        norm = torch.nn.utils.get_total_norm(gradients, **options).to(self.device)
+        rows = self._loop.repeat_collective(lambda: all_gather_floats([norm], can_leave=True))
         # Unlike devices round differently, and clip factors that differ in one bit would make the
         # ranks' parameters diverge.
-        rows = self._loop.repeat_collective(lambda: all_gather_floats([norm], can_leave=True))
-        self._loop.gate.norm = rows[0][0]
-        norm.fill_(rows[0][0])
+        total = rows[0][0]
+        if shards:
+            total = combine_norms([row[0] for row in rows], options.get("norm_type", 2.0))
+        self._loop.gate.norm = total
+        norm.fill_(total)
         torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
         return norm
 
@@ -512,14 +557,17 @@ class Lab:
 
         Rank 0 writes it to the folder ``checkpoints`` of the run while training continues. A
         checkpoint has hashes, and replaces the oldest of two. Before the last piece of a global
-        batch the call does nothing.
+        batch the call does nothing. With ``strategy="fsdp"`` all ranks call it.
 
         Args:
             best: True: write it to the folder ``best`` of the run too.
         """
         loop = self._loop
-        if (loop is None or loop.gate.is_open) and self.is_main:
-            self._save(best)
+        if loop is None or loop.gate.is_open:
+            if self.is_main:
+                self._save(best)
+            elif self._state.shards:
+                self._state.take(discard)
 
     def _save(self, best: bool = False, repeated: int = 0, keep: Keep = snapshot) -> None:
         """Write a checkpoint. One rank calls it.
@@ -567,9 +615,13 @@ class Lab:
         self._open_checkpoints().wait()
         return f"saved as of step {step}"
 
-    def _save_if_due(self) -> None:
-        """Save a checkpoint if the interval of MOTLEY_SAVE_EVERY has passed; see keep_training."""
-        if self._every_s is not None and time.monotonic() > self._saved + self._every_s:
+    def _is_save_due(self) -> bool:
+        """Return True if the interval of MOTLEY_SAVE_EVERY has passed; see keep_training."""
+        return self._every_s is not None and time.monotonic() > self._saved + self._every_s
+
+    def _save_if_asked(self) -> None:
+        """Save a checkpoint if rank 0 has asked for one with its numbers of the last step."""
+        if self._loop is not None and self._loop.gate.numbers[0].saves:
             self.save()
 
     def _pause(self) -> str:

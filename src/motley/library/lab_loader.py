@@ -74,6 +74,8 @@ class LabLoader:
         batches = self._draw(loop)
         loop.set_status(Phase.EVALUATE)
         loop.is_evaluating = True
+        if loop.shards:
+            loop.shards.reshard()  # parameters may have changed since another such pass
         yield from self._pieces.read_held_out(batches, self._position.step)
 
     def _draw(self, loop: RankLoop) -> Batches:

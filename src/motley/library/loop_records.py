@@ -59,15 +59,18 @@ class LoopRecords:
         group: process group of the ranks that train.
         logs: folder of all runs.
         name: name of the run's folder; None: the time.
+        strategy: ``ddp`` or ``fsdp``.
 
     Attributes:
         full_batch: number of rows of a usual global batch; 0 before the start.
         advice: words on how to continue after an error.
     """
 
-    def __init__(self, world: World, group: ProcessGroup, logs: str, name: str | None) -> None:
+    def __init__(
+        self, world: World, group: ProcessGroup, logs: str, name: str | None, strategy: str
+    ) -> None:
         self._world, self._group = world, group
-        self.config = make_config(logs, name)
+        self.config, self._strategy = make_config(logs, name), strategy
         self._run: Run | None = None
         self._open = ExitStack()
         self._recorder: Recorder | None = None
@@ -127,7 +130,10 @@ class LoopRecords:
         """
         config, group, self.full_batch = self.config, self._group, plan.global_batch
         self._content = {
-            "config": {**config.as_json(), "batch_size": plan.global_batch, "own_loop": True},
+            "config": {
+                **config.as_json(), "batch_size": plan.global_batch, "own_loop": True,
+                "strategy": self._strategy,
+            },
             "task": {"name": config.task, "unit": LoopTask.unit, "weight": 1.0,
                      "title": LoopTask().title()},
             "model": {"numbers": numbers, "trained": trained, "gradient_bytes": 4 * trained},

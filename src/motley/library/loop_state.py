@@ -1,6 +1,7 @@
 """The state of a user's own loop: objects with ``state_dict``, and their checkpoints."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from motley.checkpoint.read import find_first_intact, open_checkpoint
 from motley.checkpoint.store import Checkpoints
 from motley.engines.named_state import snapshot
 from motley.errors import MotleyError
+from motley.library.model_shards import ModelShards
 from motley.library.state_tree import put_together, take_apart
 
 Keep = Callable[[Tensor], Tensor]
@@ -20,9 +22,16 @@ _LOOP = "loop"  # entry of progress.json
 
 
 class LoopState:
-    """All objects of a loop whose state a checkpoint holds, in the order in which they came."""
+    """All objects of a loop whose state a checkpoint holds, in the order in which they came.
+
+    Attributes:
+        models: the models.
+        optimizers: the optimizers.
+        shards: the ranks' parts of the models; None: each rank has whole models.
+    """
 
     def __init__(self) -> None:
+        self.shards: ModelShards | None = None
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._others: list[Any] = []
@@ -53,14 +62,20 @@ class LoopState:
     def take(self, keep: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the state of all objects: JSON, and tensors by name.
 
+        If the models are in parts, all ranks call it.
+
         Args:
             keep: returns the value to store for a tensor, such as a copy on the CPU.
         """
         tensors: dict[str, Tensor] = {}
-        content = {
-            name: take_apart(owner.state_dict(), name, tensors) for name, owner in self._named()
-        }
-        return content, {name: keep(tensor) for name, tensor in tensors.items()}
+        with self._put_together():
+            content = {
+                name: take_apart(owner.state_dict(), name, tensors) for name, owner in self._named()
+            }
+            return content, {name: keep(tensor) for name, tensor in tensors.items()}
+
+    def _put_together(self) -> AbstractContextManager[None]:
+        return self.shards.put_together() if self.shards else nullcontext()
 
     def load(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the state that :meth:`take` has returned.
@@ -77,7 +92,9 @@ class LoopState:
             )
         for name, owner in own.items():
             try:
-                owner.load_state_dict(put_together(content[name], tensors))
+                state = put_together(content[name], tensors)
+                with self._put_together():
+                    owner.load_state_dict(self.shards.share(owner, state) if self.shards else state)
             except (RuntimeError, ValueError, KeyError) as error:
                 raise MotleyError(
                     f"the checkpoint does not fit the {type(owner).__name__} of this script: "

@@ -181,7 +181,7 @@ class PieceReader:
         """
 
         def request() -> Iterator[list[Key]]:
-            for indices in batches:
+            for indices in self._schedule.cut_held_out(batches, step):
                 plan = self._schedule.get_held_out_plan(step, len(indices))
                 for part in slices(indices, plan, self._rank()):
                     if part:

@@ -24,6 +24,7 @@ from motley.library.gradient_exchange import SumOutcome
 from motley.library.loop_records import LoopRecords
 from motley.library.loop_state import LoopState
 from motley.library.loop_statistics import LoopStatistics
+from motley.library.model_shards import ModelShards
 from motley.library.sample_order import Batches, SampleOrder, count_most_rows
 from motley.library.session import Session
 from motley.library.share_follower import RankTime, ShareFollower
@@ -35,6 +36,7 @@ from motley.plan.plan import Plan
 from motley.plan.precision import LossScale, PerRank
 from motley.plan.replan import list_devices
 from motley.plan.wire import Addition
+from motley.tasks.model import AUTOCAST
 
 T = TypeVar("T")
 _BLOCKED_S = 8.0  # in which a rank comes to its next collective
@@ -53,6 +55,7 @@ class RankLoop:
         seed: seed of the random numbers of rows and of drop-out.
         folder: folder of all runs, and name of this run's folder or None.
         state: objects of the loop.
+        strategy: ``ddp``, or ``fsdp`` to give each rank a part of every parameter.
 
     Attributes:
         session: connection to the other ranks.
@@ -62,6 +65,7 @@ class RankLoop:
         scale: the loss scale that all ranks share.
         records: the records of the run.
         state: objects of the loop.
+        shards: the ranks' parts of the models; None: each rank has whole models.
         changed: True if a rank was lost since the loader was last asked for rows.
         pause: saves a checkpoint, and returns a sentence on it, before the job pauses.
         after_step: called after each step.
@@ -84,6 +88,7 @@ class RankLoop:
         seed: int,
         folder: tuple[str, str | None],
         state: LoopState,
+        strategy: str,
     ) -> None:
         group = session.group
         self.session, self.seed, self.state = session, seed, state
@@ -92,11 +97,11 @@ class RankLoop:
         self.order = SampleOrder()
         # Only rank 0 may have the variables of keep_training.sh.
         folder = session.world.from_first(lambda: folder)
-        self.records = LoopRecords(session.world, group, *folder)
+        self.records = LoopRecords(session.world, group, *folder, strategy)
         session.before_end, session.finish = self.records.end, self.records.finish
         self.schedule = ShareSchedule(
             (1.0,) * self.size if shares is None else shares.for_ranks(self.size), micro_batch,
-            bn_group or 1,
+            bn_group or 1, equal_pieces=strategy == "fsdp",
         )  # fmt: skip
         self._micro_batch = micro_batch
         self._follows = shares is None and self.size > 1
@@ -106,16 +111,26 @@ class RankLoop:
         mode = parse_wire(wire)
         if mode is None or mode.addition is Addition.LOCAL_STEPS:
             raise MotleyError(f"wire={wire!r}: give exact, bf16, fp16 or powersgd:RANK")
+        if strategy == "fsdp" and mode.addition is not Addition.NUMBERS:
+            raise MotleyError(
+                f'wire={wire!r} sends no plain gradients, and strategy="fsdp" scatters them: give '
+                "exact, bf16 or fp16"
+            )
         self._mode = mode
+        is_sharded = strategy == "fsdp"
+        self.shards = (
+            ModelShards(self.device, self.size, AUTOCAST[mode.dtype]) if is_sharded else None
+        )
+        state.shards = self.shards
         self.scale = LossScale(1.0, dynamic=False)
         self.gate = StepGate(
             self.names, self.rank, self.device, self._make_reducer(), self.scale,
-            LoopStatistics(bn_group),
+            LoopStatistics(bn_group), self.shards,
         )  # fmt: skip
         self.gate.clock.at_once = not group.has_gpus
         self.gate.clock.on_phase = self.set_status
         self.gate.on_step, self.gate.collective = self._end_step, self.collective
-        self._can_continue = True  # False if a lost rank ends the job
+        self._can_continue = self.shards is None  # False if a lost rank ends the job
         self._continues = False  # True once this rank can continue without another
         self._count = 0  # collectives that this rank has finished
         self._outcome: Any = None  # of the last one
@@ -282,6 +297,14 @@ class RankLoop:
         """
         piece, most = self.piece, self.schedule.most_rows
         assert piece is not None
+        if self.shards:
+            if failure := self._try(lambda: run(rows)):
+                raise NoMemoryError(
+                    f"{self.names[self.rank]}: {failure}; the ranks communicate in each piece, so "
+                    "this one cannot compute it again by itself: give motley.join() a micro_batch "
+                    f"below {piece.rows}, or this rank a smaller share in MOTLEY_SHARES"
+                )
+            return
         size, failure, group = piece.rows, "", self.schedule.group
         if most is None or size <= most:
             if not (failure := self._try(lambda: run(rows))):
@@ -387,8 +410,17 @@ class RankLoop:
         Args:
             advice: words on how to continue, for the last message.
         """
+        self.require_whole_models()
         self._can_continue, self.records.advice = False, advice
         self.after_step = lambda: None  # the framework saves its own checkpoints
+
+    def require_whole_models(self) -> None:
+        """Raise MotleyError if the models are in parts, which no framework's loop expects."""
+        if self.shards:
+            raise MotleyError(
+                'motley.join(strategy="fsdp") is for a loop of your own, and here a framework has '
+                "the loop: leave it out, or train the model with `motley train --strategy fsdp`"
+            )
 
     def _offer_rebuild(self) -> None:
         """Declare that this rank can continue without a lost one from now on."""

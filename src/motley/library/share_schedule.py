@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from motley.comm.modes.numbers import EXACT
-from motley.plan.plan import Plan
+from motley.errors import MotleyError
+from motley.library.sample_order import Batches
+from motley.plan.plan import Plan, apportion
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,21 @@ class ShareSchedule:
         shares: one number per rank, in proportion to its rows.
         micro_batch: most rows in a piece; None: all rows of a rank are one piece.
         group: number of consecutive rows that stay together in a piece.
+        equal_pieces: True if all ranks have the same number of pieces, of which some are empty.
 
     Attributes:
         group: number of consecutive rows that stay together in a piece.
     """
 
     def __init__(
-        self, shares: Sequence[float], micro_batch: int | None = None, group: int = 1
+        self,
+        shares: Sequence[float],
+        micro_batch: int | None = None,
+        group: int = 1,
+        equal_pieces: bool = False,
     ) -> None:
         self._changes: list[tuple[int, tuple[float, ...]]] = [(0, tuple(shares))]
-        self._micro_batch, self.group = micro_batch, group
+        self._micro_batch, self.group, self._equal_pieces = micro_batch, group, equal_pieces
 
     @property
     def most_rows(self) -> int | None:
@@ -97,8 +105,46 @@ class ShareSchedule:
         """Return the plan of a global batch with this number of rows."""
         shares = next(shares for first, shares in reversed(self._changes) if first <= step)
         most = self._micro_batch or max(1, rows)
-        return Plan(rows, shares, (most,) * len(shares), EXACT, grain=self.group)
+        return Plan(
+            rows, shares, (most,) * len(shares), EXACT, equal_micro_steps=self._equal_pieces,
+            grain=self.group,
+        )  # fmt: skip
 
     def get_held_out_plan(self, step: int, rows: int) -> Plan:
-        """Return the plan of a batch of held-out data, whose rows are in no groups."""
-        return replace(self.get_plan(step, rows), grain=1)
+        """Return the plan of a batch of held-out data, whose rows are in no groups.
+
+        If all ranks have the same number of pieces, each has one piece, with a row at least.
+        """
+        plan = replace(self.get_plan(step, rows), grain=1)
+        if not self._equal_pieces:
+            return plan
+        ranks = len(plan.shares)
+        counts = (1 + count for count in apportion(rows - ranks, plan.shares))
+        return replace(plan, shares=tuple(counts), max_micro_batch=(rows,) * ranks)
+
+    def cut_held_out(self, batches: Batches, step: int) -> Batches:
+        """Return the batches of held-out data, in sizes of which all ranks can have one piece.
+
+        Args:
+            batches: indices of each batch of the user's loader.
+            step: the current step, whose shares are used.
+
+        Raises:
+            MotleyError: there are fewer rows than ranks.
+        """
+        if not self._equal_pieces or not batches:
+            return batches
+        order = [index for batch in batches for index in batch]
+        ranks, size = len(self.shares), max(map(len, batches))
+        if len(order) < ranks:
+            raise MotleyError(
+                f"the held-out data has {len(order)} rows for {ranks} ranks, and with "
+                'strategy="fsdp" every rank computes one at least: give it more rows, or start '
+                "fewer ranks"
+            )
+        if most := self._micro_batch:
+            while size > ranks and max(self.get_held_out_plan(step, size).counts) > most:
+                size = max(ranks, size * 3 // 4)
+        count = min(-(-len(order) // size), len(order) // ranks)
+        ends = [len(order) * number // count for number in range(count + 1)]
+        return [order[start:end] for start, end in pairwise(ends)]

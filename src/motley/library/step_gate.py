@@ -24,11 +24,13 @@ from torch.optim import Optimizer
 from motley.comm.collectives import all_gather_floats, leavable
 from motley.comm.reducer import Bucket, Reducer
 from motley.engines.gradient_sum import drop_absent, wire_device
+from motley.engines.named_state import own_rows
 from motley.engines.step import unscale_and_clip
 from motley.engines.step_timer import HOST, Clock, Laps
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.library.gradient_exchange import CALLS, OptimizerSum, RankNumbers, SumOutcome
 from motley.library.loop_statistics import LoopStatistics
+from motley.library.model_shards import ModelShards
 from motley.library.share_schedule import Piece
 from motley.plan.precision import LossScale
 
@@ -120,11 +122,13 @@ class StepGate:
         reducer: reducer of the wire mode.
         scale: the loss scale that all ranks share.
         statistics: statistics of the models' batch norms.
+        shards: the ranks' parts of the models; None: each rank has whole models.
 
     Attributes:
         piece: the piece that the user's code computes now; None outside of the loop.
         clock: this rank's time by activity.
         reached: returns the last step that this rank's loader has requested.
+        wants_save: returns True if this rank asks for a checkpoint after the step.
         on_step: called after each step, before the loader is asked for more rows.
         collective: runs a collective, and returns its result; raises GroupChangedError if a rank
             was lost meanwhile.
@@ -143,13 +147,15 @@ class StepGate:
         reducer: Reducer,
         scale: LossScale,
         statistics: LoopStatistics,
+        shards: ModelShards | None = None,
     ) -> None:
-        self.statistics = statistics
+        self.statistics, self._shards = statistics, shards
         self._names, self._rank, self._device = list(names), rank, device
         self._reducer, self.scale = reducer, scale
         self.piece: Piece | None = None
         self.clock = Clock(device)
         self.reached: Callable[[], int] = lambda: -1
+        self.wants_save: Callable[[], bool] = lambda: False
         self.on_step: Callable[[FinishedStep], None] = lambda step: None
         self.collective: Callable[[Callable[[], SumOutcome]], SumOutcome] = lambda work: work()
         self.numbers: Sequence[RankNumbers] = ()
@@ -158,6 +164,8 @@ class StepGate:
         self._updates: dict[Optimizer, OptimizerSum] = {}
         self._aside: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
         self._versions: list[tuple[Tensor, int]] = []  # gradients after the last backward pass
+        self._parts: list[Tensor] = []  # this rank's parts of gradients, then
+        self._norm = 0.0  # of these parts, then
         self._totals: tuple[float, ...] = ()  # weights of the last step, over all ranks
         self._summing: OptimizerSum | None = None  # the one whose sum was asked for last
         self._usual_order: list[OptimizerSum] = []  # of the sums in the last step
@@ -181,6 +189,8 @@ class StepGate:
         """Start a piece, whose rows are read."""
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self.statistics.begin(piece)
+        if self._shards:
+            self._shards.begin_piece(is_empty=not piece.rows)
         self._rows += piece.rows
         self.stepped = self.repeats = self._can_step = False
         self.clock.lap("data")
@@ -228,6 +238,8 @@ class StepGate:
             self.scale.value, self._rate, self.clock.cut(),
         )  # fmt: skip
         self._usual_order, self._order = self._order, []
+        if self._shards:
+            self._shards.end_step()
         self._start_step()
         self.clock.lap(HOST)  # the user's code after the step is work before the next one
         self.on_step(step)
@@ -270,7 +282,8 @@ class StepGate:
             update.forget()
 
     def _drop_gradients(self) -> None:
-        self._aside, self._versions = [], []
+        self._aside = []
+        self._drop_marks()
         self.statistics.drop()
         for update in self._updates.values():
             for parameter in update.parameters():
@@ -300,21 +313,22 @@ class StepGate:
                 "piece's rows, such as its number of tokens"
             )
         sending = self._open_sum(piece)
+        factor = 1.0 if reduction == "sum" else part / call.usual
         if piece.rows:
-            factor = 1.0 if reduction == "sum" else part / call.usual
             if call.weight is not None:
                 call.weight += part
             self._loss = self._loss + loss.detach() * factor
-            factor *= self.scale.value
+        if piece.rows or self._shards:  # with shards, the others need this rank's backward pass
+            factor *= self.scale.value * (self._shards.loss_factor if self._shards else 1.0)
             with self.statistics.paused():
                 (loss if factor == 1.0 else loss * factor).backward(**options)  # type: ignore[no-untyped-call]
+        if self._shards:
+            self._shards.end_backward()
         if sending:
             sending.flush()
         self.clock.lap("compute")
         if piece.last:
-            self._versions = [
-                (p.grad, p.grad._version) for p in self._trained() if p.grad is not None
-            ]
+            self._mark_gradients()
         else:
             self._set_aside()
 
@@ -375,6 +389,25 @@ class StepGate:
         self._call += 1
         return call
 
+    def _mark_gradients(self) -> None:
+        """Note the gradients after a backward pass, to find a later change of them."""
+        gradients = [each.grad for each in self._trained() if each.grad is not None]
+        self._versions = [(each, each._version) for each in gradients]
+        if self._shards:  # an operation on a list of DTensors changes no version
+            with torch.no_grad():
+                self._parts = [each for each in map(own_rows, gradients) if each.numel()]
+            self._norm = float(torch.nn.utils.get_total_norm(self._parts))
+
+    def _are_changed(self) -> bool:
+        """Return True if a gradient has changed since the last backward pass."""
+        norm = float(torch.nn.utils.get_total_norm(self._parts))
+        if norm != self._norm and not math.isnan(norm):
+            return True
+        return any(gradient._version != version for gradient, version in self._versions)
+
+    def _drop_marks(self) -> None:
+        self._versions, self._parts, self._norm = [], [], 0.0
+
     def _set_aside(self) -> None:
         for parameter in self._trained():
             if parameter.grad is not None:
@@ -390,7 +423,11 @@ class StepGate:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let an optimizer step once per global batch, with the gradient of all ranks."""
         known = optimizer in self._updates
-        self._updates[optimizer] = OptimizerSum(optimizer, self._begin_sum)
+        self._updates[optimizer] = (
+            self._shards.make_sum(optimizer)
+            if self._shards
+            else OptimizerSum(optimizer, self._begin_sum)
+        )
         if known:
             return
         usual = optimizer.step
@@ -463,7 +500,7 @@ class StepGate:
             )
         if update.summed == piece.step:
             return update.may_step
-        if any(gradient._version != version for gradient, version in self._versions):
+        if self._are_changed():
             raise MotleyError(
                 "the gradient was changed between lab.backward() and optimizer.step(), before the "
                 "ranks had added theirs up: use lab.clip_grad_norm_() to clip it, and pass a "
@@ -481,7 +518,7 @@ class StepGate:
                 return False
             # Another rank has finished the sum. This one has received the sum, or the parameters.
             outcome, is_here = change.outcome, self._can_step
-        self._versions = []
+        self._drop_marks()
         self.numbers, self.loss, self._totals = outcome.numbers, outcome.loss, outcome.totals
         self._overflow |= outcome.overflow
         self.scale.update(outcome.overflow)
@@ -531,9 +568,10 @@ class StepGate:
             if self.scale.dynamic:
                 finite = torch.nn.utils.get_total_norm(sums).isfinite()
             own = RankNumbers(
-                piece.step, self.clock.measure_own_s(), self.reached(), self._rows, self._loss,
+                piece.step, self._measure_own_s(), self.reached(), self._rows, self._loss,
                 finite, len(absent), float(update.is_late), self._call, rates[0],
                 float(zlib.crc32(struct.pack(f"{len(rates)}d", *rates))),
+                float(self.wants_save()),
                 tuple(call.weight for call in self._calls if call.weight is not None),
             )  # fmt: skip
             numbers = [
@@ -561,6 +599,11 @@ class StepGate:
         self._reducer.after_step(not overflow, 1.0)
         loss = math.fsum(float(each.loss) for each in numbers)
         return SumOutcome(tuple(numbers), loss / (correction or 1.0), overflow, totals)
+
+    def _measure_own_s(self) -> float:
+        if self._shards is None:
+            return self.clock.measure_own_s()
+        return self.clock.measure_own_s(self._shards.measure_compute_s(self.clock.at_once))
 
     def join_group(self, names: Sequence[str], rank: int, reducer: Reducer) -> None:
         """Continue in another group of ranks.

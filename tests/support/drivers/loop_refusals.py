@@ -1,6 +1,8 @@
 """Loops with a mistake in them, each of which the library names.
 
 python tests/support/drivers/loop_refusals.py CASE
+
+A case that begins with "fsdp: " has models in parts.
 """
 
 import os
@@ -8,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import timm
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,27 +33,53 @@ class Stream(IterableDataset[int]):
         yield from range(8)
 
 
+class Skipping(nn.Sequential):
+    """Blocks of which each pass leaves one out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)  # type: ignore[no-any-return]
+
+
 def main(case: str) -> None:
+    strategy, case = ("fsdp", case[6:]) if case.startswith("fsdp: ") else ("ddp", case)
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     if case == "a group of its own":
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2
         )
-    lab = motley.join(allow=["drop_out"] if case == "allow" else ())
+    lab = motley.join(
+        allow=["drop_out"] if case == "allow" else (),
+        wire="powersgd:2" if case == "powersgd" else "exact",
+        strategy="fdsp" if case == "strategy" else strategy,
+    )
     if case == "twice":
         motley.join()
     data: Any = TensorDataset(torch.randn(16 + (rank if case == "data" else 0), 4))
     model: nn.Module = nn.Sequential(nn.Linear(4, 4 + (rank if case == "model" else 0)))
     if case == "batch norm":
         model.append(nn.BatchNorm1d(4))
+    match case:
+        case "skipping":
+            model = Skipping(nn.Linear(4, 4), nn.Linear(4, 4))
+        case "scalar":
+            model.register_parameter("scale", nn.Parameter(torch.ones(())))
+        case "shared":
+            model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+            model[1].weight = model[0][1].weight
+        case "average":
+            model = torch.optim.swa_utils.AveragedModel(model)
     if case == "DDP":
         model = DistributedDataParallel(model)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if case == "no model":
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    if case == "whole tensors":
+        optimizer = timm.optim.create_optimizer_v2(model, opt="lamb")
     if case == "LBFGS":
         optimizer = torch.optim.LBFGS(model.parameters())
     lab.prepare(model, *([optimizer] if case not in ("no optimizer", "another optimizer") else []))
+    if case == "scaler":
+        lab.prepare(torch.amp.GradScaler("cpu"))
     if case == "another optimizer":
         lab.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     loader: Any = DataLoader(data, batch_size=4)

@@ -43,6 +43,7 @@ class Loop:
     weight: str = ""
     micro: int | None = None
     bn_group: int | None = None
+    strategy: str = "ddp"
     clip: str = ""
     clip_norm: float = 0.05
     accumulate: int = 1
@@ -333,7 +334,11 @@ def main(case: Loop, out: Path) -> None:
         Bare()
         if case.bare
         else motley.join(
-            micro_batch=case.micro, bn_group=case.bn_group, logs=case.logs, run=case.run
+            micro_batch=case.micro,
+            bn_group=case.bn_group,
+            strategy=case.strategy,
+            logs=case.logs,
+            run=case.run,
         )
     )
     data = Texts(case.rows, case.augment)
@@ -410,7 +415,8 @@ def main(case: Loop, out: Path) -> None:
             total, count = lab.reduce((total, count))
             scores.append(total / count)
             model.train()
-    states = {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+    whole = model.state_dict() if case.bare else lab.state_dict(model)
+    states = {name: value.double().flatten().tolist() for name, value in whole.items()}
     if average:
         states |= {
             f"average.{name}": value.double().flatten().tolist()

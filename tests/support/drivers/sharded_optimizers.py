@@ -21,12 +21,9 @@ if __name__ == "__main__":
         """Try each, but those that the whole tensor's test tries slowly, or cannot."""
         group = join_process_group(world, read_precisions("fp32"))
         engine = object.__new__(FsdpEngine)
-        engine._mesh = init_device_mesh("cpu", (group.size,))
+        mesh = init_device_mesh("cpu", (group.size,))
         sharding = Sharding(
-            "--strategy fsdp",
-            group.size,
-            lambda net: fully_shard(net, mesh=engine._mesh),
-            engine._share,
+            "--strategy fsdp", group.size, lambda net: fully_shard(net, mesh=mesh), engine._share
         )
         for name in [*timm.optim.list_optimizers(), "lookahead_radamlegacy"]:
             if name.startswith(("bnb", "fused", "kron", "adahessian")):

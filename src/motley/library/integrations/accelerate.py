@@ -116,6 +116,7 @@ def connect_accelerator(lab: Lab, accelerator: Any) -> Any:
     loop = lab._loop
     if loop is None:
         return accelerator
+    loop.require_whole_models()
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise MotleyError(
