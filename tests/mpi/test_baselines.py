@@ -52,6 +52,7 @@ def test_no_cell_can_hurt_the_next_and_each_failure_is_explained(
     assert ended == {"reference": "done", **expected, "good": "done"}, done.stdout
     good = rows["good"]
     assert good.samples_per_s and good.fraction_of_limit and good.epoch_s and good.memory_mib
+    assert good.score_name == "top1" and good.score is not None
     assert good.loss_difference is not None and abs(good.loss_difference) < 1e-5
     if "hang" in rows:
         assert "rank 1 is computing" in rows["hang"].error

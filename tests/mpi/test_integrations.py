@@ -2,12 +2,15 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import Jobs
+from project import LIMIT_S, ROOT, environment
 from results_apart import difference
 from warm.ranks import WarmRanks
 from warm.script import MODULES
@@ -133,6 +136,18 @@ def test_an_example_runs_on_two_ranks(jobs: Jobs, name: str) -> None:
         need("lightning")
     done = jobs.fork(2, f"examples/{name}.py", MOTLEY_LOGS=str(jobs.logs))
     assert done.code == 0, done.output
+
+
+def test_a_search_by_optuna_runs_a_trial_on_all_ranks(jobs: Jobs) -> None:
+    need("optuna")
+    hosts = jobs.logs.parent / "hosts.txt"
+    hosts.write_text("localhost slots=2\n")
+    own = {"MOTLEY_LOGS": str(jobs.logs), "HOSTFILE": str(hosts), "TRIALS": "1"}
+    done = subprocess.run(
+        [sys.executable, "examples/optuna_search.py"], cwd=ROOT, text=True, check=False,
+        env=environment(**own), capture_output=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0 and "best: lr" in done.stdout, done.stdout + done.stderr
 
 
 def test_what_is_not_exact_is_refused_with_a_line_to_paste(jobs: Jobs) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from motley.config.option import (
+    NONE,
     SLOWEST,
     Decides,
     Duration,
@@ -349,6 +350,7 @@ class RecordOptions:
     )  # fmt: skip
 
 
+_NAME_A_RUN = ("run", "resume")
 GROUPS = (
     ModelOptions, DataOptions, BatchOptions, OptimizationOptions, EvaluationOptions, RecordOptions,
 )  # fmt: skip
@@ -389,6 +391,21 @@ class Config(
             source = self if group in GROUPS else self.group(group)
             for attribute, declared in get_options(group).items():
                 yield declared.name, declared, getattr(source, attribute)
+
+    def as_toml(self) -> str:
+        """Return the options that the user typed, in the form that ``--config`` reads.
+
+        Options that name this run are left out.
+        """
+        import tomli_w
+
+        typed = {
+            name: declared.to_text(value) for name, declared, value in self.options()
+            if name in self.typed_names and name not in _NAME_A_RUN
+        }  # fmt: skip
+        return tomli_w.dumps({
+            name: NONE if text is None else text for name, text in typed.items()
+        })  # fmt: skip
 
     def as_json(self, decides: Decides | None = None) -> dict[str, Any]:
         """Return the options by name, in the form that records and checkpoints store.

@@ -267,7 +267,7 @@ def run_one(
     command = [
         *launcher.line(hosts, folder.path / f"hosts.{cell.hosts}.txt"), *rank_words(script),
         "--eval-samples", str(_EVAL_IMAGES), *matrix.options, *words,
-        "--max-steps", str(matrix.steps), "--seed", "0",
+        "--max-steps", str(matrix.steps), "--seed", str(matrix.get_seed(repeat)),
         "--logs", str(folder.cells.absolute()), "--run", attempt.path.name,
     ]  # fmt: skip
     start = time.monotonic()

@@ -257,6 +257,18 @@ class RunFolder:
             self._reserve.give_back()
             self._reserve = None
 
+    def write_config(self, options: str) -> None:
+        """Write ``config.toml``, which starts the run again.
+
+        Args:
+            options: the options that the user typed, as TOML.
+        """
+        path = self.path / "config.toml"
+        path.write_text(
+            f"# The options of this run, as typed. They start it again: --config {path}\n{options}",
+            encoding="utf-8",
+        )
+
     def read_run(self) -> JsonDict:
         """Return the content of run.json; an empty dict if there is none.
 

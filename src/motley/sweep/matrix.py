@@ -3,6 +3,7 @@
 A matrix file has the form
 
     repeats = 3                 # of all cells, interleaved
+    seed = "each"               # repeat k has the seed k; default: 0 for all
     steps = 30                  # of each run
     limit_s = 600               # after which a run is ended, as a hang
     options = ["--model", "vit_base_patch16_224", "--dataset", "synthetic"]  # of every cell
@@ -17,6 +18,10 @@ A matrix file has the form
     fraction = 1.0              # of the training set; with weak = true per host
     options = ["", "--compile"]
 
+    [matrix.sweep]              # values of any other option; every combination is a cell
+    lr = {from = 1e-4, to = 1e-2, count = 3, log = true}
+    weight-decay = [0.01, 0.05]
+
     [[cell]]                    # a single cell, with a name of its own
     name = "killed"
     script = "tests/support/drivers/failing.py"
@@ -30,6 +35,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +92,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Matrix:
-    """All cells, and the settings of their runs, which have one fixed seed.
+    """All cells, and the settings of their runs.
 
     Attributes:
         cells: the cells to compare.
@@ -96,6 +102,7 @@ class Matrix:
         steps: steps of each run.
         limit_s: time limit of a run in seconds.
         options: options of all cells.
+        varies_seed: True if each repeat has a seed of its own.
     """
 
     cells: tuple[Cell, ...]
@@ -105,6 +112,11 @@ class Matrix:
     steps: int = 30
     limit_s: float = 600.0
     options: tuple[str, ...] = ()
+    varies_seed: bool = False
+
+    def get_seed(self, repeat: int) -> int:
+        """Return the seed of a repeat, which counts from 0."""
+        return repeat if self.varies_seed else 0
 
     @property
     def all_cells(self) -> tuple[Cell, ...]:
@@ -117,7 +129,7 @@ class Matrix:
         The number of repeats and the time limits are not among them.
         """
         return {
-            "steps": self.steps, "options": list(self.options),
+            "steps": self.steps, "options": list(self.options), "varies_seed": self.varies_seed,
             "hosts": [[host.name, host.slots] for host in self.hosts],
             "cells": [
                 {**asdict(cell), "options": list(cell.options), "limit_s": None}
@@ -157,7 +169,8 @@ _AXES: Mapping[str, Any] = {  # with the defaults
     "strategy": "ddp", "precision": "auto", "checkpointing": False, "batch": 128, "hosts": None,
     "fraction": 1.0, "options": "",
 }  # fmt: skip
-_OF_ALL = ("repeats", "steps", "limit_s", "options", "script", "matrix", "cell")
+_OF_ALL = ("repeats", "seed", "steps", "limit_s", "options", "script", "matrix", "cell")
+_RANGE = ("from", "to", "count", "log")  # keys of a range; log may be left out
 _NAME = r"[A-Za-z0-9][\w.+-]*"
 _LEAST = {"repeats": 1, "steps": 6, "limit_s": 1}
 
@@ -222,7 +235,20 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes:
         )
         for batch, fraction in kinds
     )  # fmt: skip
-    return Matrix(tuple(cells), references, tuple(hosts), options=shared, **given)
+    return Matrix(
+        tuple(cells), references, tuple(hosts), options=shared,
+        varies_seed=_read_seed(path, content.get("seed", 0)), **given,
+    )  # fmt: skip
+
+
+def _read_seed(path: Path, seed: Any) -> bool:
+    """Return True if each repeat has a seed of its own."""
+    if seed not in (0, "each"):
+        raise MotleyError(
+            f'{path}: seed is {seed!r}; write seed = "each", with which repeat k has the seed k, '
+            "or leave it out for the seed 0"
+        )
+    return bool(seed == "each")
 
 
 def _check_numbers(path: Path, given: Mapping[str, Any]) -> None:
@@ -250,24 +276,80 @@ def _product(
     hosts: Sequence[Host],
     known: KnownNames,
 ) -> list[Cell]:
-    _check_keys(path, axes, (*_AXES, "weak"), "matrix.")
+    _check_keys(path, axes, (*_AXES, "weak", "sweep"), "matrix.")
     weak = axes.get("weak", False)
     values = {axis: _values(axes.get(axis, usual)) for axis, usual in _AXES.items()}
     values["hosts"] = [
         count for value in values["hosts"]
         for count in (range(1, len(hosts) + 1) if value == "each" else [value or len(hosts)])
     ]  # fmt: skip
+    sweep = axes.get("sweep", {})
+    if not isinstance(sweep, dict):
+        raise MotleyError(f"{path}: matrix.sweep is {sweep!r}; write options below [matrix.sweep]")
+    swept = {flag: _swept(path, flag, each, known) for flag, each in sweep.items()}
     cells = []
-    for choice in itertools.product(*values.values()):
+    for choice, settings in itertools.product(
+        itertools.product(*values.values()), itertools.product(*swept.values())
+    ):
         named = dict(zip(values, choice, strict=True))
+        chosen = dict(zip(swept, settings, strict=True))
         varied = {axis: value for axis, value in named.items() if len(values[axis]) > 1}
         if weak:
             named["batch"] *= named["hosts"]
             named["fraction"] *= named["hosts"] / len(hosts)
-        cells.append(
-            _cell(path, _name(varied) or str(named["strategy"]), {**named, **script}, known)
-        )
+        words = [word for flag, value in chosen.items() for word in (_flag(flag), value)]
+        named["options"] = [*_words(path, named["options"]), *words]
+        several = {flag: value for flag, value in chosen.items() if len(swept[flag]) > 1}
+        name = "_".join(filter(None, (_name(varied), *starmap(_swept_name, several.items()))))
+        cells.append(_cell(path, name or str(named["strategy"]), {**named, **script}, known))
     return cells
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def _swept_name(option: str, value: str) -> str:
+    return f"{_plain(option)}{_plain(value)}"
+
+
+def _swept(path: Path, option: str, given: Any, known: KnownNames) -> list[str]:
+    """Return all values of an option of ``[matrix.sweep]``, as texts.
+
+    Args:
+        path: path of the file.
+        option: name of the option.
+        given: a value, a list, or a range with its ends, and ``log`` for equal ratios.
+        known: options that a sweep may not set.
+
+    Raises:
+        MotleyError: the matrix sets the option elsewhere, or the range is none.
+    """
+    if (flag := _flag(option)) in known.owned:
+        instead = known.owned[flag]
+        fix = "leave it out" if instead == "nothing" else f"use {instead} of the matrix instead"
+        raise MotleyError(f"{path}: matrix.sweep sets {option}; {fix}")
+    if not isinstance(given, dict):
+        return [str(value) for value in _values(given)]
+    _check_keys(path, given, _RANGE, f"matrix.sweep.{option}.")
+    first, last, count = (given.get(key) for key in _RANGE[:3])
+    is_log = given.get("log", False)
+    numbers = [each for each in (first, last) if isinstance(each, int | float)]
+    if (
+        len(numbers) < 2
+        or not isinstance(count, int)
+        or count < 2
+        or (is_log and min(numbers) <= 0)
+    ):
+        raise MotleyError(
+            f"{path}: matrix.sweep.{option} is no range; write {{from = 1e-4, to = 1e-2, "
+            "count = 3, log = true}}, with positive ends for equal ratios, or a list of values"
+        )
+    low, high = numbers
+    parts = [place / (count - 1) for place in range(count)]
+    if is_log:
+        return [f"{low * (high / low) ** part:.6g}" for part in parts]
+    return [f"{low + (high - low) * part:.6g}" for part in parts]
 
 
 def _values(value: Any) -> list[Any]:

@@ -54,6 +54,9 @@ class Row:
         leak_mib: growth of memory per step; None: no growth.
         joules: energy of the GPUs per sample.
         loss: loss of the last step.
+        score: first score of the last evaluation, as its records name it, median of the repeats.
+        score_name: name of that score.
+        score_spread: difference of its highest and lowest value, for two repeats or more.
         loss_difference: relative difference of the loss from the fp32 reference's.
         data_s: seconds of a step that wait for data, mean over ranks.
         compute_s: seconds of a step that compute, mean over ranks.
@@ -90,6 +93,9 @@ class Row:
     leak_mib: float | None = None
     joules: float | None = None
     loss: float | None = None
+    score: float | None = None
+    score_name: str = ""
+    score_spread: float | None = None
     loss_difference: float | None = None
     data_s: float | None = None
     compute_s: float | None = None
@@ -119,6 +125,14 @@ class Row:
 
     def _words(self, samples_per_s: float | None) -> str:
         return f"{format_rate(self.weight * samples_per_s)} {self.unit}/s" if samples_per_s else ""
+
+    @property
+    def score_text(self) -> str:
+        """The score with its name and spread, as ``top1 0.912, spread 0.01``; empty if unknown."""
+        if self.score is None:
+            return ""
+        spread = "" if self.score_spread is None else f", spread {self.score_spread:.2g}"
+        return f"{self.score_name} {self.score:.4g}{spread}"
 
     @property
     def is_compiled(self) -> bool:
@@ -190,9 +204,23 @@ def _row(
         limit_samples_per_s=limit, efficiency=middle / limit if limit else None,
         epoch_s=samples / middle if samples else None,
         memory_mib=_memory(about, every[0]), leak_mib=leak(taken[0]),
-        joules=joules(done[0], every[0]), loss=loss,
+        joules=joules(done[0], every[0]), loss=loss, **_get_score(done),
         loss_difference=_difference(about, loss, reference),
     )  # fmt: skip
+
+
+_NO_SCORES = ("step", "epoch", "samples", "seconds", "time")  # fields of an evaluation
+
+
+def _get_score(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """Return the fields of the score of some runs; none if a run has no evaluation."""
+    last = [evaluations[-1] for run in runs if (evaluations := run.read_epochs())]
+    names = [name for name in last[0] if name not in _NO_SCORES] if last else []
+    if len(last) < len(runs) or not names:
+        return {}
+    values = [float(each[names[0]]) for each in last]
+    spread = max(values) - min(values) if len(values) > 1 else None
+    return {"score": statistics.median(values), "score_name": names[0], "score_spread": spread}
 
 
 # Options that have to be equal, besides the task, for losses equal to those of the fp32 run.
@@ -279,7 +307,8 @@ _SHOWN = (
     ("median rate", "rate"), ("mean rate", "mean_rate"), ("spread", "spread"),
     ("of limit", "fraction_of_limit"),
     ("efficiency", "efficiency"), ("epoch s", "epoch_s"), ("memory MiB", "memory_mib"),
-    ("J/sample", "joules"), ("loss vs fp32", "loss_difference"), ("outcome", "outcome"),
+    ("J/sample", "joules"), ("last evaluation", "score_text"),
+    ("loss vs fp32", "loss_difference"), ("outcome", "outcome"),
 )  # fmt: skip
 _FORMS = {
     "spread": "{:.1%}", "fraction_of_limit": "{:.3f}",

@@ -169,6 +169,8 @@ def train_with(
     last_step, step = map(max, zip(*world.allgather(own), strict=True))
     world.clock.lap("engine")
     run.start(make_records(world, config, group, plan, planned, traits, job, last_step), step)
+    if world.rank == 0:
+        run.folder.write_config(config.as_toml())
     shared = run.is_shared()
     if continuation is None:
         print_summary(world, run, group, planned, plan, config)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import motley
 from motley.library.loop_position import LoopPosition
+from motley.library.loop_state import LoopState
 from motley.library.sample_order import SampleOrder
 
 WORDS = 23
@@ -363,8 +364,7 @@ def main(framework: str, cases: list[dict[str, Any]], out: Path) -> None:
         torch.manual_seed(0)
         if lab is not None:  # each case is a script of its own
             lab._position, lab._loop.order = LoopPosition(), SampleOrder()
-            for objects in vars(lab._state).values():
-                objects.clear()
+            vars(lab._state).update(vars(LoopState()))
         case = Case(framework, **content)
         SLOW[0] = lab is not None and lab.rank == case.slow
         if lab is not None and case.kill:

@@ -1,6 +1,7 @@
 """A matrix of ways to train: its cells, its failures, its table."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,6 +63,40 @@ def test_a_matrix_is_multiplied_out_and_each_kind_of_sample_has_one_reference(
     assert "--grad-checkpointing mlp" in " ".join(words)
     assert matrix.cells[-1].options == ("--lr", "1") and matrix.cells[-1].hosts == 3
     assert matrix.options == ("--model", "vit_digits", "--img-size", "8")
+
+
+def test_options_are_swept_over_lists_and_ranges(tmp_path: Path) -> None:
+    text = """
+        seed = "each"
+        [matrix]
+        strategy = ["ddp", "fsdp"]
+        [matrix.sweep]
+        lr = {from = 1e-4, to = 1e-2, count = 3, log = true}
+        weight_decay = {from = 0.0, to = 0.1, count = 2}
+        opt = "sgd"
+    """
+    matrix = read_matrix(matrix_file(tmp_path, text), HOSTS, KNOWN)
+    assert len(matrix.cells) == 12 and matrix.get_seed(2) == 2
+    assert matrix.cells[0].name == "ddp_lr0.0001_weight-decay0"
+    assert matrix.cells[-1].name == "fsdp_lr0.01_weight-decay0.1"
+    words = " ".join(matrix.cells[3].words)
+    assert words.endswith("--lr 0.001 --weight-decay 0.1 --opt sgd")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('lr = {from = 0, to = 1, count = 3, log = true}', "lr is no range; write {from = 1e-4"),
+        ('lr = {from = 1, to = 2, step = 3}', "the key matrix.sweep.lr.step is unknown"),
+        ("batch_size = [1, 2]", "matrix.sweep sets batch_size; use batch of the matrix instead"),
+    ],
+)  # fmt: skip
+def test_a_sweep_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = matrix_file(tmp_path, f"[matrix]\n[matrix.sweep]\n{text}\n")
+    with pytest.raises(MotleyError, match=re.escape(says)):
+        read_matrix(path, HOSTS, KNOWN)
+    with pytest.raises(MotleyError, match='write seed = "each"'):
+        read_matrix(matrix_file(tmp_path, "seed = 3\n[matrix]\n"), HOSTS, KNOWN)
 
 
 def test_the_presets_can_be_read_and_weak_scaling_grows_with_the_hosts() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from motley.config.options import Config
 from motley.engines.strategies import TORCH, ZERO, known_strategies
+from motley.records.run_folder import RunFolder
 from motley.train.command_line import read_config, training_parser
 
 
@@ -71,6 +72,10 @@ def test_a_runs_own_file_makes_the_same_options_again(
     plain = dataclasses.replace(first, run=again.run, logs=again.logs)
     assert again.as_json() == plain.as_json()
     assert not again.typed_names & {"run", "logs"}
+    RunFolder(tmp_path).write_config(first.as_toml())
+    again = read("--config", str(tmp_path / "config.toml"), package=package)
+    assert again == dataclasses.replace(first, run=None)
+    assert again.typed_names == first.typed_names - {"run"}
 
 
 @pytest.mark.parametrize(
