@@ -18,7 +18,7 @@ import numpy as np
 
 from motley.errors import MotleyError
 from motley.plotting import command, style
-from motley.plotting.plot_runs import Curve, draw_curves, losses
+from motley.plotting.plot_runs import SAMPLES, TIME, Curve, draw_curves, losses
 from motley.plotting.style import PARTS, Part
 from motley.records.costs import read_training
 from motley.records.gpu_csv import GpuSample, read_gpu_log
@@ -250,8 +250,8 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
     if series:
         draw_scaling(parts[1].subplots(), series)
     curves, axes = losses_of_cells(folder), parts[-1].subplots(1, 2, sharey=True)
-    draw_curves(axes[0], curves, over_time=False)
-    draw_curves(axes[1], curves, over_time=True)
+    for ax, against in zip(axes, (SAMPLES, TIME), strict=True):
+        draw_curves(ax, curves, against)
     axes[1].set_ylabel("")
     if curves:
         axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))

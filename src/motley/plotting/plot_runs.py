@@ -1,9 +1,10 @@
-"""Draw several runs together: loss and held-out metric against samples and against time.
+"""Draw several runs together: loss and held-out metric against samples, time and energy.
 
     python plots/plot_runs.py logs/                       # logs/runs.png; a row for each task
     python plots/plot_runs.py logs/a logs/b --out pictures
 
-Exit code: 0, or 2 if there is nothing to draw.
+The energy is that of the GPUs that trained, if the records know their power. Exit code: 0, or 2 if
+there is nothing to draw.
 """
 
 import os
@@ -17,7 +18,7 @@ import numpy as np
 
 from motley.plotting import command, style
 from motley.plotting.run_steps import read_or_say
-from motley.records.costs import Training, column
+from motley.records.costs import Training, column, joules
 from motley.records.run_folder import RunFolder, find_runs
 
 if TYPE_CHECKING:
@@ -25,25 +26,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LOSS = "loss"
+SAMPLES, TIME, ENERGY = "samples", "time", "energy"  # what curves are drawn against
 _DASHES = ("-", "--", ":", "-.")
+_WATT_HOUR = 3600.0  # joules
 _FEW = 40  # most evaluations that are marked one by one
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values against samples and seconds of training.
+    """Values against samples, seconds and energy of training.
 
     Attributes:
         label: label of the values' axis.
         samples: number of samples before each value.
         seconds: seconds of training before each value.
         values: the values.
+        joules: energy per sample, of all GPUs; None: unknown.
     """
 
     label: str
     samples: style.Array
     seconds: style.Array
     values: style.Array
+    joules: float | None = None
 
     @property
     def is_marked(self) -> bool:
@@ -71,15 +76,18 @@ def losses(training: Training) -> Losses:
     loss = training.values("loss")
     known = np.isfinite(loss)
     samples, seconds = np.cumsum(training.values("n_global")), training.running_s()
+    energy = joules(RunFolder(training.path), training.steps)
     task = str((training.run.get("task") or {}).get("title", ""))
     return Losses(
         task,
-        Curve(_LOSS, samples[known], seconds[known], loss[known]),
-        _held_out(training, samples, seconds),
+        Curve(_LOSS, samples[known], seconds[known], loss[known], energy),
+        _held_out(training, samples, seconds, energy),
     )
 
 
-def _held_out(training: Training, samples: style.Array, seconds: style.Array) -> Curve | None:
+def _held_out(
+    training: Training, samples: style.Array, seconds: style.Array, energy: float | None
+) -> Curve | None:
     if not training.epochs:
         return None
     name = training.headline or "loss"
@@ -90,7 +98,7 @@ def _held_out(training: Training, samples: style.Array, seconds: style.Array) ->
     if not known.any():
         return None
     at = at[known]
-    return Curve(f"held-out {label}", samples[at], seconds[at], values[known])
+    return Curve(f"held-out {label}", samples[at], seconds[at], values[known], energy)
 
 
 def looks(count: int) -> Iterator[dict[str, Any]]:
@@ -103,19 +111,37 @@ def looks(count: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def draw_curves(ax: "Axes", curves: Mapping[str, Curve | None], over_time: bool) -> None:
-    """Draw one curve per run, by name; a run without a curve still uses up a colour."""
+def list_axes(curves: Mapping[str, Curve | None]) -> list[str]:
+    """Return the quantities against which curves are drawn: the energy if a run knows it."""
+    knows_energy = any(curve is not None and curve.joules is not None for curve in curves.values())
+    return [SAMPLES, TIME, *([ENERGY] if knows_energy else [])]
+
+
+def draw_curves(ax: "Axes", curves: Mapping[str, Curve | None], against: str) -> None:
+    """Draw one curve per run, by name; a run without a curve still uses up a colour.
+
+    Args:
+        ax: axes to draw in.
+        curves: the curves.
+        against: one of :func:`list_axes`.
+    """
     known = [curve for curve in curves.values() if curve is not None]
     longest = max((curve.seconds[-1] for curve in known), default=0.0)
     unit, per_unit = style.time_unit(longest)
     for (name, curve), look in zip(curves.items(), looks(len(curves)), strict=True):
-        if curve is None:
+        if curve is None or (against == ENERGY and curve.joules is None):
             continue
-        x = curve.seconds / per_unit if over_time else curve.samples
+        x = {
+            SAMPLES: curve.samples, TIME: curve.seconds / per_unit,
+            ENERGY: curve.samples * (curve.joules or 0.0) / _WATT_HOUR,
+        }[against]  # fmt: skip
         values = style.smooth(curve.values, len(curve.values) // 40 | 1)
         ax.plot(x, values, label=name, marker="." if curve.is_marked else None, **look)
-    where = f"time in training, pauses left out ({unit})" if over_time else "samples"
-    style.label_axes(ax, where, known[0].label if known else "")
+    where = {
+        SAMPLES: "samples", TIME: f"time in training, pauses left out ({unit})",
+        ENERGY: "energy of the GPUs that trained (Wh)",
+    }  # fmt: skip
+    style.label_axes(ax, where[against], known[0].label if known else "")
 
 
 def by_task(runs: Mapping[str, Losses]) -> dict[str, dict[str, Losses]]:
@@ -142,13 +168,15 @@ def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
     blocks = figure.subfigures(len(tasks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for block, (task, each) in zip(blocks, tasks.items(), strict=True):
         block.suptitle(f"{task or 'runs'}: {len(each)} run{'s' if len(each) > 1 else ''}")
-        axes = block.subplots(len(kinds[task]), 2, sharey="row", squeeze=False)
+        columns = list_axes(kinds[task][0])
+        axes = block.subplots(len(kinds[task]), len(columns), sharey="row", squeeze=False)
         for row, curves in zip(axes, kinds[task], strict=True):
-            draw_curves(row[0], curves, over_time=False)
-            draw_curves(row[1], curves, over_time=True)
-            row[1].set_ylabel("")
+            for ax, against in zip(row, columns, strict=True):
+                draw_curves(ax, curves, against)
+            for ax in row[1:]:
+                ax.set_ylabel("")
         if each:
-            axes[0, 1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+            axes[0, -1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
@@ -157,12 +185,11 @@ def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
     for task, each in by_task(runs).items():
         for curves in list_curves(each):
             label = next(curve.label for curve in curves.values() if curve is not None)
-            for over_time in (False, True):
+            for against in list_axes(curves):
                 names = 0.17 * max(0, len(each) - 4)  # inches
                 figure, ax = style.panel(3.2 + names)
-                draw_curves(ax, curves, over_time)
+                draw_curves(ax, curves, against)
                 style.legend_above(ax)
-                against = "time" if over_time else "samples"
                 yield f"{label} of each run against {against}: {task or 'runs'}", figure
 
 

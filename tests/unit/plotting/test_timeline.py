@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -79,6 +80,13 @@ def test_each_task_has_a_row_and_a_run_that_was_stopped_no_gap(tmp_path: Path) -
     seconds = {name: run.loss.seconds[-1] for name, run in found.items()}
     assert {"digits: 2 runs", "text: 1 run"} <= texts
     assert seconds["one"] <= seconds["two"] == pytest.approx(0.16 * 59)
+    one = found["one"]
+    found["one"] = replace(one, loss=replace(one.loss, joules=7.2))
+    figure = draw_runs(found)
+    assert "energy of the GPUs that trained (Wh)" in {t.get_text() for t in figure.findobj(Text)}
+    columns = [ax for ax in figure.axes if "energy" in ax.get_xlabel()]
+    (line,) = columns[0].lines
+    assert line.get_xdata()[-1] == pytest.approx(one.loss.samples[-1] * 7.2 / 3600)
 
 
 def test_a_verdict_is_told_on_a_terminal_and_to_a_program(tmp_path: Path) -> None:
