@@ -1,0 +1,100 @@
+"""Data sets of Hugging Face's datasets library: local folders, or names on its hub."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from motley.data.datasets import TRAIN
+from motley.errors import MotleyError
+from motley.registry import import_extra
+
+_ONE_SPLIT = "state.json"  # in a folder that Dataset.save_to_disk() has written
+_SPLITS = "dataset_dict.json"  # in one of DatasetDict.save_to_disk()
+
+
+def is_folder(name: str) -> bool:
+    """Return True if the name of a data set is a folder here."""
+    return bool(name) and Path(name).is_dir()
+
+
+def get_place(name: str) -> str:
+    """Return the absolute path of a folder, or the name as it is.
+
+    The datasets library could take a relative path for the name of a format.
+    """
+    return str(Path(name).resolve()) if is_folder(name) else name
+
+
+def is_saved(folder: Path) -> bool:
+    """Return True if ``save_to_disk`` wrote the folder."""
+    return any((folder / name).is_file() for name in (_ONE_SPLIT, _SPLITS))
+
+
+def import_datasets(option: str) -> Any:
+    """Return the datasets package, with its progress bars and warnings off.
+
+    Every rank would print them.
+
+    Args:
+        option: option that needs the package, for errors.
+    """
+    datasets = import_extra("datasets", option)
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    return datasets
+
+
+@contextmanager
+def offline(option: str) -> Iterator[None]:
+    """Suppress requests to the hub within the context.
+
+    One rank per host has made the requests for all its ranks.
+    """
+    config = import_datasets(option).config
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+
+
+def load_splits(
+    name: str,
+    option: str,
+    advice: str,
+    cache_dir: Path | None,
+    config: str | None = None,
+    one_split: bool = False,
+) -> Mapping[str, Any]:
+    """Return all splits by name. Missing files are downloaded, and converted for access by index.
+
+    Args:
+        name: a folder, or OWNER/NAME of a data set of the hub.
+        option: option that names it, for errors.
+        advice: names and folders that the option takes, for errors.
+        cache_dir: folder for downloads; None: that of the library.
+        config: name of one of the data set's configurations.
+        one_split: accept a folder that ``Dataset.save_to_disk`` has written, as the training split.
+
+    Raises:
+        MotleyError: the data set cannot be loaded.
+    """
+    datasets = import_datasets(option)
+    if not is_folder(name) and name.count("/") != 1:
+        raise MotleyError(
+            f"{option} is no folder here; give one, or the OWNER/NAME of a data set of the hub"
+        )
+    try:
+        if one_split and is_folder(name) and (Path(name) / _ONE_SPLIT).is_file():
+            return {TRAIN: datasets.load_from_disk(get_place(name))}
+        result: Mapping[str, Any] = datasets.load_dataset(
+            get_place(name), config, cache_dir=None if cache_dir is None else str(cache_dir)
+        )
+    except Exception as error:  # errors of the many formats have no common type
+        cause = error.__cause__ or error
+        raise MotleyError(
+            f"{option} cannot be loaded ({type(cause).__name__}: {' '.join(str(cause).split())}); "
+            f"{advice}"
+        ) from None
+    return result
