@@ -1,5 +1,7 @@
 """Any task is exact: samples of unequal weight and cost, on any ranks, through any engine."""
 
+import json
+
 import pytest
 from jobs import Jobs, Trained
 from project import DDP, ROOT, ZERO
@@ -47,6 +49,40 @@ def test_paragraphs_of_any_length_are_learnt_as_by_one_rank(
     weights = [[step["weight"] for step in each.steps()] for each in (run, alone)]
     assert weights[0] == weights[1] and len(set(weights[0])) > 10, "tokens differ from step to step"
     ends = [each.run["result"]["bits_per_byte"] for each in (run, alone)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def conversations(
+    module_jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[object, ...], Trained]:
+    """Words that train on packed conversations, and one rank's run."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    path.write_text("".join(
+        json.dumps({"messages": [
+            {"role": "user", "content": f"{n} and {n * n % 97}"},
+            {"role": "assistant", "content": f"{n + n * n % 97}{'.' * (n % 9)}"},
+        ]}) + "\n" for n in range(400)
+    ))  # fmt: skip
+    words = ("--task", "text", "--text", path, "--chat", "--pack", "--depth", 2, "--width", 32,
+             "--batch-size", 16, "--length", 160, "--max-steps", 8, *STEPS[2:])  # fmt: skip
+    return words, module_jobs.train(1, DDP, "chats alone", *words)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ["DDP", "micro-batches, recomputed", "FSDP", "DeepSpeed 2",
+                                  "DeepSpeed 3", "five ranks"])  # fmt: skip
+def test_packed_conversations_are_learnt_as_by_one_rank(
+    module_jobs: Jobs, conversations: tuple[tuple[object, ...], Trained], name: str
+) -> None:
+    words, one = conversations
+    five = (5, DDP, "--shares", "3,0,1,2,1")
+    ranks, script, *options = RUNS.get(name, five)
+    run = module_jobs.train(ranks, script, f"chats {name}", *words, *options)
+    assert run.losses == pytest.approx(one.losses, rel=2e-6) and len(run.losses) == 8
+    weights = [[step["weight"] for step in each.steps()] for each in (run, one)]
+    assert weights[0] == weights[1] and len(set(weights[0])) > 4, "answers differ in length"
+    ends = [each.run["result"]["bits_per_byte"] for each in (run, one)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 

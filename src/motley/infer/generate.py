@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from motley.tasks.builtin.text import TextTask
-    from motley.tasks.corpus import Corpus
+    from motley.tasks.corpus import Codec
 
 _WINDOW = 1024  # tokens that a model of transformers sees, if its config.json names no limit
 
@@ -74,12 +74,12 @@ class Writer:
 
     Attributes:
         net: the network, in evaluation mode.
-        corpus: its tokens.
+        codec: its tokens.
         window: number of tokens that it sees.
     """
 
     net: Any
-    corpus: "Corpus"
+    codec: "Codec"
     window: int
 
     def encode(self, prompt: str) -> list[int]:
@@ -88,13 +88,13 @@ class Writer:
         Raises:
             MotleyError: the prompt is empty, or has characters that the model does not know.
         """
-        unknown = sorted(set(prompt) - set(self.corpus.alphabet or prompt))
+        unknown = sorted(set(prompt) - set(self.codec.alphabet or prompt))
         if unknown:
             raise MotleyError(
                 f"--prompt has characters that the training text lacks ({', '.join(unknown[:8])}): "
                 "leave them out, or train on --tokens bytes"
             )
-        tokens: list[int] = self.corpus.encode(prompt).tolist()
+        tokens: list[int] = self.codec.encode(prompt).tolist()
         if not tokens:
             raise MotleyError(
                 '--prompt is empty: give it a character at least, as in --prompt "\\n"'
@@ -102,11 +102,11 @@ class Writer:
         return tokens
 
     def write(self, prompt: str, length: int, sampling: Sampling, seed: int) -> Iterator[str]:
-        """Yield the text after a prompt, in parts.
+        """Yield the text after a prompt, in parts, up to the end of a document.
 
         Args:
             prompt: the prompt.
-            length: number of tokens to write.
+            length: largest number of tokens to write.
             sampling: the way in which tokens are drawn.
             seed: seed of the random numbers.
         """
@@ -121,9 +121,11 @@ class Writer:
         for left in range(length - 1, -1, -1):
             seen = torch.tensor([tokens[-self.window :]], device=device)
             with torch.inference_mode():
-                logits = get_logits(self.net(seen))[0, -1, : self.corpus.vocabulary]
+                logits = get_logits(self.net(seen))[0, -1, : self.codec.size]
             tokens.append(sampling.draw(logits, generator))
-            text = self.corpus.decode(tokens[start:])
+            if tokens[-1] == self.codec.end:
+                return
+            text = self.codec.decode(tokens[start:])
             # The bytes of a character may be several tokens.
             if left and text.endswith("\N{REPLACEMENT CHARACTER}"):
                 continue
