@@ -202,6 +202,11 @@ def test_a_model_writes_text_in_the_tokens_of_its_run(jobs: Jobs, tmp_path: Path
     assert once == write(run.folder, "--prompt", "Früh", "--length", 30)
     assert once != write(run.folder, "--prompt", "Früh", "--length", 30, "--seed", 1)
     assert once.startswith("Früh") and len(once) == 34
+    longer = run_script(
+        "torch_dist/generate.py", run.folder, "--prompt", "Früh " * 9, "--length", 3
+    )
+    assert longer.returncode == 0 and longer.stdout.startswith("Früh " * 9)
+    assert "the prompt has 45 tokens, and the model sees the last 16" in longer.stderr
     assert len(write(run.folder, "--samples", 2, "--length", 5).split("\n---\n")) == 2
     for wrong, says in (
         ((run.folder, "--prompt", "☃"), "that the training text lacks (☃)"),

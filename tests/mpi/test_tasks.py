@@ -1,6 +1,7 @@
 """Any task is exact: samples of unequal weight and cost, on any ranks, through any engine."""
 
 import json
+import re
 
 import pytest
 from jobs import Jobs, Trained
@@ -84,6 +85,31 @@ def test_packed_conversations_are_learnt_as_by_one_rank(
     assert weights[0] == weights[1] and len(set(weights[0])) > 4, "answers differ in length"
     ends = [each.run["result"]["bits_per_byte"] for each in (run, one)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
+def test_a_model_writes_while_it_learns_and_learns_the_same(module_jobs: Jobs) -> None:
+    words = ("--task", "text", "--tokens", "characters", "--depth", 1, "--width", 16,
+             "--batch-size", 8, "--length", 12, "--shares", "5,0,3", "--max-steps", 5,
+             *STEPS[2:])  # fmt: skip
+    silent = module_jobs.train(3, DDP, "silent", *words, "--dropout", 0.1)
+    writes = ("--sample-every", 2, "--sample-prompt", "The ", "--sample-length", 30)
+    run = module_jobs.train(3, DDP, "writes", *words, "--dropout", 0.1, *writes)
+    assert run.losses == silent.losses and len(run.losses) == 5
+    events = [event for event in run.events if event["event"] == "sample"]
+    assert [event["step"] for event in events] == [2, 4]
+    texts = re.split(r"--- step \d ---\n", (run.folder / "samples.txt").read_text())[1:]
+    assert [len(text) for text in texts] == [4 + 30 + 1] * 2 and texts[0] != texts[1]
+    for event, text in zip(events, texts, strict=True):
+        assert text.startswith("The ") and event["text"].endswith(text.removesuffix("\n"))
+    timed = module_jobs.train(3, DDP, "timed", *words, "--sample-every", "1h")
+    assert len(timed.losses) == 5 and not (timed.folder / "samples.txt").exists()
+    for options, says in (
+        ((*writes, "--strategy", "fsdp"), "--sample-every needs the whole model on rank 0"),
+        (("--sample-every", 2, "--sample-prompt", "☃"), "--sample-prompt has characters that the"),
+    ):
+        done = module_jobs.fork(2, DDP, *words, *options, "--shares",
+                                "1,1", "--logs", module_jobs.logs, "--run", "none")  # fmt: skip
+        assert done.code != 0 and says in done.output
 
 
 @pytest.mark.turns

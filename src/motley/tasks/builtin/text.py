@@ -12,12 +12,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from motley.config.option import Decides, above_zero, fraction, names, option, positive
+from motley.config.option import (
+    Decides,
+    Duration,
+    above_zero,
+    fraction,
+    names,
+    option,
+    positive,
+    steps_or_time,
+)
 from motley.errors import MotleyError
+from motley.records.run_folder import RunFolder
 from motley.tasks.corpus import KINDS, TOKENIZER, Codec, Encoded, Pieces, TokenizerCodec, Windows
 from motley.tasks.task import Net, Task
 from motley.tasks.text_sources import MANUAL, SHAKESPEARE, Sources
 from motley.tasks.token_cache import TextSpec, TokenizedText, open_text
+from motley.tasks.writer import Sampling, Writer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +42,7 @@ MODEL, NUMBERS, SPEED, NOTHING = (
 _OWN_SHAPE = ("vocabulary", "depth", "width", "heads")  # options of the built-in GPT alone
 ADAPTER = "adapter"  # folder of LoRA's matrices in an exported model
 _IGNORED = -100  # target of padding, and of tokens that are not learnt
+_WINDOW = 1024  # tokens that a model of transformers sees, if its config.json names no limit
 _PADDING = -1  # number of the document that padding is
 
 
@@ -181,6 +193,7 @@ class TextTask(HfOptions):
     """
 
     unit = "tokens"
+    acts_option = "--sample-every"
     needs_workers = False  # the text is in memory
     # The values of GPT-3 (Brown et al., 2020) and nanoGPT; the rate falls to a tenth.
     usual: ClassVar[Mapping[str, str]] = {
@@ -226,6 +239,17 @@ class TextTask(HfOptions):
         "a tokenizer of the transformers library: its folder, or its name on the Hugging Face hub "
         "(needs: pip install transformers)", NUMBERS, metavar="DIR|NAME",
     )  # fmt: skip
+    sample_every: int | Duration | None = option(
+        "steps, or time, as 10m, between texts that the model writes in training, to samples.txt "
+        "of the run and to the log",
+        NOTHING, read=steps_or_time, metavar="K|TIME",
+    )  # fmt: skip
+    sample_prompt: str = option(
+        "begin of these texts, default a new line", NOTHING, "\n", metavar="TEXT"
+    )
+    sample_length: int = option(
+        "most tokens of such a text, default 200", NOTHING, 200, read=positive, metavar="N"
+    )
     token_cache: str | None = option(
         "folder for the tokens of a text of 1 MiB or more, which one rank of each host encodes; "
         "default: that of this machine's measured speeds",
@@ -329,6 +353,34 @@ class TextTask(HfOptions):
         if self.tokenizer is not None:
             self._tokenizer_folder(downloads=True)
         open_text(self._spec(downloads=True), self._cache)
+        if self.sample_every is not None:  # an unknown character ends the run here
+            self._writer(None).encode(self.sample_prompt)
+
+    @property
+    def acts_every(self) -> int | Duration | None:  # type: ignore[override]
+        """See Task."""
+        return self.sample_every
+
+    def during_training(self, net: "nn.Module", folder: Path, step: int) -> str:
+        """See Task: write a text with the model. Each step draws other random numbers."""
+        writer = self._writer(net)
+        parts = writer.write(self.sample_prompt, self.sample_length, Sampling(), seed=step)
+        text = self.sample_prompt.lstrip("\n") + "".join(parts)
+        with RunFolder(folder).samples_file.open("a", encoding="utf-8") as file:
+            file.write(f"--- step {step} ---\n{text}\n")
+        # A model of bytes can write commands for the terminal.
+        plain = "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+        return f"written after step {step}: {plain}"
+
+    def _writer(self, net: "nn.Module | None") -> Writer:
+        return Writer(net, self.codec, self.window, "--sample-prompt")
+
+    @property
+    def window(self) -> int:
+        """Most tokens that the model sees."""
+        if self.named is None:
+            return self.length
+        return self.named.longest or _WINDOW
 
     @property
     def _cache(self) -> Path | None:
