@@ -9,8 +9,7 @@ from motley.data.datasets import TRAIN
 from motley.errors import MotleyError
 from motley.registry import import_extra
 
-_ONE_SPLIT = "state.json"  # in a folder that Dataset.save_to_disk() has written
-_SPLITS = "dataset_dict.json"  # in one of DatasetDict.save_to_disk()
+_SAVED = ("dataset_dict.json", "state.json")  # one of them is in a folder of save_to_disk()
 
 
 def is_folder(name: str) -> bool:
@@ -28,7 +27,7 @@ def get_place(name: str) -> str:
 
 def is_saved(folder: Path) -> bool:
     """Return True if ``save_to_disk`` wrote the folder."""
-    return any((folder / name).is_file() for name in (_ONE_SPLIT, _SPLITS))
+    return any((folder / name).is_file() for name in _SAVED)
 
 
 def import_datasets(option: str) -> Any:
@@ -65,7 +64,7 @@ def load_splits(
     advice: str,
     cache_dir: Path | None,
     config: str | None = None,
-    one_split: bool = False,
+    in_place: bool = False,
 ) -> Mapping[str, Any]:
     """Return all splits by name. Missing files are downloaded, and converted for access by index.
 
@@ -75,7 +74,8 @@ def load_splits(
         advice: names and folders that the option takes, for errors.
         cache_dir: folder for downloads; None: that of the library.
         config: name of one of the data set's configurations.
-        one_split: accept a folder that ``Dataset.save_to_disk`` has written, as the training split.
+        in_place: read a folder that ``save_to_disk`` has written where it is. A folder of one
+            split is the training split.
 
     Raises:
         MotleyError: the data set cannot be loaded.
@@ -86,8 +86,9 @@ def load_splits(
             f"{option} is no folder here; give one, or the OWNER/NAME of a data set of the hub"
         )
     try:
-        if one_split and is_folder(name) and (Path(name) / _ONE_SPLIT).is_file():
-            return {TRAIN: datasets.load_from_disk(get_place(name))}
+        if in_place and is_folder(name) and is_saved(Path(name)):
+            loaded = datasets.load_from_disk(get_place(name))
+            return loaded if isinstance(loaded, Mapping) else {TRAIN: loaded}
         result: Mapping[str, Any] = datasets.load_dataset(
             get_place(name), config, cache_dir=None if cache_dir is None else str(cache_dir)
         )

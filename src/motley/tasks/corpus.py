@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 KINDS = ("bytes", "characters")
 TOKENIZER = "tokenizer"  # that of a model's folder, or of --tokenizer
 _END = "\0"  # end of a document, where tokens are bytes or characters
+_WIDER = (0x80, 0x800, 0x10000)  # first characters of 2, 3 and 4 bytes in UTF-8
 _ANSWERS = "assistant"  # role of the messages that are learnt
 
 
@@ -256,7 +257,8 @@ class TokenizerCodec(Codec):
         import numpy as np
 
         tokens = self._checked([*made.ids, *behind])
-        width = np.array([len(character.encode()) for character in text], dtype=np.int64)
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        width = 1 + sum((codes >= least).astype(np.int64) for least in _WIDER)
         place = np.concatenate(([0], np.cumsum(width)))
         starts = np.array([start for start, _ in made.offsets], dtype=np.int64)
         if len(starts):

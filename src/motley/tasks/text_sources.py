@@ -237,7 +237,7 @@ class Sources:
                     name, option,
                     f"after {HUB} give a folder that save_to_disk() has written, a folder of "
                     "parquet files, or OWNER/NAME of a data set on the Hugging Face hub",
-                    None, config or None, one_split=True,
+                    None, config or None, in_place=True,
                 )  # fmt: skip
         return self._loaded[place]
 

@@ -10,10 +10,12 @@ import fcntl
 import hashlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,9 +119,9 @@ def open_text(spec: TextSpec, folder: Path | None = None) -> TokenizedText:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (result := _read(path, spec)) is not None:
                 return result  # another process has written it
-            print(f"encoding {size / 2**20:,.0f} MiB of text, once for this host: {path}",
-                  flush=True)  # fmt: skip
-            result = _Builder(spec, lambda text: print(text, flush=True)).build()
+            report = partial(print, file=sys.stderr, flush=True)
+            report(f"encoding {size / 2**20:,.0f} MiB of text, once for this host: {path}")
+            result = _Builder(spec, report).build()
             _write(path, result)
     except OSError as error:
         raise MotleyError(

@@ -172,10 +172,10 @@ def test_a_text_is_encoded_once_for_a_host(
     for rank in ranks:
         rank.join()
     assert [rank.exitcode for rank in ranks] == [0, 0, 0]
-    assert capfd.readouterr().out.count("encoding 0 MiB of text, once for this host") == 1
+    assert capfd.readouterr().err.count("encoding 0 MiB of text, once for this host") == 1
     (file,) = cache.glob("tokens-*.safetensors")
     first = open_text(spec, cache)
-    assert not capfd.readouterr().out
+    assert not capfd.readouterr().err
     assert str(file) in Path("/proc/self/maps").read_text(), "it is mapped, and not copied"
     monkeypatch.setattr(token_cache, "_SMALL", 1 << 40)
     fresh = open_text(spec, cache)
@@ -190,7 +190,7 @@ def test_a_text_is_encoded_once_for_a_host(
         file.unlink()
         file.write_bytes(damaged)
         assert (open_text(spec, cache).train.tokens == fresh.train.tokens).all()
-        assert "encoding" in capfd.readouterr().out
+        assert "encoding" in capfd.readouterr().err
     # Another content or option is another file.
     write_rows(tmp_path / "a.jsonl", ROWS * 41)
     open_text(spec, cache)
