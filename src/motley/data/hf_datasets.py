@@ -7,7 +7,7 @@ from typing import Any
 
 from motley.data.datasets import TRAIN
 from motley.errors import MotleyError
-from motley.registry import import_extra
+from motley.registry import ASKED_OFFLINE, import_extra
 
 _SAVED = ("dataset_dict.json", "state.json")  # one of them is in a folder of save_to_disk()
 
@@ -45,17 +45,26 @@ def import_datasets(option: str) -> Any:
 
 
 @contextmanager
-def offline(option: str) -> Iterator[None]:
-    """Suppress requests to the hub within the context.
+def hub_access(option: str, allowed: bool) -> Iterator[None]:
+    """Allow or suppress requests to the hub within the context.
 
-    One rank per host has made the requests for all its ranks.
+    One rank per host makes the requests for all its ranks. Other packages may have suppressed them
+    before; see motley.registry.import_offline.
+
+    Args:
+        option: option that needs the hub, for errors.
+        allowed: True: allow requests, unless the user has set HF_HUB_OFFLINE.
     """
-    config = import_datasets(option).config
-    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    hub = import_extra("huggingface_hub.constants", option, "huggingface_hub")
+    configs: list[Any] = [import_datasets(option).config, hub]
+    before = [each.HF_HUB_OFFLINE for each in configs]
+    for each in configs:
+        each.HF_HUB_OFFLINE = not allowed or ASKED_OFFLINE
     try:
         yield
     finally:
-        config.HF_HUB_OFFLINE = before
+        for each, value in zip(configs, before, strict=True):
+            each.HF_HUB_OFFLINE = value
 
 
 def load_splits(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
-from motley.registry import import_extra, import_offline
+from motley.registry import ASKED_OFFLINE, import_extra, import_offline
 from motley.tasks.gpt import find_places
 
 
@@ -168,7 +168,7 @@ def find_tokenizer(name: str, downloads: bool) -> Path:
     except Exception as error:  # no common type: a wrong name, no such files
         cause = error
     try:
-        if downloads:
+        if downloads and not ASKED_OFFLINE:
             constants.HF_HUB_OFFLINE = False
             return Path(hub.snapshot_download(name, **known))
     except Exception as error:  # also of the network

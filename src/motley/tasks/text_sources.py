@@ -7,7 +7,6 @@ A document is a text, or a conversation: a list of messages with a role and a co
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,7 +68,10 @@ class Sources:
                 result.append(name)
                 continue
             known = (*_PLAIN, *_LINES, _PARQUET)
-            inside = [each for each in path.rglob("*") if each.suffix in known and each.is_file()]
+            inside = [
+                each for each in path.rglob("*") if each.suffix in known and each.is_file()
+                and not any(part.startswith(".") for part in each.relative_to(path).parts)
+            ]  # fmt: skip
             if not inside:
                 raise MotleyError(
                     f"{self.option} {name}: the folder has no file that ends with "
@@ -227,12 +229,12 @@ class Sources:
 
     def _splits(self, place: str) -> Mapping[str, Any]:
         """Return the splits of a data set of the datasets library."""
-        from motley.data.hf_datasets import is_folder, load_splits, offline
+        from motley.data.hf_datasets import hub_access, is_folder, load_splits
 
         if place not in self._loaded:
             option, text = f"{self.option} {place}", place.removeprefix(HUB)
             name, _, config = (text, "", "") if is_folder(text) else text.partition(":")
-            with nullcontext() if self.downloads else offline(option):
+            with hub_access(option, self.downloads):
                 self._loaded[place] = load_splits(
                     name, option,
                     f"after {HUB} give a folder that save_to_disk() has written, a folder of "

@@ -42,6 +42,8 @@ def test_files_folders_and_data_sets_are_read_in_one_order(tmp_path: Path) -> No
     (folder / "b" / "a.md").write_text("é of b")
     (folder / "c.txt").write_text("c")
     (folder / "notes.py").write_text("no text")
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "a.txt").write_text("a copy of an editor")
     write_rows(folder / "a.jsonl", ["one", "two"])
     write_rows(folder / "z.parquet", ["three"])
     assert texts(str(folder)) == ["one", "two", "é of b", "c", "three"]
@@ -147,6 +149,8 @@ def test_documents_are_held_out_by_their_content(tmp_path: Path) -> None:
     other = write_rows(tmp_path / "b.parquet", [*reversed(ROWS), *ROWS[:20]])
     again = TextTask(text=(other,), val_fraction=0.25, length=16)
     assert documents(again, True) == held_out
+    mixed = TextTask(val_text=(write_rows(tmp_path / "d.jsonl", ["x", "y"]),))
+    assert documents(mixed, True) == {"x", "y"}
     named = TextTask(text=(path,), val_text=(write_rows(tmp_path / "c.jsonl", ["x", "y"]),))
     assert documents(named, True) == {"x", "y"} and documents(named, False) == set(ROWS)
     whole = TextTask(val_fraction=0.5)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motley.data.datasets import TRAIN, Dataset, Family, held_out_split
-from motley.data.hf_datasets import get_place, load_splits, offline
+from motley.data.hf_datasets import get_place, hub_access, load_splits
 from motley.errors import MotleyError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _open(name: str, folder: Path, img_size: int) -> "Images":
     from motley.data.import_timm import timm
 
     option = f"--dataset hfds/{name}"
-    with offline(option):
+    with hub_access(option, allowed=False):
         splits = _load(name, folder)
         held_out = held_out_split(splits, option)
         features = splits[TRAIN].features

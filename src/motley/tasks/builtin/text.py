@@ -343,7 +343,8 @@ class TextTask(HfOptions):
             validation = replace(train, names=self.val_text, option="--val-text", held_out=True)
         elif self.val_fraction is None and train.have_held_out_split:
             validation = replace(train, held_out=True)
-        documents = self.chat or self.pack or train.has_rows
+        texts = [train, *([] if validation is None else [validation])]
+        documents = self.chat or self.pack or any(each.has_rows for each in texts)
         return TextSpec(
             train, validation, self.val_fraction, self._codec, self.paragraphs, documents
         )
