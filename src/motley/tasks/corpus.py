@@ -3,6 +3,7 @@
 Tokens are bytes, characters, or those of a tokenizer of the transformers library.
 """
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -188,9 +189,10 @@ class TokenizerCodec(Codec):
         return self._loaded.backend_tokenizer
 
     @property
-    def identity(self) -> str:
-        """All that decides the tokens of a document."""
-        return f"{self._backend.to_str()} {self._loaded.chat_template} {self.end} {self.known}"
+    def digest(self) -> str:
+        """Hash of all that decides the tokens of a document."""
+        content = f"{self._backend.to_str()} {self._loaded.chat_template} {self.end} {self.known}"
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def vocabulary(self) -> int:

@@ -60,7 +60,7 @@ class TextSpec:
         """Return a hash of the content and of the options, and the bytes of the content."""
         texts = [self.train, *([] if self.validation is None else [self.validation])]
         prints = [each.fingerprint() for each in texts]
-        codec = self.codec.identity if isinstance(self.codec, TokenizerCodec) else self.codec.kind
+        codec = self.codec.digest if isinstance(self.codec, TokenizerCodec) else self.codec.kind
         content = [
             _VERSION, [own for own, _ in prints], codec, self.fraction, self.paragraphs,
             self.documents, [(each.column, each.chat) for each in texts],

@@ -228,6 +228,9 @@ def test_a_tokenizer_has_a_folder_or_a_name(
     (folder / "tokenizer_config.json").rename(own / "snapshots" / "0123" / "tokenizer_config.json")
     named = TextTask(text=(path,), tokenizer="owner/tokens", length=16)
     assert named.codec.encode(text).tolist() == task.codec.encode(text).tolist()
+    assert named.identity() == task.identity() and "tokenizer_sha256" in task.identity()
+    other = pretrained_folder(tmp_path, text, tokens=299)
+    assert TextTask(text=(path,), tokenizer=str(other)).identity() != task.identity()
     before = constants.HF_HUB_OFFLINE
     with pytest.raises(MotleyError, match=r"--tokenizer owner/none is no folder here, and no tok"):
         TextTask(text=(path,), tokenizer="owner/none").data(False)

@@ -599,7 +599,10 @@ class TextTask(HfOptions):
 
     def identity(self) -> dict[str, Any]:
         """See Task."""
-        return {"text_sha256": self.corpus.digest, **(self.named.identity() if self.named else {})}
+        result = {"text_sha256": self.corpus.digest}
+        if isinstance(self.codec, TokenizerCodec) and self.tokenizer is not None:
+            result["tokenizer_sha256"] = self.codec.digest
+        return {**result, **(self.named.identity() if self.named else {})}
 
     def title(self) -> str:
         """See Task."""
