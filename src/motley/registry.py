@@ -90,6 +90,10 @@ def import_extra(name: str, option: str, packages: str = "", where: str = _ON_AL
         raise MotleyError(f"{option}: {name} cannot be imported: {error}") from None
 
 
+# The user's own wish, as this process began: import_offline() sets the variable later.
+ASKED_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def import_offline(name: str, option: str) -> ModuleType:
     """Import a package that would contact a model hub, and prevent that; see :func:`import_extra`.
 

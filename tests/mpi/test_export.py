@@ -157,6 +157,42 @@ def test_transformers_says_what_a_language_model_says(
         assert write(path, "--prompt", text[:50], "--length", 20, "--temperature", 0) == written
 
 
+def test_peft_loads_what_conversations_have_taught(jobs: Jobs, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chats = [[{"role": "user", "content": f"After {n}?"},
+              {"role": "assistant", "content": f"{n + 1} comes."}] for n in range(200)]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    )
+    folder = pretrained_folder(tmp_path, str(chats))
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(
+        template + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    run = jobs.train(
+        3, DDP, "chats", "--task", "text", "--pretrained", folder, "--text",
+        tmp_path / "chats.jsonl", "--chat", "--pack", "--length", 64, "--lora", 4, "--lr", 0.1,
+        "--max-steps", 6, "--batch-size", 12, "--shares", "5,0,3",
+    )  # fmt: skip
+    assert run.losses[-1] < 0.99 * run.losses[0]
+    done = exported(run, tmp_path / "out")
+    assert done.returncode == 0 and "adapter/adapter_model.safetensors" in done.stdout
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    prompt = tokenizer.apply_chat_template(chats[7][:1], tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(prompt, return_tensors="pt")
+    base, merged = (AutoModelForCausalLM.from_pretrained(path).eval()
+                    for path in (folder, tmp_path / "out"))  # fmt: skip
+    with torch.no_grad():
+        before = base(**tokens).logits.clone()
+        trained = open_trained(run.folder, None).build()(tokens["input_ids"])["logits"]
+        adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+        for logits in (adapted(**tokens).logits, merged(**tokens).logits):
+            torch.testing.assert_close(logits, trained, rtol=1e-5, atol=1e-5)
+    assert (trained - before).abs().max() > 1e-2, "it has learnt"
+
+
 def test_a_model_writes_text_in_the_tokens_of_its_run(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Früh übt sich, wer ein Meister werden will.\n" * 60)
     words = ("--task", "text", "--text", tmp_path / "a.txt", "--length", 16, "--depth", 1,
@@ -166,6 +202,11 @@ def test_a_model_writes_text_in_the_tokens_of_its_run(jobs: Jobs, tmp_path: Path
     assert once == write(run.folder, "--prompt", "Früh", "--length", 30)
     assert once != write(run.folder, "--prompt", "Früh", "--length", 30, "--seed", 1)
     assert once.startswith("Früh") and len(once) == 34
+    longer = run_script(
+        "torch_dist/generate.py", run.folder, "--prompt", "Früh " * 9, "--length", 3
+    )
+    assert longer.returncode == 0 and longer.stdout.startswith("Früh " * 9)
+    assert "the prompt has 45 tokens, and the model sees the last 16" in longer.stderr
     assert len(write(run.folder, "--samples", 2, "--length", 5).split("\n---\n")) == 2
     for wrong, says in (
         ((run.folder, "--prompt", "☃"), "that the training text lacks (☃)"),

@@ -1,5 +1,8 @@
 """Any task is exact: samples of unequal weight and cost, on any ranks, through any engine."""
 
+import json
+import re
+
 import pytest
 from jobs import Jobs, Trained
 from project import DDP, ROOT, ZERO
@@ -48,6 +51,65 @@ def test_paragraphs_of_any_length_are_learnt_as_by_one_rank(
     assert weights[0] == weights[1] and len(set(weights[0])) > 10, "tokens differ from step to step"
     ends = [each.run["result"]["bits_per_byte"] for each in (run, alone)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def conversations(
+    module_jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[object, ...], Trained]:
+    """Words that train on packed conversations, and one rank's run."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    path.write_text("".join(
+        json.dumps({"messages": [
+            {"role": "user", "content": f"{n} and {n * n % 97}"},
+            {"role": "assistant", "content": f"{n + n * n % 97}{'.' * (n % 9)}"},
+        ]}) + "\n" for n in range(400)
+    ))  # fmt: skip
+    words = ("--task", "text", "--text", path, "--chat", "--pack", "--depth", 2, "--width", 32,
+             "--batch-size", 16, "--length", 160, "--max-steps", 8, *STEPS[2:])  # fmt: skip
+    return words, module_jobs.train(1, DDP, "chats alone", *words)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ["DDP", "micro-batches, recomputed", "FSDP", "DeepSpeed 2",
+                                  "DeepSpeed 3", "five ranks"])  # fmt: skip
+def test_packed_conversations_are_learnt_as_by_one_rank(
+    module_jobs: Jobs, conversations: tuple[tuple[object, ...], Trained], name: str
+) -> None:
+    words, one = conversations
+    five = (5, DDP, "--shares", "3,0,1,2,1")
+    ranks, script, *options = RUNS.get(name, five)
+    run = module_jobs.train(ranks, script, f"chats {name}", *words, *options)
+    assert run.losses == pytest.approx(one.losses, rel=2e-6) and len(run.losses) == 8
+    weights = [[step["weight"] for step in each.steps()] for each in (run, one)]
+    assert weights[0] == weights[1] and len(set(weights[0])) > 4, "answers differ in length"
+    ends = [each.run["result"]["bits_per_byte"] for each in (run, one)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
+def test_a_model_writes_while_it_learns_and_learns_the_same(module_jobs: Jobs) -> None:
+    words = ("--task", "text", "--tokens", "characters", "--depth", 1, "--width", 16,
+             "--batch-size", 8, "--length", 12, "--shares", "5,0,3", "--max-steps", 5,
+             *STEPS[2:])  # fmt: skip
+    silent = module_jobs.train(3, DDP, "silent", *words, "--dropout", 0.1)
+    writes = ("--sample-every", 2, "--sample-prompt", "The ", "--sample-length", 30)
+    run = module_jobs.train(3, DDP, "writes", *words, "--dropout", 0.1, *writes)
+    assert run.losses == silent.losses and len(run.losses) == 5
+    events = [event for event in run.events if event["event"] == "sample"]
+    assert [event["step"] for event in events] == [2, 4]
+    texts = re.split(r"--- step \d ---\n", (run.folder / "samples.txt").read_text())[1:]
+    assert [len(text) for text in texts] == [4 + 30 + 1] * 2 and texts[0] != texts[1]
+    for event, text in zip(events, texts, strict=True):
+        assert text.startswith("The ") and event["text"].endswith(text.removesuffix("\n"))
+    timed = module_jobs.train(3, DDP, "timed", *words, "--sample-every", "1h")
+    assert len(timed.losses) == 5 and not (timed.folder / "samples.txt").exists()
+    for options, says in (
+        ((*writes, "--strategy", "fsdp"), "--sample-every needs the whole model on rank 0"),
+        (("--sample-every", 2, "--sample-prompt", "☃"), "--sample-prompt has characters that the"),
+    ):
+        done = module_jobs.fork(2, DDP, *words, *options, "--shares",
+                                "1,1", "--logs", module_jobs.logs, "--run", "none")  # fmt: skip
+        assert done.code != 0 and says in done.output
 
 
 @pytest.mark.turns

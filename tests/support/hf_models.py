@@ -27,7 +27,7 @@ def config_of(folder: Path, kind: str, **changed: Any) -> Path:
     path = folder / f"{kind}-config" / "config.json"
     path.parent.mkdir(exist_ok=True)
     usual = {"model_type": kind, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
-    path.write_text(json.dumps({**usual, **TINY[kind], **changed}))
+    path.write_text(json.dumps({**usual, **TINY.get(kind, {}), **changed}))
     return path
 
 

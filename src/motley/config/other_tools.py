@@ -71,8 +71,10 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--torchcompile": ("--compile",),
     "--train-batch-size": ("--batch-size",),
     "--train-crop-size": ("--img-size",),
+    "--tokenizer-name": ("--tokenizer",),
     "--train-file": ("--text",),
     "--val-check-interval": ("--eval-every",),
+    "--validation-file": ("--val-text",),
     "--warmup-iters": ("--warmup-steps",),
     "--wd": ("--weight-decay",),
 }
@@ -188,9 +190,8 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "batch norm takes its statistics over --bn-group samples, whichever rank computes them": (
         "--dist-bn", "--split-bn", "--sync-batchnorm", "--sync-bn",
     ),
-    "a tenth of a text is held out, and the held-out part of other data has a folder of its own; "
-    "leave it out": ("--val-fraction", "--val-split", "--validation-file",
-                     "--validation-split-percentage"),
+    "the held-out part of a text is --val-fraction F or --val-text FILE; that of other data has a "
+    "folder of its own": ("--val-split", "--validation-split-percentage"),
     _TRACKER.format("wandb"): (
         "--log-wandb", "--use-wandb", "--wandb", "--wandb-log", "--wandb-project",
         "--wandb-run-name",

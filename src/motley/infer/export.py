@@ -45,12 +45,13 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
         raise MotleyError(f"{folder} is not empty; choose another with --to DIR")
     folder.mkdir(parents=True, exist_ok=True)
     net = trained.build()
-    given = make_inputs(trained.task, net)
+    given = make_inputs(trained.task, net) if onnx else ()
     trained.task.save(net, folder)
-    for path in folder.iterdir():
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
         follow_umask(path)  # safetensors writes files that only their owner may read
-    lines = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"
-            for path in sorted(folder.iterdir())]  # fmt: skip
+    lines = [f"{path.relative_to(folder)}: {path.stat().st_size / 2**20:.1f} MiB"
+            for path in files]  # fmt: skip
     if onnx:
         lines.append(_write_onnx(net, given, folder / "model.onnx"))
     about = {

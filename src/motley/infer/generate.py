@@ -11,124 +11,15 @@ seeds give equal texts on one device. A GPU is used if there is one.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from motley.config.option import above_zero, positive
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
+from motley.tasks.writer import Sampling, Writer
 from motley.text import escape_unprintable
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from motley.tasks.builtin.text import TextTask
-    from motley.tasks.corpus import Corpus
-
-_WINDOW = 1024  # tokens that a model of transformers sees, if its config.json names no limit
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The way in which the next token is drawn.
-
-    Attributes:
-        temperature: divisor of the logits; 0: the most probable token.
-        top_k: number of the most probable tokens that can be drawn; None: all.
-        top_p: smallest total probability of the most probable tokens that can be drawn, from 0 to
-            1; 1: all. Source: Holtzman et al., "The Curious Case of Neural Text Degeneration",
-            2020.
-    """
-
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 1.0
-
-    def draw(self, logits: "Tensor", generator: "torch.Generator") -> int:
-        """Return a token.
-
-        Args:
-            logits: logits of all tokens, [vocabulary].
-            generator: random numbers, on the CPU.
-        """
-        import torch
-
-        if self.temperature == 0:
-            return int(logits.argmax())
-        logits = logits.double().cpu() / self.temperature
-        if self.top_k is not None and self.top_k < len(logits):
-            least = logits.topk(self.top_k).values[-1]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        ordered, places = logits.softmax(0).sort(descending=True)
-        before = ordered.cumsum(0) - ordered
-        ordered[before >= self.top_p] = 0.0  # the first one always stays
-        return int(places[torch.multinomial(ordered, 1, generator=generator)])
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A trained language model.
-
-    Attributes:
-        net: the network, in evaluation mode.
-        corpus: its tokens.
-        window: number of tokens that it sees.
-    """
-
-    net: Any
-    corpus: "Corpus"
-    window: int
-
-    def encode(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt.
-
-        Raises:
-            MotleyError: the prompt is empty, or has characters that the model does not know.
-        """
-        unknown = sorted(set(prompt) - set(self.corpus.alphabet or prompt))
-        if unknown:
-            raise MotleyError(
-                f"--prompt has characters that the training text lacks ({', '.join(unknown[:8])}): "
-                "leave them out, or train on --tokens bytes"
-            )
-        tokens: list[int] = self.corpus.encode(prompt).tolist()
-        if not tokens:
-            raise MotleyError(
-                '--prompt is empty: give it a character at least, as in --prompt "\\n"'
-            )
-        return tokens
-
-    def write(self, prompt: str, length: int, sampling: Sampling, seed: int) -> Iterator[str]:
-        """Yield the text after a prompt, in parts.
-
-        Args:
-            prompt: the prompt.
-            length: number of tokens to write.
-            sampling: the way in which tokens are drawn.
-            seed: seed of the random numbers.
-        """
-        import torch
-
-        from motley.tasks.hf_model import get_logits
-
-        generator = torch.Generator().manual_seed(seed)
-        tokens = self.encode(prompt)
-        start, shown = len(tokens), 0
-        device = next(self.net.parameters()).device
-        for left in range(length - 1, -1, -1):
-            seen = torch.tensor([tokens[-self.window :]], device=device)
-            with torch.inference_mode():
-                logits = get_logits(self.net(seen))[0, -1, : self.corpus.vocabulary]
-            tokens.append(sampling.draw(logits, generator))
-            text = self.corpus.decode(tokens[start:])
-            # The bytes of a character may be several tokens.
-            if left and text.endswith("\N{REPLACEMENT CHARACTER}"):
-                continue
-            yield text[shown:]
-            shown = len(text)
 
 
 def open_writer(path: Path, averaged: bool = False) -> Writer:
@@ -162,13 +53,7 @@ def open_writer(path: Path, averaged: bool = False) -> Writer:
             )
         net = trained.build()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Writer(net.to(device).eval(), task.codec, _find_window(task))
-
-
-def _find_window(task: "TextTask") -> int:
-    if task.named is None:
-        return task.length
-    return task.named.longest or _WINDOW
+    return Writer(net.to(device).eval(), task.codec, task.window)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -198,6 +198,11 @@ class RunFolder:
         return self.path / "confusion.csv"
 
     @property
+    def samples_file(self) -> Path:
+        """Path of ``samples.txt``."""
+        return self.path / "samples.txt"
+
+    @property
     def events_file(self) -> Path:
         """Path of ``events.jsonl``."""
         return self.path / "events.jsonl"

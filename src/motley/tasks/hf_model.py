@@ -10,6 +10,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. T
 implements it.
 """
 
+import copy
 import hashlib
 import json
 import shutil
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
-from motley.registry import import_offline
+from motley.registry import ASKED_OFFLINE, import_extra, import_offline
+from motley.tasks.gpt import find_places
 
 
 def add_lora(
@@ -85,6 +87,29 @@ def merge_lora(net: nn.Module) -> None:
             setattr(net.get_submodule(above), last, part.get_base_layer())
 
 
+def save_adapter(net: nn.Module, folder: Path, base: Path) -> None:
+    """Write the LoRA matrices alone, as peft loads them beside the model.
+
+    Args:
+        net: the network.
+        folder: a new folder.
+        base: folder of the model without the matrices.
+    """
+    peft = import_offline("peft", "--lora")
+    from safetensors.torch import save_file
+
+    tensors = peft.get_peft_model_state_dict(net, save_embedding_layers=False)
+    folder.mkdir()
+    save_file(
+        {f"{_OF_PEFT}{name}": each.detach().cpu().contiguous() for name, each in tensors.items()},
+        folder / "adapter_model.safetensors", {"format": "pt"},
+    )  # fmt: skip
+    config = copy.copy(getattr(net, "peft_config")["default"])  # noqa: B009  # not of nn.Module
+    config.base_model_name_or_path, config.task_type = str(base), "CAUSAL_LM"
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
 def matrices(net: nn.Module) -> tuple[str, ...]:
     """Return the paths of LoRA's own modules."""
     return tuple(
@@ -107,13 +132,54 @@ def _layers(net: nn.Module) -> list[str]:
 
 
 _CONFIG = "config.json"
+_OF_PEFT = "base_model.model."  # prefix of names in peft's files
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LOOKED_AT = 8  # tokens in the test for causality, which changes the later half
+
+
+def copy_tokenizer(path: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer into another folder, as many as there are."""
+    for name in _TOKENIZER:
+        if (path / name).is_file():
+            shutil.copyfile(path / name, folder / name)
+
+
+def find_tokenizer(name: str, downloads: bool) -> Path:
+    """Return the folder of a tokenizer that has a name on the Hugging Face hub.
+
+    Args:
+        name: the name, as OWNER/NAME.
+        downloads: True: download its files if they are not on this host.
+
+    Raises:
+        MotleyError: the files are not here, and cannot be downloaded.
+    """
+    option = f"--tokenizer {name}"
+    hub = import_extra("huggingface_hub", option)
+    known, constants = {"allow_patterns": list(_TOKENIZER)}, hub.constants
+    before = constants.HF_HUB_OFFLINE
+    try:
+        return Path(hub.snapshot_download(name, local_files_only=True, **known))
+    except Exception as error:  # no common type: a wrong name, no such files
+        cause = error
+    try:
+        if downloads and not ASKED_OFFLINE:
+            constants.HF_HUB_OFFLINE = False
+            return Path(hub.snapshot_download(name, **known))
+    except Exception as error:  # also of the network
+        cause = error
+    finally:
+        constants.HF_HUB_OFFLINE = before
+    raise MotleyError(
+        f"{option} is no folder here, and no tokenizer of the hub that can be downloaded "
+        f"({type(cause).__name__}: {_first_line(cause)}); name a folder with tokenizer.json, or "
+        "OWNER/NAME"
+    )
 
 
 @dataclass(frozen=True)
@@ -190,14 +256,15 @@ class HfModel:
         result = getattr(self.config, "max_position_embeddings", None)
         return result if isinstance(result, int) else None
 
-    def build(self, dropout: float) -> nn.Module:
+    def build(self, dropout: float, packed: bool = False) -> nn.Module:
         """Return the model in fp32, on the CPU, with weights from torch's random generator.
 
         Args:
             dropout: drop-out probability.
+            packed: True: samples have several documents; see :func:`run_packed`.
 
         Raises:
-            MotleyError: the model cannot be built, or is not causal.
+            MotleyError: the model cannot be built, is not causal, or does not separate documents.
         """
         transformers = import_offline("transformers", self.option)
         config = self.config
@@ -218,6 +285,11 @@ class HfModel:
         if has_numbers and not _is_causal(net, self.vocabulary):
             raise MotleyError(
                 self._no_language_model("what it says of a token depends on later ones")
+            )
+        if has_numbers and packed and not _separates(net, self.vocabulary):
+            raise MotleyError(
+                f"{self.flag}: a model of type {self.fields['model_type']} does not keep the "
+                "documents of a sample apart; leave out --pack"
             )
         result: nn.Module = net.train()
         return result
@@ -284,9 +356,7 @@ class HfModel:
         transformers = import_offline("transformers", self.option)
         with _quiet(transformers):
             net.save_pretrained(folder)
-        for name in _TOKENIZER:
-            if self.path.is_dir() and (self.path / name).is_file():
-                shutil.copyfile(self.path / name, folder / name)
+        copy_tokenizer(self.path, folder)
 
     def identity(self) -> dict[str, str]:
         """Return the hash of the config, by which a checkpoint recognises the model.
@@ -313,6 +383,23 @@ def get_logits(made: Any) -> Tensor:
     return result
 
 
+def run_packed(net: Any, batch: Mapping[str, Tensor], named: HfModel | None) -> Any:
+    """Return the output of a model for samples of several documents that do not see each other.
+
+    A model of transformers gets the place of each token in its document. Where places begin anew,
+    the library's mask separates the documents.
+
+    Args:
+        net: the model.
+        batch: ``tokens`` and ``documents``, [n, length].
+        named: the model of transformers; None: the built-in GPT.
+    """
+    tokens, documents = batch["tokens"], batch["documents"]
+    if named is None:
+        return net(tokens, documents)
+    return net(tokens, position_ids=find_places(documents))
+
+
 def _set_dropout(config: Any, dropout: float) -> None:
     """Set all drop-out rates of a config, whatever their names.
 
@@ -336,6 +423,18 @@ def _is_causal(net: nn.Module, vocabulary: int) -> bool:
     other[:, half:] = (other[:, half:] + 1) % vocabulary
     one, two = (get_logits(net(each))[:, :half] for each in (here, other))
     return torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(one.abs().max() + 1))
+
+
+@torch.no_grad()
+def _separates(net: nn.Module, vocabulary: int) -> bool:
+    """Test by two passes that a document has the output that it has alone."""
+    net.eval()
+    here = torch.arange(_LOOKED_AT)[None] % vocabulary
+    half = _LOOKED_AT // 2
+    places = torch.arange(half).repeat(2)[None]
+    packed = get_logits(net(here, position_ids=places))[:, half:]
+    alone = get_logits(net(here[:, half:]))
+    return torch.allclose(packed, alone, rtol=1e-4, atol=1e-5 * float(alone.abs().max() + 1))
 
 
 class _quiet:  # noqa: N801  # a context manager

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from motley.config.option import Duration
 from motley.errors import MotleyError
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class Task:
         usual: defaults of options that suit the task, by their names and as a user types them.
         directions: ``min`` or ``max`` by the name of a metric, the better direction for
             ``--keep-best``. Usual names, such as loss and accuracy, need no entry.
+        acts_every: interval at which :meth:`during_training` is called, in steps or as a Duration;
+            None: never.
+        acts_option: option that sets ``acts_every``, for errors.
         account: one line about samples that were read and left out; empty if none was left out.
         sample_list: fingerprint of the list of samples, in words. A continued run reports a change.
     """
@@ -84,6 +88,8 @@ class Task:
     class_names: ClassVar[tuple[str, ...]] = ()
     directions: ClassVar[Mapping[str, str]] = {}
     sample_list: ClassVar[str] = ""
+    acts_every: ClassVar[int | Duration | None] = None
+    acts_option: ClassVar[str] = ""
     account: ClassVar[str] = ""
 
     # -- to be written
@@ -216,6 +222,18 @@ class Task:
             folder: the run's folder.
         """
 
+    def during_training(self, net: "nn.Module", folder: Path, step: int) -> str:
+        """Use the model between two steps, and return a text for the log; rank 0 calls it.
+
+        The other ranks wait meanwhile. The model may not be changed.
+
+        Args:
+            net: the network, in evaluation mode and without gradients.
+            folder: the run's folder.
+            step: number of finished steps.
+        """
+        raise NotImplementedError
+
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """Return predictions as the columns of a table, by name, one row for each sample."""
         return {name: values.tolist() for name, values in self.scores(net, batch).items()}
@@ -295,6 +313,13 @@ def weighs(task: Task) -> bool:
 def acts_after_evaluation(task: Task) -> bool:
     """Return True if a task has :meth:`Task.after_evaluation`."""
     return type(task).after_evaluation is not Task.after_evaluation
+
+
+def name_action(task: Task) -> str:
+    """Return the method or option by which a task uses the model in training; may be empty."""
+    if task.acts_every is not None:
+        return task.acts_option or f"during_training() of {type(task).__name__}"
+    return f"after_evaluation() of {type(task).__name__}" if acts_after_evaluation(task) else ""
 
 
 def is_in(name: str, parts: Iterable[str]) -> bool:

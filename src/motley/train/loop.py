@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -84,6 +85,17 @@ class ClockTimer:
         remaining = (self._every_s - passed_s) / (passed_s / steps) if passed_s else 1.0
         self._ask_at = step + max(1, int(remaining / 2))
         return remaining < 1
+
+
+@contextmanager
+def _evaluating(model: TaskModel) -> Iterator[None]:
+    """Set the model to evaluation mode without gradients within the context."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
 
 
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
@@ -192,6 +204,7 @@ class Loop:
         self._state, self._rescue = state, rescue
         self._save_timer = ClockTimer(job.config.save_every, state.step)
         self._evaluation_timer = ClockTimer(job.config.eval_every, state.step)
+        self._action_timer = ClockTimer(job.model.task.acts_every, state.step)
         self._evaluation_due = False  # after the last step
         self._saved_at: int | None = None  # step of the last checkpoint of this loop
         self.best = self._restore_best()
@@ -294,6 +307,7 @@ class Loop:
             self._proposal or job.config.profile or job.length.ended(state)
             or job.length.evaluates(state) or job.length.saves(state)
             or self._save_timer.asks(state.step) or self._evaluation_timer.asks(state.step)
+            or self._acts_after(state.step) or self._action_timer.asks(state.step)
         )  # fmt: skip
         return job.engine.reads_late and not between
 
@@ -323,6 +337,8 @@ class Loop:
         self._rescue.mark_consistent(self._state, self._plan, unread.launched.wait)
         if not self._save():
             return False  # all ranks have returned to a checkpoint
+        if self._acts_after(self._state.step) or self._action_timer.due(self._state.step):
+            self._act_between()
         self._evaluation_due = job.length.evaluates(self._state) or self._evaluation_timer.due(
             self._state.step
         )
@@ -436,10 +452,25 @@ class Loop:
         """Call the task's :meth:`after_evaluation` on rank 0, if it has one."""
         if dist.get_rank() > 0 or not acts_after_evaluation(model.task):
             return
-        model.eval()
-        with torch.no_grad():
+        with _evaluating(model):
             model.task.after_evaluation(model.net, self._job.run.folder.path)
-        model.train()
+
+    def _acts_after(self, step: int) -> bool:
+        """Return True if the task uses the model after this step, by the number of steps."""
+        every = self._job.model.task.acts_every
+        return isinstance(every, int) and step % every == 0
+
+    def _act_between(self) -> None:
+        """Call the task's :meth:`during_training` on rank 0. Its time belongs to no step."""
+        job, step = self._job, self._state.step
+        self._report_phase(Phase.EVALUATE)
+        self._recorder.flush()
+        if dist.get_rank() == 0:
+            with _evaluating(job.model):
+                text = job.model.task.during_training(job.model.net, job.run.folder.path, step)
+            self._recorder.note("sample", text, step=step)
+        self._action_timer.restart(step)
+        job.engine.clock.restart()
 
     def _write_classes(self) -> None:
         """Write the counts of labels and predicted classes of the last evaluation, on rank 0.

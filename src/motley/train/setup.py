@@ -32,7 +32,7 @@ from motley.plan.replan import ReplanMonitor, list_devices
 from motley.plan.speeds import SpeedTable
 from motley.tasks.builtin import CLASS_NAMES, SAMPLES, get_identity, get_task
 from motley.tasks.model import TaskModel
-from motley.tasks.task import acts_after_evaluation
+from motley.tasks.task import name_action
 from motley.text import clock, name_some
 from motley.train.best import find_metric
 from motley.train.command_line import options_to_save
@@ -477,11 +477,11 @@ def assemble(
         model,
         EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),
     )
-    if acts_after_evaluation(model.task) and not engine.replicated:
+    if (action := name_action(model.task)) and not engine.replicated:
         raise MotleyError(
-            f"after_evaluation() of {type(model.task).__name__} needs the whole model on rank 0, "
-            f"and {engine_factory.traits.words or 'this engine'} gives each rank a part of it; "
-            "take --strategy ddp, or leave the method out"
+            f"{action} needs the whole model on rank 0, and "
+            f"{engine_factory.traits.words or 'this engine'} gives each rank a part of it; take "
+            "--strategy ddp, or leave it out"
         )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)

@@ -156,3 +156,22 @@ def test_names_are_found_by_how_they_begin() -> None:
     for name, nearest in (("hdfs/x", "hfds/"), ("wds", "wds/"), ("digits/x", "digits")):
         with pytest.raises(MotleyError, match=rf"--dataset {name} is unknown \(nearest: {nearest}"):
             find_dataset(name)
+
+
+def test_the_hub_is_asked_only_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    from motley.data import hf_datasets
+
+    monkeypatch.setattr(hf_datasets, "ASKED_OFFLINE", False)
+    for before in (True, False):  # transformers may have been imported, which suppresses requests
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", before)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", before)
+        for allowed in (True, False):
+            with hf_datasets.hub_access("--text hf:owner/name", allowed):
+                assert datasets.config.HF_HUB_OFFLINE is constants.HF_HUB_OFFLINE is not allowed
+            assert datasets.config.HF_HUB_OFFLINE is constants.HF_HUB_OFFLINE is before
+    monkeypatch.setattr(hf_datasets, "ASKED_OFFLINE", True)
+    with hf_datasets.hub_access("--text hf:owner/name", allowed=True):
+        assert datasets.config.HF_HUB_OFFLINE

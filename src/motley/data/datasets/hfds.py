@@ -1,14 +1,13 @@
 """Images of Hugging Face's datasets library, as timm's ``hfds/`` reads them."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motley.data.datasets import TRAIN, Dataset, Family, held_out_split
+from motley.data.hf_datasets import get_place, hub_access, load_splits
 from motley.errors import MotleyError
-from motley.registry import import_extra
 
 if TYPE_CHECKING:
     from motley.data.images import Images
@@ -48,7 +47,7 @@ def _open(name: str, folder: Path, img_size: int) -> "Images":
     from motley.data.import_timm import timm
 
     option = f"--dataset hfds/{name}"
-    with _offline(option):
+    with hub_access(option, allowed=False):
         splits = _load(name, folder)
         held_out = held_out_split(splits, option)
         features = splits[TRAIN].features
@@ -57,7 +56,7 @@ def _open(name: str, folder: Path, img_size: int) -> "Images":
         train, test = (
             _Split(
                 timm.data.create_dataset(
-                    f"hfds/{_place(name)}", str(folder), split, input_key=image, target_key=label
+                    f"hfds/{get_place(name)}", str(folder), split, input_key=image, target_key=label
                 ).reader, split, label,
             )
             for split in (TRAIN, held_out)
@@ -79,77 +78,27 @@ def _prepare(name: str, folder: Path) -> None:
     _load(name, folder)
 
 
-def _is_folder(name: str) -> bool:
-    return bool(name) and Path(name).is_dir()
-
-
-def _place(name: str) -> str:
-    """Return the absolute path of a folder, or the name as it is.
-
-    The datasets library could take a relative path for the name of a format.
-    """
-    return str(Path(name).resolve()) if _is_folder(name) else name
-
-
 def _load(name: str, folder: Path) -> Mapping[str, Any]:
-    """Return all splits by name. Missing files are downloaded, and converted for access by index.
+    """Return all splits by name.
 
     Raises:
-        MotleyError: the data set cannot be loaded.
-    """
-    option = f"--dataset hfds/{name}"
-    datasets = _datasets(option)
-    if not _is_folder(name) and name.count("/") != 1:
-        raise MotleyError(
-            f"{option} is no folder here; give one, or the OWNER/NAME of a data set of the hub"
-        )
-    try:
-        result: Mapping[str, Any] = datasets.load_dataset(_place(name), cache_dir=str(folder))
-    except Exception as error:  # errors of the many formats have no common type
-        cause = error.__cause__ or error
-        raise MotleyError(
-            f"{option} cannot be loaded ({type(cause).__name__}: {' '.join(str(cause).split())}); "
-            "after hfds/ give a folder of images, a folder of parquet files, a folder written by "
-            "DatasetDict.save_to_disk, or OWNER/NAME of a data set on the Hugging Face hub "
-            f"(downloaded to --data-dir {folder})"
-        ) from None
-    return result
-
-
-def _datasets(option: str) -> Any:
-    """Return the datasets package, with its progress bars and warnings off.
-
-    Every rank would print them.
-
-    Raises:
-        MotleyError: the installed timm is too old.
+        MotleyError: the data set cannot be loaded, or the installed timm is too old.
     """
     from motley.data.import_timm import timm
 
-    datasets = import_extra("datasets", option)
+    option = f"--dataset hfds/{name}"
     if tuple(map(int, timm.__version__.split(".")[:3])) < _TIMM:
         wanted = ".".join(map(str, _TIMM))
         raise MotleyError(
             f"{option} needs timm {wanted}, and {timm.__version__} is installed; install it on all "
             f"hosts, as in: .venv/bin/pip install 'timm>={wanted}'"
         )
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    return datasets
-
-
-@contextmanager
-def _offline(option: str) -> Iterator[None]:
-    """Suppress requests to the hub within the context.
-
-    One rank per host has made the requests for all its ranks.
-    """
-    config = _datasets(option).config
-    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE = before
+    return load_splits(
+        name, option,
+        "after hfds/ give a folder of images, a folder of parquet files, a folder written by "
+        "DatasetDict.save_to_disk, or OWNER/NAME of a data set on the Hugging Face hub "
+        f"(downloaded to --data-dir {folder})", folder,
+    )  # fmt: skip
 
 
 def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> str:

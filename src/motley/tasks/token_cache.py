@@ -1,0 +1,322 @@
+"""The tokens of a text, split into training and held-out part, and their cache on the disk.
+
+A text is encoded once per host. All its ranks map the file of the cache into memory. The file is a
+safetensors file: it holds arrays and texts alone, and nothing in it is run. Its name is a hash of
+the content of the text, the tokenizer and the options. Its tokens are compared with their own hash
+whenever the file is opened.
+"""
+
+import fcntl
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motley.cluster.account import cache_folder
+from motley.errors import MotleyError
+from motley.tasks.corpus import KINDS, Codec, Encoded, Part, TokenizerCodec, make_alphabet, turns
+from motley.tasks.text_sources import Document, Sources
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+HELD_OUT = 0.1  # fraction that is held out if the user names neither a fraction nor a text
+_VERSION = 1
+_SMALL = 2**20  # bytes of a text that is encoded anew by each rank
+_AT_ONCE = 512  # documents that are encoded at once
+_EVERY_S = 5.0  # time between two lines of progress
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """All that decides the tokens of a text.
+
+    Attributes:
+        train: the text.
+        validation: text that is held out; None: a part of ``train``.
+        fraction: fraction of ``train`` that is held out; None: the default.
+        codec: the tokens; without its alphabet.
+        paragraphs: a document is a paragraph.
+        documents: files and rows are documents, and a token marks the end of each.
+    """
+
+    train: Sources
+    validation: Sources | None
+    fraction: float | None
+    codec: Codec
+    paragraphs: bool = False
+    documents: bool = False
+
+    def key(self) -> tuple[str, int]:
+        """Return a hash of the content and of the options, and the bytes of the content."""
+        texts = [self.train, *([] if self.validation is None else [self.validation])]
+        prints = [each.fingerprint() for each in texts]
+        codec = self.codec.digest if isinstance(self.codec, TokenizerCodec) else self.codec.kind
+        content = [
+            _VERSION, [own for own, _ in prints], codec, self.fraction, self.paragraphs,
+            self.documents, [(each.column, each.chat) for each in texts],
+        ]  # fmt: skip
+        digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return digest, sum(size for _, size in prints)
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """A text as tokens.
+
+    Attributes:
+        codec: the tokens.
+        train: the part from which a model learns.
+        held_out: the part by which it is evaluated.
+        sizes: bytes of each token in UTF-8, [vocabulary].
+        digest: hash of the text, which may differ between hosts and versions of Python.
+        characters: number of characters of the training and of the held-out part.
+    """
+
+    codec: Codec
+    train: Part
+    held_out: Part
+    sizes: "NDArray[np.float64]"
+    digest: str
+    characters: tuple[int, int]
+
+    def count_bytes(self, tokens: "NDArray[Any]") -> int:
+        """Return the number of bytes that the tokens have in UTF-8; averages for a tokenizer's."""
+        return round(float(self.sizes[tokens].sum()))
+
+
+def open_text(spec: TextSpec, folder: Path | None = None) -> TokenizedText:
+    """Return a text as tokens: from the cache, or encoded now and written there.
+
+    Processes of one host wait for the one that encodes.
+
+    Args:
+        spec: the text and its tokens.
+        folder: folder of the cache; None: that of this machine.
+
+    Raises:
+        MotleyError: the text cannot be read, or the cache cannot be written.
+    """
+    key, size = spec.key()
+    if size < _SMALL:
+        return _Builder(spec, lambda _: None).build()
+    place = cache_folder() if folder is None else folder
+    path = place / f"tokens-{key[:32]}.safetensors"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if (result := _read(path, spec)) is not None:
+            return result
+        with path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (result := _read(path, spec)) is not None:
+                return result  # another process has written it
+            report = partial(print, file=sys.stderr, flush=True)
+            report(f"encoding {size / 2**20:,.0f} MiB of text, once for this host: {path}")
+            result = _Builder(spec, report).build()
+            _write(path, result)
+    except OSError as error:
+        raise MotleyError(
+            f"the tokens of the text cannot be written to {place} ({error.strerror or error}); "
+            "free some space, or name another folder with --token-cache DIR"
+        ) from None
+    return _read(path, spec) or result
+
+
+def _write(path: Path, text: TokenizedText) -> None:
+    """Write a file of the cache, completely or not at all."""
+    import torch
+    from safetensors.torch import save_file
+
+    arrays: dict[str, NDArray[Any]] = {"sizes": text.sizes}
+    for name, part in (("train", text.train), ("held_out", text.held_out)):
+        arrays |= {f"{name}.tokens": part.tokens, f"{name}.ends": part.ends}
+        if part.learnt is not None:
+            arrays[f"{name}.learnt"] = part.learnt
+    about = {
+        "digest": text.digest, "alphabet": text.codec.alphabet,
+        "characters": json.dumps(text.characters), "sha256": _hash(arrays),
+    }  # fmt: skip
+    new = path.with_suffix(".making")
+    save_file({name: torch.from_numpy(each) for name, each in arrays.items()}, new, about)
+    new.replace(path)
+
+
+def _hash(arrays: "dict[str, NDArray[Any]]") -> str:
+    import numpy as np
+
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}\n".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _read(path: Path, spec: TextSpec) -> TokenizedText | None:
+    """Return the text in a file of the cache; None if there is no file, or it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        return None
+    except (SafetensorError, OSError):
+        return None  # it is written anew
+    if about.get("sha256") != _hash(arrays):
+        return None
+    train, held_out = (
+        Part(arrays[f"{name}.tokens"], arrays[f"{name}.ends"], arrays.get(f"{name}.learnt"))
+        for name in ("train", "held_out")
+    )
+    of_train, of_held_out = json.loads(about["characters"])
+    return TokenizedText(
+        replace(spec.codec, alphabet=about["alphabet"]), train, held_out, arrays["sizes"],
+        about["digest"], (of_train, of_held_out),
+    )  # fmt: skip
+
+
+class _Builder:
+    """Encodes a text.
+
+    Args:
+        spec: the text and its tokens.
+        report: called with lines of progress.
+    """
+
+    def __init__(self, spec: TextSpec, report: Callable[[str], None]) -> None:
+        self._spec, self._report = spec, report
+        self._began = self._reported = time.monotonic()
+        self._documents = self._tokens = 0
+
+    def build(self) -> TokenizedText:
+        return self._build_documents() if self._spec.documents else self._build_whole()
+
+    def _build_whole(self) -> TokenizedText:
+        """Encode a text without bounds between its files, of which the last part is held out."""
+        spec = self._spec
+        text = "\n".join(spec.train.read())  # type: ignore[arg-type]
+        if spec.validation is None:
+            held = Fraction(str(HELD_OUT if spec.fraction is None else spec.fraction))
+            at = len(text) - int(len(text) * held)
+            texts, digest = (text[:at], text[at:]), hashlib.sha256(text.encode())
+        else:
+            texts = (text, "\n".join(spec.validation.read()))  # type: ignore[arg-type]
+            digest = hashlib.sha256("\0".join(texts).encode())
+        codec = self._with_alphabet({each for text in texts for each in set(text)})
+        encoded = [self._encode(codec, self._cut(text), ends=False) for text in texts]
+        train, held_out = (_join(each, with_ends=spec.paragraphs) for each in encoded)
+        return TokenizedText(
+            codec, train, held_out, codec.sizes(encoded[1]), digest.hexdigest()[:16],
+            (len(texts[0]), len(texts[1])),
+        )  # fmt: skip
+
+    def _build_documents(self) -> TokenizedText:
+        """Encode documents, of which some are held out by the hash of their content."""
+        spec, digest, hashes = self._spec, hashlib.sha256(), list[bytes]()
+        characters: set[str] = set()
+        for document in self._read_all():
+            own = hashlib.sha256(_canonical(document).encode()).digest()
+            digest.update(own)
+            hashes.append(own)
+            if spec.codec.kind == KINDS[1]:
+                parts = [(document, True)] if isinstance(document, str) else turns(document)
+                characters.update(*(text for text, _ in parts))
+        limit = None if spec.validation else self._limit(hashes)
+        codec = self._with_alphabet(characters)
+        encoded: tuple[list[Encoded], list[Encoded]] = ([], [])
+        counts, number = [0, 0], 0
+        validation = spec.validation.read() if spec.validation else iter(())
+        for source, held in ((spec.train.read(), False), (validation, True)):
+            while some := list(islice(source, _AT_ONCE)):
+                sides = [held or (limit is not None and hashes[number + at] <= limit)
+                         for at in range(len(some))]  # fmt: skip
+                cut = [(part, side) for document, side in zip(some, sides, strict=True)
+                       for part in self._cut(document)]  # fmt: skip
+                made = self._encode(codec, [part for part, _ in cut], ends=not spec.paragraphs)
+                for each, (part, side) in zip(made, cut, strict=True):
+                    kept = each if side else replace(each, widths=None)
+                    encoded[side].append(kept)
+                    counts[side] += len(_canonical(part))
+                number += len(some)
+        train, held_out = (_join(each, with_ends=True) for each in encoded)
+        return TokenizedText(
+            codec, train, held_out, codec.sizes(encoded[1]),
+            digest.hexdigest()[:16], (counts[0], counts[1]),
+        )  # fmt: skip
+
+    def _limit(self, hashes: Sequence[bytes]) -> bytes:
+        """Return the largest hash of a held-out document. Equal documents are on one side.
+
+        Raises:
+            MotleyError: nothing would remain to train on.
+        """
+        fraction = HELD_OUT if self._spec.fraction is None else self._spec.fraction
+        count = max(1, round(fraction * len(hashes)))
+        limit = sorted(hashes)[min(count, len(hashes)) - 1]
+        if limit == max(hashes):
+            raise MotleyError(
+                f"{self._spec.train.option} has {len(hashes):,} documents"
+                f"{'' if len(set(hashes)) == len(hashes) else f', {len(set(hashes)):,} different'}"
+                f", and holding out {count} leaves none to train on; name held-out ones with "
+                "--val-text, or give more"
+            )
+        return limit
+
+    def _read_all(self) -> Iterator[Document]:
+        yield from self._spec.train.read()
+        if self._spec.validation is not None:
+            yield from self._spec.validation.read()
+
+    def _with_alphabet(self, characters: set[str]) -> Codec:
+        codec = self._spec.codec
+        if codec.kind != KINDS[1]:
+            return codec
+        ends = self._spec.documents and not self._spec.paragraphs
+        return replace(codec, alphabet=make_alphabet(characters, ends))
+
+    def _cut(self, document: Document) -> list[Document]:
+        """Return the paragraphs of a text if they are samples, else the document."""
+        if not self._spec.paragraphs or not isinstance(document, str):
+            return [document]
+        marks = [match.end() for match in re.finditer(r"\n\s*\n", document)]
+        # Paragraphs are encoded one by one, so that no token spans two of them.
+        return [document[begin:end] for begin, end in pairwise([0, *marks, len(document)])]
+
+    def _encode(self, codec: Codec, documents: Sequence[Document], ends: bool) -> list[Encoded]:
+        made = codec.encode_documents(documents, ends)
+        self._documents += len(documents)
+        self._tokens += sum(len(each.tokens) for each in made)
+        now = time.monotonic()
+        if now - self._reported > _EVERY_S:
+            self._reported = now
+            self._report(f"encoded {self._documents:,} documents, {self._tokens:,} tokens, in "
+                         f"{now - self._began:.0f} s")  # fmt: skip
+        return made
+
+
+def _canonical(document: Document) -> str:
+    """Return the content of a document as one text."""
+    return document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
+
+
+def _join(documents: Sequence[Encoded], with_ends: bool) -> Part:
+    """Return the tokens of documents in one array."""
+    import numpy as np
+
+    learnt = [each.learnt for each in documents if each.learnt is not None]
+    tokens = [each.tokens for each in documents] or [np.zeros(0, np.uint8)]
+    ends = np.cumsum([len(each.tokens) for each in documents], dtype=np.int64)
+    return Part(
+        np.concatenate(tokens), ends if with_ends else ends[:0],
+        np.concatenate(learnt) if learnt else None,
+    )  # fmt: skip
