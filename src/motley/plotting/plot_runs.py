@@ -176,7 +176,9 @@ def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
             for ax in row[1:]:
                 ax.set_ylabel("")
         if each:
-            axes[0, -1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+            # All runs have a curve against samples, and maybe none against energy.
+            known = axes[0, 0].get_legend_handles_labels()
+            axes[0, -1].legend(*known, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
