@@ -30,6 +30,7 @@ from motley.plotting.plot_gpu import machine_panels, read_folder, to_series
 from motley.plotting.plot_runs import read_losses, runs_panels
 from motley.plotting.plot_timeline import draw_timeline
 from motley.plotting.plot_training import run_panels
+from motley.plotting.run_diff import describe_run, format_value
 from motley.plotting.run_steps import read_or_say, title
 from motley.plotting.run_verdict import add_co2
 from motley.plotting.traces import describe_trace
@@ -141,6 +142,7 @@ def most_memory(row: Row) -> float | None:
     return max(values, default=None)
 
 
+Facts = list[tuple[str, str, str]]
 _DPI, _DPI_WIDE = 150, 110
 _TROUBLES = (MotleyError, OSError, ValueError, KeyError, TypeError)
 
@@ -193,6 +195,8 @@ class Section:
         failed: name, place and error of each failed run.
         pictures: pictures of all runs together.
         runs: details of each run.
+        compared: name and facts of each run, for two to be compared; empty for a single run. A fact
+            is a section, a name and a value.
     """
 
     name: str
@@ -204,6 +208,22 @@ class Section:
     failed: list[tuple[str, str, str]]
     pictures: list[Picture]
     runs: list[Details]
+    compared: list[tuple[str, Facts]]
+
+
+def compare(names: Sequence[str], runs: Sequence[RunFolder]) -> list[tuple[str, Facts]]:
+    """Return the name and the facts of each run, for the reader to pick two of them.
+
+    A run with a damaged run.json is left out, and so is a single run.
+    """
+    result = []
+    for name, run in zip(names, runs, strict=True):
+        with contextlib.suppress(MotleyError):
+            known = describe_run(run).items()
+            facts = [(part, each, format_value(value)) for part, own in known
+                     for each, value in own.items()]  # fmt: skip
+            result.append((name, facts))
+    return result if len(result) > 1 else []
 
 
 def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> list[Picture]:
@@ -297,6 +317,7 @@ def make_matrix_section(folder: BaselineFolder, colours: dict[str, str], co2: fl
         picture(f"ways to train, {name}", lambda: draw_matrix(folder), is_wide=True),
         [details(run, cell, read_or_say(run), colours, co2, f"{cell}: {_rate(rows, cell)}")
          for cell, run in runs.items()],
+        compare(list(runs), list(runs.values())),
     )  # fmt: skip
 
 
@@ -388,7 +409,8 @@ def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float
         if each[0].verdict:
             sentences.append(f"The newest is {names[0]}. {' '.join(each[0].verdict[:2])}")
         pictures = panels("", lambda: runs_panels(read_losses(filter(None, trainings))))
-    return Section(heading, sentences, [], head, rows, 1, failed, pictures, each)
+    compared = compare(names, runs)
+    return Section(heading, sentences, [], head, rows, 1, failed, pictures, each, compared)
 
 
 def draw(paths: list[Path], out: Path | None, co2: float) -> int:

@@ -77,6 +77,14 @@ def test_nothing_is_wrong_with_it_on_a_screen(page: Path, width: int) -> None:
           ].filter(each => each.scrollWidth > each.clientWidth + 1 && each.clientWidth > 0)
           .map(each => each.outerHTML.slice(0, 80))""")
         assert cut == []  # of the runs
+        rows = """(place => {
+            const pick = place.querySelectorAll("select")[1];
+            pick.value = "one", pick.dispatchEvent(new Event("change"));
+            return [...place.querySelectorAll("tbody tr")].map(each => each.textContent);
+          })([...document.querySelectorAll(".compared")].at(-1))"""
+        other = browser.run(rows.replace('"one"', '"two"'))  # the left one is one at first
+        same = browser.run(rows)
+        assert same and {each[:7] for each in same} == {"results"} and len(other) >= len(same)
         browser.run("document.querySelector('details').open = false; location.hash = '#one'")
         assert browser.run("document.getElementById('one').open")
         sizes = browser.run("[...document.images].map(each => [each.naturalWidth, each.alt])")
