@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 from torchvision import datasets as tv  # type: ignore[import-untyped]
 
 from motley.data.source import Source
 from motley.errors import MotleyError
+from motley.text import name_some
 
 NO_LABEL = -1
 _FORMATS = (
@@ -221,6 +223,51 @@ def with_folder(images: Images, folder: Path) -> Images:
         images, test=_Files(files, "RGB" if images.channels == 3 else "L"), native_size=None,
         name_of=lambda source, index: str(files[index].relative_to(folder)),
     )  # fmt: skip
+
+
+def open_held_out(images: Images, name: str, folder: Path) -> Source:
+    """Return a further held-out set: a folder with one folder per class, which may lack classes.
+
+    Images get the size of ``images`` if all of these have one size.
+
+    Args:
+        images: the images of the training, with its classes.
+        name: name of the set.
+        folder: its folder.
+
+    Raises:
+        MotleyError: the folder cannot be read, has no images, or has other classes.
+    """
+    try:
+        result = ImageFolder(folder)
+    except OSError as error:
+        raise MotleyError(
+            f"--eval-data {name}={folder} needs one folder a class; {error.strerror or error}"
+        ) from None
+    known = images.class_names or tuple(map(str, range(images.classes)))
+    if unknown := [each for each in result.classes if each not in known]:
+        raise MotleyError(
+            f"--eval-data {name}={folder} has the classes {name_some(unknown)}, which the training "
+            f"does not have; its classes are {name_some(known)}"
+        )
+    if not len(result):
+        raise MotleyError(f"--eval-data {name}={folder} has no images; is it the right folder?")
+    number = [known.index(each) for each in result.classes]
+    result.samples = [(path, number[label]) for path, label in result.samples]
+    result.targets = [label for _, label in result.samples]
+    side, colours = images.native_size, "RGB" if images.channels == 3 else "L"
+
+    def load(path: str) -> Any:
+        with Path(path).open("rb") as file:
+            image = decoded(Image.open(file), colours)
+        if side is None:
+            return image
+        image = image.resize((side, side), Image.Resampling.BICUBIC)
+        pixels = np.asarray(image).reshape(side, side, images.channels)
+        return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+
+    result.loader = load
+    return result
 
 
 def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:

@@ -464,6 +464,10 @@ class ResidentImages:
         """See Samples. A training sample is the position of its image, and its label."""
         return self._samples.data(held_out=True) if held_out else self._source.places
 
+    def held_out_sets(self) -> Mapping[str, Source]:
+        """See Samples."""
+        return self._samples.held_out_sets()
+
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """See Samples. ``cut`` is position, shift down, shift right, and 1 if mirrored."""
         if not training:

@@ -61,6 +61,8 @@ class Task:
         class_names: names of the classes by number; empty without classes. A run continues only
             with the same names. Exports and predictions contain them.
         usual: defaults of options that suit the task, by their names and as a user types them.
+        gathered: names of results of :meth:`scores` that are not averaged. Instead
+            :meth:`compute_metrics` receives the results of all held-out samples.
         directions: ``min`` or ``max`` by the name of a metric, the better direction for
             ``--keep-best``. Usual names, such as loss and accuracy, need no entry.
         account: one line about samples that were read and left out; empty if none was left out.
@@ -82,6 +84,7 @@ class Task:
     needs_workers: bool = True
     sometimes_unused: bool = False
     class_names: ClassVar[tuple[str, ...]] = ()
+    gathered: ClassVar[tuple[str, ...]] = ()
     directions: ClassVar[Mapping[str, str]] = {}
     sample_list: ClassVar[str] = ""
     account: ClassVar[str] = ""
@@ -109,6 +112,13 @@ class Task:
         raise NotImplementedError
 
     # -- may be written
+
+    def held_out_sets(self) -> "Mapping[str, Source]":
+        """Return further held-out data by name, as :meth:`data` returns the usual one.
+
+        Each is evaluated beside it. A metric of such a set is recorded as ``NAME/METRIC``.
+        """
+        return {}
 
     def prepare(self) -> None:
         """Download or unpack missing data. One rank of each host calls it."""
@@ -172,9 +182,23 @@ class Task:
 
         ``loss`` is one of them. If ``label`` and ``predicted`` are among them, int64 [n] each, they
         are the classes of a sample, and are counted in place of being averaged. The last evaluation
-        then writes ``classes.csv`` and ``confusion.csv``.
+        then writes ``classes.csv`` and ``confusion.csv``. The names in ``gathered`` may have rows
+        of any shape, [n, ...], or a list of n values such as texts.
         """
         return {"loss": self.losses(net, batch)}
+
+    def compute_metrics(self, gathered: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return metrics of all held-out samples that are no means over them, such as AUROC.
+
+        Rank 0 calls it after each evaluation, on the CPU. The metrics join those of
+        :meth:`summary`.
+
+        Args:
+            gathered: the results of :meth:`scores` that ``gathered`` names, in the order of the
+                samples and each sample once: a tensor [samples, ...], or a list where rows differ
+                in shape or are no tensors.
+        """
+        return {}
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the metrics that an evaluation records.
@@ -218,7 +242,10 @@ class Task:
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """Return predictions as the columns of a table, by name, one row for each sample."""
-        return {name: values.tolist() for name, values in self.scores(net, batch).items()}
+        return {
+            name: values if isinstance(values, list) else values.tolist()
+            for name, values in self.scores(net, batch).items()
+        }
 
     def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
         """Return the modules that are sharded and recomputed as one, by name, in order."""

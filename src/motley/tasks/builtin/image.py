@@ -6,9 +6,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motley.config.option import Decides, fraction, naturals, not_negative, option, positive
+from motley.config.option import (
+    Decides,
+    Keyword,
+    fraction,
+    named_path,
+    naturals,
+    not_negative,
+    option,
+    positive,
+)
 from motley.data.datasets import dataset_name, find_dataset, known_datasets
 from motley.errors import MotleyError
+from motley.tasks.metrics import CLASS, DIRECTIONS, compute_measures, metric_name
 from motley.tasks.task import LABEL, PREDICTED, Net, Task
 
 if TYPE_CHECKING:
@@ -21,6 +31,7 @@ if TYPE_CHECKING:
     from motley.tasks.classifiers import Classifier
 
 MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
+_PROBABILITIES, _TARGETS = "probabilities", "targets"  # gathered of all held-out images
 _TOP = 5  # classes among which the label is, for the metric top5
 
 
@@ -52,6 +63,7 @@ class ImageTask(Task):
     unit = "images"
     head_options = ("dataset", "data_dir", "classes")
     recipes = RECIPES
+    directions = DIRECTIONS
 
     name: str | None = option(
         "timm name; default: vit_digits for digits, else vit_base_patch16_224",
@@ -116,6 +128,16 @@ class ImageTask(Task):
     smoothing: float = option(
         "label smoothing, default 0.1", NUMBERS, 0.1, read=fraction, metavar="S"
     )
+    metrics: tuple[str, ...] | None = option(
+        "further metrics of an evaluation, of torchmetrics and over all held-out samples, as in "
+        "f1_macro auroc (needs: pip install torchmetrics); default: none",
+        Decides.NOTHING, read=metric_name, metavar="NAME", several=True,
+    )  # fmt: skip
+    eval_data: tuple[Keyword, ...] | None = option(
+        "further held-out sets, each evaluated beside the usual one: a name, and a folder with one "
+        "folder a class; its metrics are NAME/top1, ...; default: none",
+        Decides.NOTHING, read=named_path, metavar="NAME=DIR", several=True,
+    )  # fmt: skip
     bn_group: int = option(
         "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
         "default 32. --batch-size must be a multiple, and shares are whole groups",
@@ -288,8 +310,28 @@ class ImageTask(Task):
         """See Task."""
         return self.images.test if held_out else self.images.train
 
+    def held_out_sets(self) -> "Mapping[str, Source]":
+        """See Task."""
+        return self._held_out_sets
+
+    @cached_property
+    def _held_out_sets(self) -> "Mapping[str, Source]":
+        from motley.data.images import open_held_out
+
+        given = self.eval_data or ()
+        if repeated := {
+            each.name for each in given if [x.name for x in given].count(each.name) > 1
+        }:
+            raise MotleyError(
+                f"--eval-data names {', '.join(sorted(repeated))} twice; give each set a name of "
+                "its own"
+            )
+        return {each.name: open_held_out(self.images, each.name, Path(each.text)) for each in given}
+
     def name_of(self, source: "Source", index: int) -> str:
         """See Task."""
+        if any(source is each for each in self._held_out_sets.values()):
+            return str(source.samples[index][0])  # type: ignore[attr-defined]
         return self.images.name_of(source, index)
 
     def with_files(self, folder: Path) -> "ImageTask":
@@ -383,7 +425,19 @@ class ImageTask(Task):
         if logits.shape[1] >= _TOP:
             best = logits.topk(_TOP, dim=1).indices
             result["top5"] = (best == labels.unsqueeze(1)).any(dim=1)
+        if self.metrics:
+            result |= {_PROBABILITIES: logits.softmax(dim=1), _TARGETS: labels}
         return result
+
+    @property
+    def gathered(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See Task."""
+        return (_PROBABILITIES, _TARGETS) if self.metrics else ()
+
+    def compute_metrics(self, gathered: Mapping[str, Any]) -> Mapping[str, float]:
+        """See Task: the metrics of ``--metrics``."""
+        names, values = self.metrics or (), (gathered[_PROBABILITIES], gathered[_TARGETS])
+        return compute_measures(names, CLASS, *values)
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """See Task; ``top5`` if there are as many classes."""
@@ -392,7 +446,10 @@ class ImageTask(Task):
     def words(self, metrics: Mapping[str, float]) -> str:
         """See Task."""
         more = f"top-5 {metrics['top5']:.2%}, " if "top5" in metrics else ""
-        return f"top-1 {metrics['top1']:.2%}, {more}loss {metrics['loss']:.4f}"
+        further = "".join(
+            f", {name} {metrics[name]:.4f}" for name in self.metrics or () if name in metrics
+        )
+        return f"top-1 {metrics['top1']:.2%}, {more}loss {metrics['loss']:.4f}{further}"
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """See Task; ``label`` is empty where an image has none."""
