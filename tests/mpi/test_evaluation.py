@@ -118,6 +118,57 @@ def test_metrics_of_all_samples_and_of_several_sets_are_those_of_one_rank(
     assert run.run["config"]["eval_data"] == [*sets]
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits in one folder, with CSV files of their classes, of several labels, and of a number."""
+    digits, root = load_digits(), tmp_path_factory.mktemp("tables")
+    lines: dict[str, list[str]] = {"class": [], "labels": [], "value": []}
+    for number in range(150):
+        pixels, digit = (digits.images[number] * 15).astype("uint8"), int(digits.target[number])
+        Image.fromarray(pixels).save(root / f"{number}.png")
+        several = [name for name, is_on in (("odd", digit % 2), ("large", digit > 4)) if is_on]
+        for kind, label in (("class", digit), ("labels", ";".join(several)), ("value", digit / 2)):
+            lines[kind].append(f"{number}.png\t{label}")
+    for kind, own in lines.items():
+        (root / f"{kind}.csv").write_text("\n".join(["image_id\ttarget", *own, "gone.png\t1"]))
+    return root
+
+
+KINDS = {
+    "class": ("--class-weights", "balanced", "--balanced-sampling", "--mixup", 0.5,
+              "--keep-best", "top1"),
+    "labels": ("--class-weights", "balanced", "--metrics", "f1_micro", "--keep-best", "map"),
+    "value": ("--value-loss", "l1", "--metrics", "spearman", "--keep-best", "r2"),
+}  # fmt: skip
+ALONE = {
+    "class": {"top1", "top5", "loss"}, "labels": {"accuracy", "exact", "map", "f1_micro", "loss"},
+    "value": {"mae", "rmse", "r2", "spearman", "loss"},
+}  # fmt: skip
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [
+    (DDP, "--shares", "5,0,3"), (DDP, "--shares", "1,2,1", "--strategy", "fsdp"),
+    (ZERO, "--shares", "2,1,1", "--stage", 3),
+], ids=["DDP", "FSDP", "DeepSpeed 3"])  # fmt: skip
+def test_labels_of_a_file_are_learnt_as_by_one_rank(
+    jobs: Jobs, tables: Path, kind: str, options: tuple[object, ...]
+) -> None:
+    script, *shares = options
+    words = ("--labels", tables / f"{kind}.csv", "--data-dir", tables, "--target", kind,
+             "--model", "vit_digits", "--img-size", 8, "--batch-size", 32, "--max-steps", 6,
+             "--precision", "fp32", "--warmup-epochs", 0, *KINDS[kind])  # fmt: skip
+    one = jobs.train(1, DDP, "one", *words, "--shares", "equal")
+    run = jobs.train(3, script, "several", *words, *shares)
+    assert run.losses == pytest.approx(one.losses, rel=2e-5)
+    for own, due in zip(run.epochs, one.epochs, strict=True):
+        assert ALONE[kind] <= own.keys()
+        assert all(own[name] == pytest.approx(due[name], rel=1e-3) for name in ALONE[kind])
+    assert "1 files of the CSV are missing: gone.png" in run.done.output
+    assert run.run["config"]["target"] == kind and run.run["result"]["best_step"] > 0
+
+
 def test_a_set_of_other_classes_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "pets" / "cat").mkdir(parents=True)
     done = jobs.fork(1, DDP, "--logs", jobs.logs, "--eval-data", f"pets={tmp_path / 'pets'}")

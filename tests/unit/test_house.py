@@ -253,7 +253,12 @@ def test_what_the_library_imports_is_declared_and_extras_are_tested() -> None:
         "optional-dependencies"
     ]
     assert {line for extra in extras.values() for line in extra} <= {*tested.values()}
-    modules = {"GPUtil": "gputil", "PIL": "pillow", "pynvml": "nvidia-ml-py"}
+    modules = {
+        "GPUtil": "gputil",
+        "PIL": "pillow",
+        "pynvml": "nvidia-ml-py",
+        "sklearn": "scikit-learn",
+    }
     known = {*sys.stdlib_module_names, "motley", *declared, *tested}
     used = {name for path in LIBRARY.rglob("*.py") for name in tops(path)}
     assert {modules.get(name, name) for name in used} <= known

@@ -22,6 +22,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 from torchvision import datasets as tv  # type: ignore[import-untyped]
 
+from motley.data.datasets import CLASS, VALUE
 from motley.data.source import Source
 from motley.errors import MotleyError
 from motley.text import name_some
@@ -76,6 +77,7 @@ class Images:
         identity: hash of all images, if it is known. A run continues only with the same hash.
         class_names: names of the classes by label; empty if they have none.
         account: one line on the files of a folder that were read and that were not; else empty.
+        kind: kind of the labels: one class, several labels (fp32 [classes], 0 or 1), or a number.
     """
 
     train: Source
@@ -90,6 +92,7 @@ class Images:
     identity: str = ""
     class_names: tuple[str, ...] = ()
     account: str = ""
+    kind: str = CLASS
 
     def fingerprint(self) -> str:
         """Return the number of images, and a hash of their labels and, if known, their paths.
@@ -103,7 +106,8 @@ class Images:
                 names = (composed(path.removeprefix(root)) for path, _ in samples)
                 digest.update("\0".join(names).encode())
             if (labels := getattr(part, "targets", None)) is not None:
-                digest.update(np.asarray(labels, dtype="<i8").tobytes())
+                form = "<f8" if self.kind == VALUE else "<i8"
+                digest.update(np.asarray(labels, dtype=form).tobytes())
         return (
             f"{len(self.train)} training and {len(self.test)} held-out images, list "
             f"{digest.hexdigest()[:12]}"

@@ -325,7 +325,9 @@ class Loader:
         self._loader: DataLoader[Any] | None = self._make_loader()
         self._pass = Batches(iter(()), self._slots)
         self._prepared: tuple[tuple[int, int, Plan], Steps] | None = None
-        self.order = Order(len(self._train), config.seed, config.data_fraction)
+        self.order = Order(
+            len(self._train), config.seed, config.data_fraction, samples.balanced_classes()
+        )
 
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
         """Return the steps of one epoch after its first ``consumed`` samples."""

@@ -52,11 +52,14 @@ class Order:
         samples: number of samples in the training set.
         seed: seed of the permutations.
         fraction: fraction of the samples that is used, the same samples in every epoch.
+        classes: class of each sample, if an epoch has equally many of each class; None: an epoch
+            has each sample once.
     """
 
     samples: int
     seed: int
     fraction: float = 1.0
+    classes: Sequence[int] | None = None
 
     @property
     def epoch_samples(self) -> int:
@@ -68,7 +71,28 @@ class Order:
         chosen = self._permutation(self.samples, self.seed)[: self.epoch_samples]
         if self.fraction == 1.0:
             chosen = list(range(self.samples))
+        if self.classes is not None:
+            chosen = self._balance(chosen, self.classes, epoch)
         return [chosen[at] for at in self._permutation(len(chosen), self.seed, epoch)]
+
+    def _balance(self, chosen: list[int], classes: Sequence[int], epoch: int) -> list[int]:
+        """Return as many samples, with equally many of each class, give or take one.
+
+        A class repeats all of its samples before it repeats one of them again. A large class
+        leaves out other samples in each epoch.
+        """
+        members: dict[int, list[int]] = {}
+        for index in chosen:
+            members.setdefault(classes[index], []).append(index)
+        each, rest = divmod(len(chosen), len(members))
+        result = list[int]()
+        for place, label in enumerate(sorted(members)):
+            own = members[label]
+            count = each + ((place + epoch) % len(members) < rest)
+            for turn in range(-(-count // len(own))):
+                order = self._permutation(len(own), self.seed, epoch, place, turn)
+                result += [own[at] for at in order[: count - turn * len(own)]]
+        return result
 
     @staticmethod
     def _permutation(length: int, *seeds: int) -> list[int]:
@@ -190,6 +214,9 @@ class Samples(Protocol):
 
     def weights(self, batch: Tensors) -> Tensor | None:
         """Return the weight of each sample in the mean, [n]; None: ``weight`` each."""
+
+    def balanced_classes(self) -> Sequence[int] | None:
+        """Return the class of each training sample for a balanced order. None: no balance."""
 
     def on(self, device: torch.device) -> "Samples":
         """Return the samples as a rank with this device reads them."""

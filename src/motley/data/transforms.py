@@ -464,6 +464,10 @@ class ResidentImages:
         """See Samples. A training sample is the position of its image, and its label."""
         return self._samples.data(held_out=True) if held_out else self._source.places
 
+    def balanced_classes(self) -> Sequence[int] | None:
+        """See Samples."""
+        return self._samples.balanced_classes()
+
     def held_out_sets(self) -> Mapping[str, Source]:
         """See Samples."""
         return self._samples.held_out_sets()

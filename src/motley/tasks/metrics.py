@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from motley.data.datasets import CLASS, LABELS, VALUE
 from motley.registry import import_extra
 from motley.text import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CLASS, LABELS, VALUE = "class", "labels", "value"  # kinds of targets
 _PREFIXES = {CLASS: "multiclass_", LABELS: "multilabel_", VALUE: ""}
 _AVERAGES = ("macro", "micro", "weighted")
 

@@ -170,6 +170,19 @@ class Task:
         """
         return None
 
+    @property
+    def has_weights(self) -> bool:
+        """True if samples may differ in weight, which is known only when a batch has been read."""
+        return type(self).weights is not Task.weights
+
+    def balanced_classes(self) -> Sequence[int] | None:
+        """Return the class of each training sample, if an epoch has equally many of each class.
+
+        The samples of a class are then repeated or left out, as evenly as possible. None: an epoch
+        has each sample once.
+        """
+        return None
+
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
         """Return the relative compute time of training samples.
 
@@ -309,14 +322,6 @@ class Task:
     def title(self) -> str:
         """Return one line that describes the task."""
         return f"task {type(self).__name__}"
-
-
-def weighs(task: Task) -> bool:
-    """Return True if samples may differ in weight.
-
-    The weight of a batch is then known only when the batch has been read.
-    """
-    return type(task).weights is not Task.weights
 
 
 def acts_after_evaluation(task: Task) -> bool:

@@ -1,4 +1,4 @@
-"""Images and their classes: timm's models, on digits, CIFAR, a folder of classes, or noise."""
+"""Images and their classes, labels or values: timm's models, on many kinds of data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,23 @@ from motley.config.option import (
     Keyword,
     fraction,
     named_path,
+    names,
     naturals,
     not_negative,
     option,
     positive,
 )
-from motley.data.datasets import dataset_name, find_dataset, known_datasets
+from motley.data.datasets import (
+    CLASS,
+    LABELS,
+    VALUE,
+    dataset_name,
+    find_dataset,
+    known_datasets,
+)
 from motley.errors import MotleyError
-from motley.tasks.metrics import CLASS, DIRECTIONS, compute_measures, metric_name
-from motley.tasks.task import LABEL, PREDICTED, Net, Task
+from motley.tasks.metrics import DIRECTIONS, MEASURES, metric_name
+from motley.tasks.task import Net, Task
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +37,9 @@ if TYPE_CHECKING:
     from motley.data.source import Samples, Source, Tensors
     from motley.data.transforms import Look, Mixing, Transform
     from motley.tasks.classifiers import Classifier
+    from motley.tasks.targets import Target
 
 MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
-_PROBABILITIES, _TARGETS = "probabilities", "targets"  # gathered of all held-out images
-_TOP = 5  # classes among which the label is, for the metric top5
 
 
 # "deit": DeiT's recipe for ImageNet from scratch (Touvron et al., 2021, for a batch of 1,024).
@@ -52,16 +59,17 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """Images and their classes.
+    """Images and their classes, labels or values.
 
-    A batch has ``images``, uint8 [n, C, H, W], and ``labels``, int64 [n]. The images have the
-    model's size, or are smaller (see Look.enlarged). If images are mixed, the batch also has
-    ``partners``, the labels of the other images, and ``own``, the weights of ``labels``, fp32 [n].
+    A batch has ``images``, uint8 [n, C, H, W], and ``labels``, as in motley.tasks.targets. The
+    images have the model's size, or are smaller (see Look.enlarged). If images are mixed, the batch
+    also has ``partners``, the labels of the other images, and ``own``, the weights of ``labels``,
+    fp32 [n]. With weighted classes a training batch has ``weights``, fp32 [n].
     """
 
     noun = "image"
     unit = "images"
-    head_options = ("dataset", "data_dir", "classes")
+    head_options = ("dataset", "data_dir", "classes", "labels", "label_columns", "target")
     recipes = RECIPES
     directions = DIRECTIONS
 
@@ -84,6 +92,33 @@ class ImageTask(Task):
     )  # fmt: skip
     data_dir: str = option(
         "default: data", NUMBERS, "data", metavar="DIR", usual="where it is, default: data"
+    )
+    labels: str | None = option(
+        "CSV file with the labels of the images below --data-dir, and if need be a column split "
+        "with train and val; default: the folders say them",
+        MODEL, metavar="FILE.csv",
+    )  # fmt: skip
+    label_columns: tuple[str, ...] | None = option(
+        "columns of it for the file, the label, and the split; default: by usual names, as "
+        "file,label,split",
+        MODEL, read=names, metavar="FILE,LABEL[,SPLIT]",
+    )  # fmt: skip
+    target: str = option(
+        "what a label is: class (default); labels, any number of them, separated by | ; , or a "
+        "blank; value, a number",
+        MODEL | SPEED, CLASS, choices=(CLASS, LABELS, VALUE),
+    )  # fmt: skip
+    value_loss: str = option(
+        "of --target value: mse, the squared error (default), or l1, the absolute one",
+        NUMBERS, "mse", choices=("mse", "l1"),
+    )  # fmt: skip
+    class_weights: str | None = option(
+        "of the loss: balanced, by the inverse number of training images; a file with a number a "
+        "line; or numbers. Weighted means are divided by the sum of weights; default: none",
+        NUMBERS, metavar="balanced|FILE|W,...",
+    )  # fmt: skip
+    balanced_sampling: bool = option(
+        "draw equally many training images of each class in an epoch", NUMBERS, False
     )
     augment: bool = option("no random crops and flips", NUMBERS, True)
     recipe: str | None = option(
@@ -135,8 +170,9 @@ class ImageTask(Task):
     )  # fmt: skip
     eval_data: tuple[Keyword, ...] | None = option(
         "further held-out sets, each evaluated beside the usual one: a name, and a folder with one "
-        "folder a class; its metrics are NAME/top1, ...; default: none",
-        Decides.NOTHING, read=named_path, metavar="NAME=DIR", several=True,
+        "folder a class, or with --labels another CSV file; its metrics are NAME/top1, ...; "
+        "default: none",
+        Decides.NOTHING, read=named_path, metavar="NAME=PATH", several=True,
     )  # fmt: skip
     bn_group: int = option(
         "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
@@ -145,6 +181,27 @@ class ImageTask(Task):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        if self.labels and self.dataset == "digits":
+            object.__setattr__(self, "dataset", "folder")
+        if self.labels is None and (self.target != CLASS or self.label_columns):
+            flag = f"--target {self.target}" if self.target != CLASS else "--label-columns"
+            raise MotleyError(f"{flag} is for labels of a CSV file; name it, as --labels FILE.csv")
+        if self.labels and self.dataset != "folder":
+            raise MotleyError(
+                f"--labels {self.labels} labels the files of a folder, and --dataset "
+                f"{self.dataset} has labels; leave one of them out"
+            )
+        if self.label_columns and len(self.label_columns) not in (2, 3):
+            raise MotleyError(
+                f"--label-columns {','.join(self.label_columns)}: give the column of the file and "
+                "that of the label, and if need be that of the split, as in image_id,tags"
+            )
+        for each in self.metrics or ():
+            if self.target not in MEASURES[each].kinds:
+                fits = [name for name, other in MEASURES.items() if self.target in other.kinds]
+                raise MotleyError(
+                    f"--metrics {each} is not for --target {self.target}; choose {', '.join(fits)}"
+                )
         if self.name is None:  # records contain the name of the model
             object.__setattr__(self, "name", find_dataset(self.dataset).model)
         if self._mixes and self.bn_group % 2 and self.classifier.has_batch_norm:
@@ -195,8 +252,43 @@ class ImageTask(Task):
         """Data set that ``--dataset`` names, opened."""
         from motley.data.images import select_classes
 
-        images = find_dataset(self.dataset).open(Path(self.data_dir), self.size)
-        return images if self.classes is None else select_classes(images, self.classes)
+        if self.labels is not None:
+            from motley.data.labels import open_labelled
+
+            images = open_labelled(
+                Path(self.data_dir), Path(self.labels), self.label_columns or (), self.target
+            )
+        else:
+            images = find_dataset(self.dataset).open(Path(self.data_dir), self.size)
+        if self.classes is None:
+            return images
+        if images.kind != CLASS:
+            raise MotleyError(
+                f"--classes: an image has no single class with --target {images.kind}; leave it out"
+            )
+        return select_classes(images, self.classes)
+
+    @cached_property
+    def _target(self) -> "Target":
+        from motley.tasks.targets import ClassTarget, LabelsTarget, ValueTarget
+
+        images, measures = self.images, self.metrics or ()
+        if images.kind == VALUE and self.class_weights is None:
+            return ValueTarget(self.value_loss, measures)
+        weight = self._class_weight
+        if images.kind == LABELS:
+            return LabelsTarget(images.class_names, weight, measures)
+        return ClassTarget(images.class_names, self.smoothing, weight, measures)
+
+    @cached_property
+    def _class_weight(self) -> "Tensor | None":
+        if self.class_weights is None:
+            return None
+        import torch
+
+        from motley.data.labels import read_class_weights
+
+        return torch.tensor(read_class_weights(self.class_weights, self.images))
 
     @cached_property
     def look(self) -> "Look":
@@ -245,7 +337,7 @@ class ImageTask(Task):
             getattr(type(self), name) is getattr(ImageTask, name)
             for name in ("data", "sample", "collate", "weights")
         )  # a subclass may read other samples
-        if device.type != "cuda" or self._mixes or not own:
+        if device.type != "cuda" or self._mixes or not own or self.class_weights:
             return self
         known: dict[torch.device, Samples] = self.__dict__.setdefault("_on", {})
         if device not in known:
@@ -317,6 +409,7 @@ class ImageTask(Task):
     @cached_property
     def _held_out_sets(self) -> "Mapping[str, Source]":
         from motley.data.images import open_held_out
+        from motley.data.labels import open_held_out_file
 
         given = self.eval_data or ()
         if repeated := {
@@ -326,7 +419,15 @@ class ImageTask(Task):
                 f"--eval-data names {', '.join(sorted(repeated))} twice; give each set a name of "
                 "its own"
             )
-        return {each.name: open_held_out(self.images, each.name, Path(each.text)) for each in given}
+        result: dict[str, Source] = {}
+        for each in given:
+            path = Path(each.text)
+            result[each.name] = open_held_out(self.images, each.name, path) if (
+                self.labels is None
+            ) else open_held_out_file(
+                self.images, each.name, Path(self.data_dir), path, self.label_columns or ()
+            )  # fmt: skip
+        return result
 
     def name_of(self, source: "Source", index: int) -> str:
         """See Task."""
@@ -349,6 +450,8 @@ class ImageTask(Task):
         if not training:
             return {"images": self._evaluation(image), "labels": label}
         result = {"images": self._training(image), "labels": label}
+        if self.has_weights:
+            result["trains"] = True
         return result | {"drawn": self._mixing.draw()} if self._mixes else result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
@@ -362,11 +465,36 @@ class ImageTask(Task):
         pixels = images.numpy()  # numpy changes HWC to CHW twice as fast
         for row, sample in enumerate(samples):
             pixels[row] = sample["images"].numpy()
-        labels = torch.tensor([sample["labels"] for sample in samples], dtype=torch.int64)
+        target = self._target
+        labels = target.stack([sample["labels"] for sample in samples])
+        batch = {"images": images, "labels": labels}
         if "drawn" in samples[0]:
             drawn = torch.stack([sample["drawn"] for sample in samples])
-            return mix(images, labels, drawn, self.grain)
-        return {"images": images, "labels": labels}
+            batch = mix(images, labels, drawn, self.grain)
+        weights = target.weights(labels) if "trains" in samples[0] else None
+        if weights is not None and "own" in batch:
+            others = target.weights(batch["partners"])
+            assert others is not None
+            weights = batch["own"] * weights + (1 - batch["own"]) * others
+        return batch if weights is None else {**batch, "weights": weights}
+
+    @property
+    def has_weights(self) -> bool:
+        """See Task: a training image weighs as its class does."""
+        own = type(self).weights is not ImageTask.weights
+        return own or (self.class_weights is not None and self.target == CLASS)
+
+    def weights(self, batch: "Tensors") -> "Tensor | None":
+        """See Task."""
+        return batch.get("weights")
+
+    def balanced_classes(self) -> Sequence[int] | None:
+        """See Task."""
+        if not self.balanced_sampling:
+            return None
+        from motley.data.labels import labels_to_balance
+
+        return labels_to_balance(self.images)
 
     def logits(self, net: Net, images: "Tensor") -> "Tensor":
         """Return the logits, fp32 [n, classes], of images, uint8 [n, C, H, W].
@@ -398,73 +526,47 @@ class ImageTask(Task):
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """See Task."""
-        from torch.nn import functional
-
-        logits = self.logits(net, batch["images"])
-
-        def against(labels: "Tensor") -> "Tensor":
-            return functional.cross_entropy(
-                logits, labels, label_smoothing=self.smoothing, reduction="none"
-            )
-
-        losses = against(batch["labels"])
+        outputs, target = self.logits(net, batch["images"]), self._target
+        losses = target.losses(outputs, batch["labels"])
         if "own" in batch:
-            losses = batch["own"] * losses + (1 - batch["own"]) * against(batch["partners"])
+            others = target.losses(outputs, batch["partners"])
+            losses = batch["own"] * losses + (1 - batch["own"]) * others
         return losses
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """See Task; the loss is without smoothing."""
-        from torch.nn import functional
-
-        logits, labels = self.logits(net, batch["images"]), batch["labels"]
-        losses = functional.cross_entropy(logits, labels, reduction="none")
-        predicted = logits.argmax(dim=1)
-        result = {
-            "loss": losses, "top1": predicted == labels, LABEL: labels, PREDICTED: predicted,
-        }  # fmt: skip
-        if logits.shape[1] >= _TOP:
-            best = logits.topk(_TOP, dim=1).indices
-            result["top5"] = (best == labels.unsqueeze(1)).any(dim=1)
-        if self.metrics:
-            result |= {_PROBABILITIES: logits.softmax(dim=1), _TARGETS: labels}
-        return result
+        """See Task; the loss is without smoothing and without weights."""
+        return self._target.scores(self.logits(net, batch["images"]), batch["labels"])
 
     @property
     def gathered(self) -> tuple[str, ...]:  # type: ignore[override]
         """See Task."""
-        return (_PROBABILITIES, _TARGETS) if self.metrics else ()
+        from motley.tasks.targets import PROBABILITIES, TARGETS
+
+        return (PROBABILITIES, TARGETS) if self._target.gathers else ()
 
     def compute_metrics(self, gathered: Mapping[str, Any]) -> Mapping[str, float]:
-        """See Task: the metrics of ``--metrics``."""
-        names, values = self.metrics or (), (gathered[_PROBABILITIES], gathered[_TARGETS])
-        return compute_measures(names, CLASS, *values)
+        """See Task."""
+        from motley.tasks.targets import PROBABILITIES, TARGETS
+
+        return self._target.compute_metrics(gathered[PROBABILITIES], gathered[TARGETS])
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task; ``top5`` if there are as many classes."""
-        return {name: means[name] for name in ("top1", "top5", "loss") if name in means}
+        """See Task."""
+        return self._target.summary(means)
 
     def words(self, metrics: Mapping[str, float]) -> str:
         """See Task."""
-        more = f"top-5 {metrics['top5']:.2%}, " if "top5" in metrics else ""
-        further = "".join(
-            f", {name} {metrics[name]:.4f}" for name in self.metrics or () if name in metrics
-        )
-        return f"top-1 {metrics['top1']:.2%}, {more}loss {metrics['loss']:.4f}{further}"
+        shown = {"top1": "top-1", "top5": "top-5", "map": "mAP", "mae": "MAE", "r2": "R2"}
+        as_part = ("top1", "top5", "accuracy", "exact", "map")
+        return ", ".join(
+            f"{shown.get(name, name)} {value:.2%}" if name in as_part
+            else f"{shown.get(name, name)} {value:.4f}"
+            for name, value in metrics.items()
+        )  # fmt: skip
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """See Task; ``label`` is empty where an image has none."""
-        from motley.data.images import NO_LABEL
-
-        best = self.logits(net, batch["images"]).softmax(dim=1).max(dim=1)
-        known: list[int] = batch["labels"].tolist()
-        labels = ["" if label == NO_LABEL else label for label in known]
-        confidence = [f"{value:.4f}" for value in best.values.tolist()]
-        predicted = best.indices.tolist()
-        columns = {"label": labels, "predicted": predicted, "confidence": confidence}
-        if names := self.class_names:
-            columns["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
-            columns["predicted_name"] = [names[label] for label in predicted]
-        return columns
+        return self._target.columns(self.logits(net, batch["images"]), batch["labels"])
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return random pixels as a batch for timing.
@@ -480,7 +582,7 @@ class ImageTask(Task):
             "images": torch.randint(
                 256, (count, *like.shape[1:]), dtype=torch.uint8, device=like.device, generator=dice
             ),
-            "labels": example["labels"].new_zeros(count),
+            "labels": example["labels"].new_zeros(count, *example["labels"].shape[1:]),
         }
 
     def identity(self) -> dict[str, Any]:
