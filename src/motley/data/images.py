@@ -206,26 +206,44 @@ def is_foreign(name: str) -> bool:
     return name.startswith(".") or name.lower() in _FOREIGN
 
 
-def with_folder(images: Images, folder: Path) -> Images:
-    """Return the images with all files under a folder as held-out images, without labels.
+def list_images(paths: Sequence[Path]) -> list[Path]:
+    """Return the image files among paths, and those below the folders among them, sorted there.
 
     Raises:
-        MotleyError: the folder does not exist, or has no images.
+        MotleyError: a path does not exist, or a folder has no images.
     """
-    if not folder.is_dir():
-        raise MotleyError(f"--images {folder} is no folder")
-    endings = image_endings()
-    result = (
-        path for path in folder.rglob("*")
-        if path.name.lower().endswith(endings)
-        and not any(map(is_foreign, path.relative_to(folder).parts))
-    )  # fmt: skip
-    files = sorted(result, key=lambda path: tuple(map(composed, path.parts)))
-    if not files:
-        raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
+    endings, result = image_endings(), list[Path]()
+    for path in paths:
+        if not path.is_dir():
+            if not path.exists():
+                raise MotleyError(f"{path} does not exist; name image files, or folders of them")
+            result.append(path)
+            continue
+        found = (
+            each for each in path.rglob("*")
+            if each.name.lower().endswith(endings)
+            and not any(map(is_foreign, each.relative_to(path).parts))
+        )  # fmt: skip
+        files = sorted(found, key=lambda each: tuple(map(composed, each.parts)))
+        if not files:
+            raise MotleyError(f"{path}: no image is in it, such as {', '.join(endings[:4])}")
+        result += files
+    return result
+
+
+def with_files(images: Images, files: Sequence[Path], folder: Path | None = None) -> Images:
+    """Return the images with these files as held-out images, without labels.
+
+    Args:
+        images: the images.
+        files: the files.
+        folder: a folder above all of them, which names in messages leave out.
+    """
     return replace(
         images, test=_Files(files, "RGB" if images.channels == 3 else "L"), native_size=None,
-        name_of=lambda source, index: str(files[index].relative_to(folder)),
+        name_of=lambda source, index: str(
+            files[index].relative_to(folder) if folder else files[index]
+        ),
     )  # fmt: skip
 
 

@@ -56,6 +56,9 @@ class Target(Protocol):
     def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
         """Return predictions as the columns of a table."""
 
+    def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
+        """Return a prediction for each image, with the most probable classes first."""
+
 
 @dataclass
 class ClassTarget:
@@ -129,6 +132,22 @@ class ClassTarget:
             columns["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
             columns["predicted_name"] = [names[label] for label in predicted]
         return columns
+
+    def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
+        """See Target."""
+        return [{"classes": each} for each in _rank(outputs.softmax(dim=1), self.names, top_k)]
+
+
+def _rank(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[list[dict[str, Any]]]:
+    """Return the most probable classes of each image, with their probabilities."""
+    best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
+    return [
+        [
+            {"class": names[label] if names else label, "probability": round(value, 6)}
+            for label, value in zip(*pair, strict=True)
+        ]
+        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
 
 
 @dataclass
@@ -213,6 +232,19 @@ class LabelsTarget:
                for name, column in zip(self.names, probabilities.T.tolist(), strict=True)},
         }  # fmt: skip
 
+    def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
+        """See Target: the labels that are predicted, and the most probable ones."""
+        probabilities = outputs.sigmoid()
+        ranked = _rank(probabilities, self.names, top_k)
+        return [
+            {
+                "labels": [name for name, value in zip(self.names, row, strict=True)
+                           if value >= _LIKELY],
+                "classes": own,
+            }
+            for row, own in zip(probabilities.tolist(), ranked, strict=True)
+        ]  # fmt: skip
+
 
 @dataclass
 class ValueTarget:
@@ -276,3 +308,7 @@ class ValueTarget:
             "label": ["" if math.isnan(label) else label for label in known],
             "predicted": [f"{value:.6g}" for value in outputs[:, 0].tolist()],
         }
+
+    def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
+        """See Target."""
+        return [{"value": float(f"{value:.6g}")} for value in outputs[:, 0].tolist()]

@@ -437,10 +437,23 @@ class ImageTask(Task):
 
     def with_files(self, folder: Path) -> "ImageTask":
         """See Task; the files have no label."""
-        from motley.data.images import with_folder
+        from motley.data.images import list_images
 
-        changed = replace(self)
-        changed.__dict__["images"] = with_folder(self.images, folder)
+        if not folder.is_dir():
+            raise MotleyError(f"--images {folder} is no folder")
+        return self.with_paths(list_images([folder]), folder)
+
+    def with_paths(self, files: Sequence[Path], folder: Path | None = None) -> "ImageTask":
+        """Return the task with these files as its held-out samples, without labels.
+
+        Args:
+            files: the files.
+            folder: a folder above all of them, which names in messages leave out.
+        """
+        from motley.data.images import with_files
+
+        changed = replace(self, eval_data=None)
+        changed.__dict__["images"] = with_files(self.images, files, folder)
         changed.__dict__["look"] = self.look  # as in the run's own evaluations
         return changed
 
@@ -567,6 +580,16 @@ class ImageTask(Task):
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """See Task; ``label`` is empty where an image has none."""
         return self._target.columns(self.logits(net, batch["images"]), batch["labels"])
+
+    def rank(self, net: Net, batch: "Tensors", top_k: int) -> list[dict[str, Any]]:
+        """Return a prediction for each image, the most probable classes first.
+
+        Args:
+            net: the model.
+            batch: the images.
+            top_k: number of classes.
+        """
+        return self._target.rank(self.logits(net, batch["images"]), top_k)
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return random pixels as a batch for timing.
