@@ -2,6 +2,7 @@
 better: the same on any ranks."""
 
 import csv
+import json
 import re
 from pathlib import Path
 from textwrap import indent
@@ -71,6 +72,16 @@ def test_they_are_those_of_one_rank(module_jobs: Jobs, alone: Trained, name: str
         classes = table(each.folder / "classes.csv")
         assert sum(int(line["correct"]) for line in classes) == right and len(classes) == 10
         assert each.run["result"]["top1"] <= each.run["result"]["top5"] <= 1
+    worst = [json.loads((each.folder / "worst.json").read_text()) for each in (run, alone)]
+    assert len(worst[0]) == 24
+    for own, due in zip(*worst, strict=True):
+        assert own["loss"] == pytest.approx(due["loss"], rel=1e-4)
+    by_index = [{each["index"]: each for each in some[:20]} for some in worst]
+    for index in by_index[0].keys() & by_index[1].keys():
+        own, due = (some[index] for some in by_index)
+        assert all(own[name] == due[name] for name in ("label", "predicted", "picture", "name"))
+    assert len(by_index[0].keys() & by_index[1].keys()) >= 18
+    assert worst[0][0]["loss"] == max(each["loss"] for each in worst[0])
 
 
 METRICS = ("--max-steps", 4, "--batch-size", 64, "--precision", "fp32", "--warmup-epochs", 0,

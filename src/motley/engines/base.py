@@ -96,7 +96,8 @@ def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
         model: the model.
         batch: held-out samples.
         counts: add their labels and predicted classes to ``model.class_pairs``, if there are any,
-            and the rows that the task gathers to ``model.gathered``.
+            the rows that the task gathers to ``model.gathered``, and those with the largest loss to
+            ``model.worst``.
     """
     model.eval()
     scores = model(batch.data, scored=True)
@@ -105,6 +106,8 @@ def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
     result = torch.stack([*sums, *sums[0].new_tensor([batch.weight, len(batch)])])
     if counts and {LABEL, PREDICTED} <= scores.keys():
         model.class_pairs.append(torch.stack([scores[LABEL].long(), scores[PREDICTED].long()]))
+    if counts and model.worst is not None:
+        model.worst.add(batch.indices, scores, model.task.pictures(batch.data))
     if counts and model.task.gathered:
         rows = select_gathered(model.task, scores, len(batch))
         model.gathered.append((batch.indices, rows))

@@ -159,7 +159,7 @@ def write(records: Iterator[dict[str, Any]], file: TextIO, form: str) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Predict as the command line says, and return the exit code: 1 if a file is unreadable."""
+    """Write predictions as the command line says; return the exit code, 1 for unreadable files."""
     escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")

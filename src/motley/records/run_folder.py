@@ -198,6 +198,11 @@ class RunFolder:
         return self.path / "confusion.csv"
 
     @property
+    def worst_file(self) -> Path:
+        """Path of ``worst.json``."""
+        return self.path / "worst.json"
+
+    @property
     def events_file(self) -> Path:
         """Path of ``events.jsonl``."""
         return self.path / "events.jsonl"

@@ -29,6 +29,7 @@ from motley.tasks.build import BlockByBlock
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
 from motley.tasks.net import is_recomputed, keep_fp32, parts_around
 from motley.tasks.task import LABEL, PREDICTED, Task
+from motley.tasks.worst import WorstSamples
 
 Compute = Callable[..., Any]
 
@@ -286,6 +287,7 @@ class TaskModel(nn.Module):
             since the list was last emptied.
         gathered: indices of held-out samples, and what the task gathers of them, on the CPU, for
             each batch since the list was last emptied.
+        worst: collector of the held-out samples with the largest loss; None: they are not kept.
         gathered_example: what the task gathers, of one sample.
         by_blocks: object that fills the network with its initial numbers, or None if the network
             has them all. The network is folded until an engine is built; see motley.tasks.build.
@@ -328,6 +330,7 @@ class TaskModel(nn.Module):
         self.score_names = self._score_names()
         self.class_pairs: list[Tensor] = []
         self.gathered: list[GatheredRows] = []
+        self.worst: WorstSamples | None = None
         if self.statistics:
             self._find_rows(self.statistics)
 

@@ -59,6 +59,9 @@ class Target(Protocol):
     def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
         """Return a prediction for each image, with the most probable classes first."""
 
+    def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the label and the prediction of an image by its row of scores."""
+
 
 @dataclass
 class ClassTarget:
@@ -98,17 +101,29 @@ class ClassTarget:
 
     def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
         """See Target; the loss is without smoothing and without weights."""
+        chances = outputs.softmax(dim=1)
         predicted = outputs.argmax(dim=1)
         result = {
             "loss": functional.cross_entropy(outputs, labels, reduction="none"),
             "top1": predicted == labels, LABEL: labels, PREDICTED: predicted,
+            "confidence": chances.amax(dim=1),
         }  # fmt: skip
         if outputs.shape[1] >= _TOP:
             best = outputs.topk(_TOP, dim=1).indices
             result["top5"] = (best == labels.unsqueeze(1)).any(dim=1)
         if self.gathers:
-            result |= {PROBABILITIES: outputs.softmax(dim=1), TARGETS: labels}
+            result |= {PROBABILITIES: chances, TARGETS: labels}
         return result
+
+    def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See Target."""
+        label, predicted = int(scores[LABEL]), int(scores[PREDICTED])
+        return {
+            LABEL: self.names[label] if self.names else label,
+            PREDICTED: self.names[predicted] if self.names else predicted,
+            "probability": float(scores["confidence"]),
+            "label_probability": math.exp(-float(scores["loss"])),
+        }
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
         """See Target; ``top5`` if there are as many classes."""
@@ -216,18 +231,23 @@ class LabelsTarget:
         result = {"map": sum(means) / len(means)} if means else {"map": float("nan")}
         return result | compute_measures(self.measures, LABELS, probabilities, targets.long())
 
+    def _join(self, rows: Tensor) -> list[str]:
+        """Return the names of the labels in each row that are likely, separated by ``|``."""
+        return [
+            "|".join(name for name, value in zip(self.names, row, strict=True) if value >= _LIKELY)
+            for row in rows.tolist()
+        ]
+
+    def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See Target."""
+        rows = torch.stack([scores[TARGETS], scores[PROBABILITIES]])
+        return dict(zip((LABEL, PREDICTED), self._join(rows), strict=True))
+
     def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
         """See Target; labels are separated by ``|``."""
         probabilities = outputs.sigmoid()
-
-        def join(rows: Tensor) -> list[str]:
-            return [
-                "|".join(name for name, is_on in zip(self.names, row, strict=True) if is_on)
-                for row in rows.tolist()
-            ]
-
         return {
-            "label": join(labels >= _LIKELY), "predicted": join(probabilities >= _LIKELY),
+            "label": self._join(labels), "predicted": self._join(probabilities),
             **{f"{name}_probability": [f"{value:.4f}" for value in column]
                for name, column in zip(self.names, probabilities.T.tolist(), strict=True)},
         }  # fmt: skip
@@ -284,9 +304,13 @@ class ValueTarget:
         label, error = labels.double(), (outputs[:, 0] - labels).double()
         result = {
             "loss": self.losses(outputs, labels), "mae": error.abs(), "squares": error.square(),
-            "label_sum": label, "label_squares": label.square(),
+            "label_sum": label, "label_squares": label.square(), "output": outputs[:, 0],
         }  # fmt: skip
         return result | ({PROBABILITIES: outputs[:, 0], TARGETS: labels} if self.gathers else {})
+
+    def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See Target."""
+        return {LABEL: float(scores["label_sum"]), PREDICTED: float(scores["output"])}
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
         """See Target. R2 is NaN if all labels are equal."""

@@ -260,6 +260,26 @@ class Task:
             for name, values in self.scores(net, batch).items()
         }
 
+    def pictures(self, batch: "Tensors") -> "Tensor | None":
+        """Return pictures of held-out samples for the report, uint8 [n, channels, height, width].
+
+        None: the samples have no pictures.
+        """
+        return None
+
+    def describe_scores(self, scores: "Mapping[str, Tensor]") -> Mapping[str, Any]:
+        """Return what the report says of a held-out sample with a large loss.
+
+        Args:
+            scores: its row of each tensor of :meth:`scores`.
+        """
+        result = dict[str, Any]()
+        for name in (LABEL, PREDICTED):
+            if name in scores:
+                number = int(scores[name])
+                result[name] = self.class_names[number] if self.class_names else number
+        return result
+
     def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
         """Return the modules that are sharded and recomputed as one, by name, in order."""
         from motley.tasks.net import find_blocks

@@ -21,10 +21,11 @@ from motley.launch.world import World
 from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
-from motley.records.classes import write_classes
+from motley.records.classes import write_classes, write_worst
 from motley.records.training import EMA, EpochRecord
 from motley.tasks.model import Gathered, GatheredRows, compute_metrics
 from motley.tasks.task import Task
+from motley.tasks.worst import WorstSamples, merge
 from motley.train.agreement import check_scores, readable
 from motley.train.setup import Job
 
@@ -48,15 +49,17 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
         begins = f"{prefix}{part}/" if part else prefix
         metrics.update({f"{begins}{name}": value for name, value in found.items()})
 
-    pairs = list[Tensor]()
+    pairs, worst = list[Tensor](), WorstSamples(job.config.worst)
     for part in parts:
+        job.model.worst = None if part else worst
         add(part, "", None if average or part != parts[-1] else position)
         pairs = pairs if part else job.model.class_pairs
+    job.model.worst = None
     if average:
         with job.engine.averaged():
             for part in parts:
                 add(part, EMA, position if part == parts[-1] else None)
-    job.model.class_pairs = pairs
+    job.model.class_pairs, job.model.worst = pairs, worst
     return EpochRecord(
         step=position.step, epoch=max(0, position.epoch - (position.consumed == 0)),
         metrics=metrics, samples=counts[""], seconds=time.monotonic() - start, time=time.time(),
@@ -158,12 +161,16 @@ def _compute_on_first(
     return known
 
 
-def write_class_counts(job: Job) -> None:
-    """Write the counts of labels and predicted classes of the last evaluation, on rank 0.
+def write_last_evaluation(job: Job) -> None:
+    """Write the counts of classes and the worst samples of the last evaluation, on rank 0.
 
-    All ranks call this function. Nothing is written if the task has no classes, or if an earlier
-    launch made the last evaluation.
+    All ranks call this function. No counts are written if the task has no classes, and nothing if
+    an earlier launch made the last evaluation.
     """
+    own_worst = [] if job.model.worst is None else job.model.worst.describe(job.model.task)
+    worst = merge(all_gather_object(own_worst), job.config.worst)
+    if worst and dist.get_rank() == 0:
+        write_worst(job.run.folder, worst)
     own = Counter[tuple[int, int]]()
     if job.model.class_pairs:
         pairs = torch.cat(job.model.class_pairs, dim=1).T.tolist()

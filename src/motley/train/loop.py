@@ -39,7 +39,7 @@ from motley.train.agreement import (
     shrink_micro_batches,
 )
 from motley.train.best import BestEvaluation
-from motley.train.evaluation import evaluate, write_class_counts
+from motley.train.evaluation import evaluate, write_last_evaluation
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
 from motley.train.rescue import Rescue, pause
@@ -145,7 +145,7 @@ class Loop:
             while not self._ended():
                 if self._epoch():
                     evaluated = self._evaluate()
-        write_class_counts(self._job)
+        write_last_evaluation(self._job)
         assert evaluated is not None  # no run is shorter than a step
         return evaluated
 

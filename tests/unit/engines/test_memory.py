@@ -23,6 +23,7 @@ class Narrow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gathered: list[Any] = []
+        self.worst = None
 
     def forward(self, data: Tensors, scored: bool) -> dict[str, Tensor]:
         """No loss; an answer is the image's own value."""

@@ -581,6 +581,14 @@ class ImageTask(Task):
         """See Task; ``label`` is empty where an image has none."""
         return self._target.columns(self.logits(net, batch["images"]), batch["labels"])
 
+    def pictures(self, batch: "Tensors") -> "Tensor | None":
+        """See Task."""
+        return batch["images"]
+
+    def describe_scores(self, scores: "Mapping[str, Tensor]") -> Mapping[str, Any]:
+        """See Task."""
+        return self._target.describe(scores)
+
     def rank(self, net: Net, batch: "Tensors", top_k: int) -> list[dict[str, Any]]:
         """Return a prediction for each image, the most probable classes first.
 
