@@ -85,7 +85,7 @@ def test_they_are_those_of_one_rank(module_jobs: Jobs, alone: Trained, name: str
 
 
 METRICS = ("--max-steps", 4, "--batch-size", 64, "--precision", "fp32", "--warmup-epochs", 0,
-           "--eval-every", 2, "--model-ema", "--metrics", "f1_macro", "auroc",
+           "--eval-every", 2, "--model-ema", "--metrics", "f1_macro", "auroc", "--test-crops", 5,
            "--keep-best", "night/f1_macro", "--eval-data")  # fmt: skip
 
 

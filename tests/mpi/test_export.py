@@ -216,6 +216,8 @@ def test_files_are_predicted_by_a_run_and_by_its_export(jobs: Jobs, tmp_path: Pa
         chances = [float(line[f"probability{end}"]) for end in ("", "_2", "_3")]
         assert chances == sorted(chances, reverse=True) and 0 < sum(chances) <= 1.0001
     assert right > 20, "it has learnt something"
+    done = predict(tmp_path / "out", photos, "--test-crops", 10, "--format", "jsonl")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 40
     (photos / "bad.png").write_text("no image")
     again = tmp_path / "again.jsonl"
     done = predict(tmp_path / "out", photos, "--top-k", 3, "--out", again, "--batch-size", 7)

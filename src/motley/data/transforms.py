@@ -38,6 +38,8 @@ from motley.data.source import Samples, Source, Tensors
 from motley.errors import MotleyError
 
 Transform = Callable[[Any], Any]
+_FIVE = 5  # crops: four corners and the middle
+_ROOM = 0.875  # most of a side that a crop of several takes
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,26 @@ class Look:
                 v2.functional.to_pil_image(image) if isinstance(image, Tensor) else image
             )
             return pixels
+
+        return changed
+
+    def for_crops(self, count: int) -> Transform:
+        """Return the transform of a held-out image to several crops, uint8 [count, C, size, size].
+
+        The shorter side is resized as for one crop, or to 1 / 0.875 of the size if one crop would
+        take all of it. The crops are torchvision's: four corners and the middle, and with 10 crops
+        also their mirror images.
+
+        Args:
+            count: 5 or 10.
+        """
+        side = round(self.size / min(self.crop, _ROOM))
+        cut = v2.FiveCrop(self.size) if count == _FIVE else v2.TenCrop(self.size)
+
+        def changed(image: Any) -> Tensor:
+            whole = v2.functional.to_pil_image(image) if isinstance(image, Tensor) else image
+            whole = v2.functional.resize(whole, [side], **self._resize)
+            return torch.stack([v2.functional.pil_to_tensor(part) for part in cut(whole)])
 
         return changed
 

@@ -24,6 +24,7 @@ from motley.config.option import positive
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.plan.precision import PRECISIONS
+from motley.tasks.builtin.image import crops
 from motley.text import escape_unprintable
 
 if TYPE_CHECKING:
@@ -95,7 +96,12 @@ def _open_exported(folder: Path) -> "Trained":
 
 
 def predict(
-    trained: "Trained", files: Sequence[Path], top_k: int, precision: str, batch: int
+    trained: "Trained",
+    files: Sequence[Path],
+    top_k: int,
+    precision: str,
+    batch: int,
+    test_crops: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a record for each image that can be read, in the order of the files.
 
@@ -105,12 +111,13 @@ def predict(
         top_k: number of classes in a record.
         precision: precision of the computation, or ``auto``.
         batch: number of images that are computed together.
+        test_crops: crops of an image whose outputs are averaged; None: as in the run's evaluations.
     """
     import torch
 
     from motley.infer.predictor import Predictor, select_precision
 
-    task: Any = trained.task.with_paths(files)  # type: ignore[attr-defined]
+    task: Any = trained.task.with_paths(files, test_crops=test_crops)  # type: ignore[attr-defined]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     predictor = Predictor(
         replace(trained, task=task), task.data(held_out=True), device,
@@ -173,6 +180,8 @@ def main(words: Sequence[str] | None = None) -> int:
                         help="default: by the ending of --out, else csv")  # fmt: skip
     parser.add_argument("--batch-size", type=positive, default=64, metavar="N",
                         help="images that are computed together, default 64")  # fmt: skip
+    parser.add_argument("--test-crops", type=crops, metavar="1|5|10",
+                        help="crops whose outputs are averaged; default: as the run")  # fmt: skip
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     parser.add_argument("--data-dir", metavar="DIR",
                         help="where a run's data are now, if elsewhere")  # fmt: skip
@@ -187,7 +196,10 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         files = list_images(options.paths)
         trained = open_model(options.run, options.data_dir, options.use_ema)
-        records = predict(trained, files, options.top_k, options.precision, options.batch_size)
+        records = predict(
+            trained, files, options.top_k, options.precision, options.batch_size,
+            options.test_crops,
+        )  # fmt: skip
         with contextlib.ExitStack() as stack:
             file: TextIO = sys.stdout
             if options.out:

@@ -1,5 +1,6 @@
 """What is done to an image: torchvision's pixels bit by bit, and small images by the batch."""
 
+import argparse
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from motley.data.images import Images, InMemory
 from motley.data.source import first_batch
 from motley.data.transforms import Look
 from motley.data.transforms import seeded as by_torch
-from motley.tasks.builtin.image import ImageTask
+from motley.tasks.builtin.image import ImageTask, crops
 from motley.tasks.classifiers import Classifier
 
 LOOK = Look(40, (0.5,) * 3, (0.5,) * 3)
@@ -169,3 +170,30 @@ def test_batches_and_what_a_device_is_timed_with_are_small_and_the_net_sees_them
     task.losses(net, task.noise(batch, 5))
     assert [pixels.shape for pixels in seen] == [(3, 1, 32, 32), (5, 1, 32, 32)]
     assert first_batch(ImageTask(img_size=32, cutmix=1.0), 4)[0].data["images"].shape[-1] == 32
+
+
+@pytest.mark.parametrize("count", [5, 10])
+def test_several_crops_are_torchvisions_and_their_logits_are_averaged(count: int) -> None:
+    task = ImageTask(test_crops=count, img_size=8)
+    image, label = task.images.test[3]
+    cut = task.sample((image, label), training=False)["images"]
+    assert cut.shape == (count, 1, 8, 8)
+    large = v2.functional.resize(v2.functional.to_pil_image(image), [9], antialias=True)
+    due = (v2.FiveCrop(8) if count == 5 else v2.TenCrop(8))(large)
+    assert all(
+        torch.equal(own, v2.functional.pil_to_tensor(each))
+        for own, each in zip(cut, due, strict=True)
+    )
+    batch = task.collate([task.sample(task.images.test[n], training=False) for n in range(3)])
+    net = task.model().eval()
+    with torch.no_grad():
+        own = task.logits(net, batch["images"])
+        apart = torch.stack([task.logits(net, each) for each in batch["images"]]).mean(dim=1)
+    torch.testing.assert_close(own, apart)
+    pictures = task.pictures(batch)
+    assert pictures is not None and torch.equal(pictures, batch["images"][:, 4])
+
+
+def test_a_number_of_crops_that_torchvision_lacks_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="7 is no number of crops"):
+        crops("7")

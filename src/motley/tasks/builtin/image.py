@@ -1,5 +1,6 @@
 """Images and their classes, labels or values: timm's models, on many kinds of data."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from motley.config.option import (
     fraction,
     named_path,
     names,
+    natural,
     naturals,
     not_negative,
     option,
@@ -55,6 +57,14 @@ RECIPES = {
     ),
     "lab": "--epochs 100 --warmup-epochs 10 --lr 1e-3 --aa rand-m7-mstd0.5 --reprob 0.25",
 }
+
+
+def crops(text: str) -> int:
+    """Read a number of test-time crops."""
+    count = natural(text)
+    if count not in (1, 5, 10):
+        raise argparse.ArgumentTypeError(f"{count} is no number of crops; choose 1, 5 or 10")
+    return count
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,11 @@ class ImageTask(Task):
         "folder a class, or with --labels another CSV file; its metrics are NAME/top1, ...; "
         "default: none",
         Decides.NOTHING, read=named_path, metavar="NAME=PATH", several=True,
+    )  # fmt: skip
+    test_crops: int = option(
+        "crops of a held-out image whose outputs are averaged: 1 (default), 5 or 10, as "
+        "torchvision's FiveCrop and TenCrop",
+        Decides.NOTHING, 1, read=crops, metavar="1|5|10",
     )  # fmt: skip
     bn_group: int = option(
         "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
@@ -317,6 +332,8 @@ class ImageTask(Task):
 
     @cached_property
     def _evaluation(self) -> "Transform":
+        if self.test_crops > 1:
+            return self.look.for_crops(self.test_crops)
         return self.look.for_evaluation(self.images)
 
     @property
@@ -443,16 +460,19 @@ class ImageTask(Task):
             raise MotleyError(f"--images {folder} is no folder")
         return self.with_paths(list_images([folder]), folder)
 
-    def with_paths(self, files: Sequence[Path], folder: Path | None = None) -> "ImageTask":
+    def with_paths(
+        self, files: Sequence[Path], folder: Path | None = None, test_crops: int | None = None
+    ) -> "ImageTask":
         """Return the task with these files as its held-out samples, without labels.
 
         Args:
             files: the files.
             folder: a folder above all of them, which names in messages leave out.
+            test_crops: number of crops; None: as before.
         """
         from motley.data.images import with_files
 
-        changed = replace(self, eval_data=None)
+        changed = replace(self, eval_data=None, test_crops=test_crops or self.test_crops)
         changed.__dict__["images"] = with_files(self.images, files, folder)
         changed.__dict__["look"] = self.look  # as in the run's own evaluations
         return changed
@@ -473,7 +493,8 @@ class ImageTask(Task):
 
         from motley.data.transforms import mix
 
-        shape = (self.images.channels, *samples[0]["images"].shape[1:])
+        *several, _, height, width = samples[0]["images"].shape  # several crops, or none
+        shape = (*several, self.images.channels, height, width)
         images = torch.empty((len(samples), *shape), dtype=torch.uint8)
         pixels = images.numpy()  # numpy changes HWC to CHW twice as fast
         for row, sample in enumerate(samples):
@@ -512,9 +533,14 @@ class ImageTask(Task):
     def logits(self, net: Net, images: "Tensor") -> "Tensor":
         """Return the logits, fp32 [n, classes], of images, uint8 [n, C, H, W].
 
+        The logits of several crops of an image, [n, crops, C, H, W], are averaged.
+
         Images are enlarged and normalised here, on the device. Small uint8 images take a fraction
         of the bytes in transfers from worker processes and over the PCI bus.
         """
+        if images.dim() == 5:
+            each = self.logits(net, images.flatten(0, 1))
+            return each.view(*images.shape[:2], -1).mean(dim=1)
         mean, std = self._mean_and_std(images.device)
         centred = self.look.enlarged(images) - mean  # float from here on
         logits: Tensor = net(centred.div_(std))
@@ -582,8 +608,9 @@ class ImageTask(Task):
         return self._target.columns(self.logits(net, batch["images"]), batch["labels"])
 
     def pictures(self, batch: "Tensors") -> "Tensor | None":
-        """See Task."""
-        return batch["images"]
+        """See Task: the middle crop, if there are several."""
+        images = batch["images"]
+        return images[:, 4] if images.dim() == 5 else images
 
     def describe_scores(self, scores: "Mapping[str, Tensor]") -> Mapping[str, Any]:
         """See Task."""
