@@ -41,6 +41,19 @@ class Target(Protocol):
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the training loss of each image, [n]."""
 
+    def mixed_losses(
+        self, outputs: Tensor, labels: Tensor, partners: Tensor, own: Tensor
+    ) -> Tensor:
+        """Return the training loss of each mixed image, [n].
+
+        Args:
+            outputs: outputs of the model.
+            labels: label of each image.
+            partners: label of the image that it is mixed with.
+            own: weight of ``labels``, fp32 [n].
+        """
+        return own * self.losses(outputs, labels) + (1 - own) * self.losses(outputs, partners)
+
     def weights(self, labels: Tensor) -> Tensor | None:
         """Return the weight of each image in the mean, [n], on the CPU; None: 1 each."""
 
@@ -64,19 +77,23 @@ class Target(Protocol):
 
 
 @dataclass
-class ClassTarget:
+class ClassTarget(Target):
     """One class for each image; see Target.
 
     Attributes:
         smoothing: label smoothing.
         weight: weight of each class, fp32 [classes]; None: 1 each.
         measures: names of further metrics.
+        is_binary: the training loss is the binary cross-entropy of each class, as timm's.
+        threshold: targets of it above this number become 1, the others 0; None: they stay.
     """
 
     names: Sequence[str]
     smoothing: float
     weight: Tensor | None
     measures: Sequence[str]
+    is_binary: bool = False
+    threshold: float | None = None
     kind: str = CLASS
 
     @property
@@ -91,9 +108,40 @@ class ClassTarget:
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """See Target. With weights, the terms of torch's weighted cross-entropy before its mean."""
         weight = None if self.weight is None else self.weight.to(outputs)
+        if self.is_binary:
+            return self._binary(outputs, self._soft(outputs, labels), self._weigh(labels))
         return functional.cross_entropy(
             outputs, labels, weight, label_smoothing=self.smoothing, reduction="none"
         )
+
+    def mixed_losses(
+        self, outputs: Tensor, labels: Tensor, partners: Tensor, own: Tensor
+    ) -> Tensor:
+        """See Target. A threshold applies to mixed targets, as in timm."""
+        if not self.is_binary:
+            return super().mixed_losses(outputs, labels, partners, own)
+        part, weight = own.unsqueeze(1), self._weigh(labels)
+        soft = part * self._soft(outputs, labels) + (1 - part) * self._soft(outputs, partners)
+        if weight is not None and (other := self._weigh(partners)) is not None:
+            weight = own * weight + (1 - own) * other
+        return self._binary(outputs, soft, weight)
+
+    def _soft(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return smoothed targets, [n, classes], as timm's."""
+        off = self.smoothing / outputs.shape[1]
+        soft = torch.full_like(outputs, off)
+        return soft.scatter_(1, labels.unsqueeze(1), 1 - self.smoothing + off)
+
+    def _weigh(self, labels: Tensor) -> Tensor | None:
+        return None if self.weight is None else self.weight.to(labels.device)[labels]
+
+    def _binary(self, outputs: Tensor, soft: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the mean binary cross-entropy over the classes of each image, [n]."""
+        if self.threshold is not None:
+            soft = (soft > self.threshold).to(outputs)
+        losses = functional.binary_cross_entropy_with_logits(outputs, soft, reduction="none")
+        result = losses.mean(dim=1)
+        return result if weight is None else result * weight
 
     def weights(self, labels: Tensor) -> Tensor | None:
         """See Target."""
@@ -166,7 +214,7 @@ def _rank(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[list[
 
 
 @dataclass
-class LabelsTarget:
+class LabelsTarget(Target):
     """Any number of labels for each image, each with a probability of its own; see Target.
 
     Attributes:
@@ -267,7 +315,7 @@ class LabelsTarget:
 
 
 @dataclass
-class ValueTarget:
+class ValueTarget(Target):
     """One number for each image; see Target.
 
     Attributes:

@@ -178,6 +178,24 @@ def test_a_weighted_loss_is_torchs_own() -> None:
     assert own.item() == pytest.approx(due.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("threshold", [None, 0.2])
+def test_a_binary_loss_is_timms_for_mixed_images_too(threshold: float | None) -> None:
+    from timm.data.mixup import mixup_target
+    from timm.loss import BinaryCrossEntropy
+
+    dice = torch.Generator().manual_seed(0)
+    outputs, labels = torch.randn(6, 4, generator=dice), torch.tensor([0, 3, 1, 2, 2, 0])
+    target = ClassTarget((), 0.1, None, (), is_binary=True, threshold=threshold)
+    timms = BinaryCrossEntropy(smoothing=0.1, target_threshold=threshold)
+    assert target.losses(outputs, labels).mean().item() == pytest.approx(
+        timms(outputs, labels).item(), rel=1e-6
+    )
+    soft = mixup_target(labels, 4, lam=0.3, smoothing=0.1)
+    own = target.mixed_losses(outputs, labels, labels.flip(0), torch.full((6,), 0.3)).mean()
+    due = BinaryCrossEntropy(target_threshold=threshold)(outputs, soft)
+    assert own.item() == pytest.approx(due.item(), rel=1e-6)
+
+
 def test_metrics_of_labels_and_values() -> None:
     from sklearn.metrics import average_precision_score, r2_score
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from motley.config.option import (
     Decides,
     Keyword,
+    above_zero,
     fraction,
     named_path,
     names,
@@ -65,6 +66,21 @@ def crops(text: str) -> int:
     if count not in (1, 5, 10):
         raise argparse.ArgumentTypeError(f"{count} is no number of crops; choose 1, 5 or 10")
     return count
+
+
+def _pair(
+    flag: str, given: tuple[float, ...] | None, usual: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the two numbers of an option, the smaller one first."""
+    if given is None:
+        return usual
+    if len(given) != 2 or given[0] > given[1] or given[0] <= 0:
+        words = " ".join(f"{each:g}" for each in given)
+        raise MotleyError(
+            f"{flag} {words}: give two numbers above 0, the smaller one first, as in {flag} "
+            f"{usual[0]:.3g} {usual[1]:.3g}"
+        )
+    return given[0], given[1]
 
 
 @dataclass(frozen=True)
@@ -148,6 +164,38 @@ class ImageTask(Task):
     reprob: float = option(
         "random erasing, by noise, default 0", NUMBERS | SPEED, 0.0, read=fraction, metavar="P"
     )
+    remode: str = option(
+        "content of an erased rectangle: pixel, noise (default); const, the mean; rand, one colour",
+        NUMBERS, "pixel", choices=("pixel", "const", "rand"),
+    )  # fmt: skip
+    recount: int = option(
+        "most rectangles that are erased in an image, default 1", NUMBERS, 1, read=positive,
+        metavar="N",
+    )  # fmt: skip
+    scale: tuple[float, ...] | None = option(
+        "least and largest part of an image that a random crop takes; default: 0.08 1",
+        NUMBERS, read=fraction, metavar="PART", several=True,
+    )  # fmt: skip
+    ratio: tuple[float, ...] | None = option(
+        "least and largest width of a random crop over its height; default: 0.75 1.3333",
+        NUMBERS, read=above_zero, metavar="R", several=True,
+    )  # fmt: skip
+    hflip: float = option(
+        "that a training image is mirrored, default 0.5", NUMBERS, 0.5, read=fraction, metavar="P"
+    )
+    vflip: float = option(
+        "that a training image is turned upside down, default 0", NUMBERS, 0.0, read=fraction,
+        metavar="P",
+    )  # fmt: skip
+    crop_pct: float | None = option(
+        "part of a held-out image's side that is used; default: as the model's own configuration "
+        "says, or all of images of one size",
+        NUMBERS, read=fraction, metavar="PART",
+    )  # fmt: skip
+    interpolation: str | None = option(
+        "for resizing; default: as the model's own configuration says",
+        NUMBERS, choices=("bilinear", "bicubic", "nearest"),
+    )  # fmt: skip
     mixup: float = option(
         "alpha of mixup; samples 2k and 2k + 1 of a batch are mixed; default 0: none",
         NUMBERS | SPEED | Decides.PLAN, 0.0, read=not_negative, metavar="A",
@@ -189,6 +237,13 @@ class ImageTask(Task):
         "torchvision's FiveCrop and TenCrop",
         Decides.NOTHING, 1, read=crops, metavar="1|5|10",
     )  # fmt: skip
+    bce_loss: bool = option(
+        "binary cross-entropy of each class in place of the cross-entropy of all", NUMBERS, False
+    )
+    bce_target_thresh: float | None = option(
+        "of --bce-loss: targets above this number become 1, the others 0; default: they stay",
+        NUMBERS, read=fraction, metavar="T",
+    )  # fmt: skip
     bn_group: int = option(
         "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
         "default 32. --batch-size must be a multiple, and shares are whole groups",
@@ -211,6 +266,13 @@ class ImageTask(Task):
                 f"--label-columns {','.join(self.label_columns)}: give the column of the file and "
                 "that of the label, and if need be that of the split, as in image_id,tags"
             )
+        if self.bce_loss and self.target != CLASS:
+            raise MotleyError(
+                f"--bce-loss is for classes, and --target {self.target} has a loss of its own; "
+                "leave it out"
+            )
+        if self.bce_target_thresh is not None and not self.bce_loss:
+            raise MotleyError("--bce-target-thresh has no effect without --bce-loss; add that")
         for each in self.metrics or ():
             if self.target not in MEASURES[each].kinds:
                 fits = [name for name, other in MEASURES.items() if self.target in other.kinds]
@@ -293,7 +355,10 @@ class ImageTask(Task):
         weight = self._class_weight
         if images.kind == LABELS:
             return LabelsTarget(images.class_names, weight, measures)
-        return ClassTarget(images.class_names, self.smoothing, weight, measures)
+        return ClassTarget(
+            images.class_names, self.smoothing, weight, measures, self.bce_loss,
+            self.bce_target_thresh,
+        )  # fmt: skip
 
     @cached_property
     def _class_weight(self) -> "Tensor | None":
@@ -320,10 +385,13 @@ class ImageTask(Task):
             self.size,
             tuple(images.mean if known and images.mean else usual["mean"])[: images.channels],
             tuple(images.std if known and images.std else usual["std"])[: images.channels],
-            usual["interpolation"],
+            self.interpolation or usual["interpolation"],
             # Images of a known size are resized to the model's size, and not cropped.
-            1.0 if images.native_size else usual["crop_pct"], usual["crop_mode"],
+            self.crop_pct or (1.0 if images.native_size else usual["crop_pct"]),
+            usual["crop_mode"],
             self.augment, self.aa or "", self.color_jitter, self.reprob, self.cutmix > 0,
+            _pair("--scale", self.scale, Look.scale), _pair("--ratio", self.ratio, Look.ratio),
+            self.hflip, self.vflip, self.remode, self.recount,
         )  # fmt: skip
 
     @cached_property
@@ -566,11 +634,10 @@ class ImageTask(Task):
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """See Task."""
         outputs, target = self.logits(net, batch["images"]), self._target
-        losses = target.losses(outputs, batch["labels"])
         if "own" in batch:
-            others = target.losses(outputs, batch["partners"])
-            losses = batch["own"] * losses + (1 - batch["own"]) * others
-        return losses
+            pairs = batch["labels"], batch["partners"], batch["own"]
+            return target.mixed_losses(outputs, *pairs)
+        return target.losses(outputs, batch["labels"])
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
         """See Task; the loss is without smoothing and without weights."""
