@@ -73,6 +73,9 @@ GROUPS = {
         "infer": _on_ranks(
             "infer.infer_vit", "predict with a trained model", "torch_dist/infer_vit.py"
         ),
+        "predict": _here(
+            "infer.predict", "predict the classes of images of your own", "torch_dist/predict.py"
+        ),
         "generate": _here(
             "infer.generate", "write text with a trained model", "torch_dist/generate.py"
         ),
@@ -176,10 +179,13 @@ def usage() -> str:
     lines = list[str]()
     for title, group in GROUPS.items():
         lines.append(f"{title}:")
-        drawn = [name for name in group if name.startswith("plot-")]
-        rows = {name: command.says for name, command in group.items() if name not in drawn}
-        lines += [f"  {name:<{width}}  {says}" for name, says in rows.items()]
-        lines += [f"  {', '.join(drawn)}: pictures"] * bool(drawn)
+        joined = {
+            says: [name for name in group if name.startswith(begins)]
+            for begins, says in (("plot-", "pictures"), ("test-", "see what each rank can compute"))
+        }
+        apart = [name for name in group if not any(name in names for names in joined.values())]
+        lines += [f"  {name:<{width}}  {group[name].says}" for name in apart]
+        lines += [f"  {', '.join(names)}: {says}" for says, names in joined.items() if names]
     return "\n".join([
         "usage: motley COMMAND [ARGS...]", "",
         "Train one model on unequal machines, exactly, as fast as their sum.", *lines,

@@ -93,7 +93,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_the_task_that_is_shown_is_the_one_that_is_there() -> None:
-    shown = dict(BLOCK.findall((DOCS / "your_model.md").read_text(encoding="utf-8")))["python"]
+    blocks = BLOCK.findall((DOCS / "your_model.md").read_text(encoding="utf-8"))
+    shown = next(text for kind, text in blocks if kind == "python")
     assert shown == (ROOT / "examples" / "my_task.py").read_text(encoding="utf-8")
 
 

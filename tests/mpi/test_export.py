@@ -18,6 +18,7 @@ from jobs import Jobs, Trained
 from PIL import Image
 from project import DDP
 from safetensors.torch import load_file
+from sklearn.datasets import load_digits
 
 from motley.infer.predictor import open_trained
 
@@ -229,3 +230,74 @@ def test_another_tasks_parameters_are_written_by_name(jobs: Jobs, tmp_path: Path
     net = open_trained(run.folder, None).build()
     for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(net.state_dict()[name], value)
+
+
+def predict(*words: object) -> subprocess.CompletedProcess[str]:
+    return run_script("torch_dist/predict.py", *words)
+
+
+def test_files_are_predicted_by_a_run_and_by_its_export(jobs: Jobs, tmp_path: Path) -> None:
+    run = jobs.train(2, DDP, "run", "--max-steps", 12, "--lr", 3e-3, "--warmup-epochs", 0)
+    assert exported(run, tmp_path / "out").returncode == 0
+    digits, right = load_digits(), 0
+    photos = tmp_path / "my photos"
+    (photos / "inner").mkdir(parents=True)
+    names = []
+    for number in range(40):
+        name = photos / ("inner" if number % 2 else "") / f"=x,{number}.png"
+        Image.fromarray((digits.images[number] * 255 / 16).astype("uint8")).save(name)
+        names.append(str(name))
+    table = tmp_path / "table.csv"
+    done = predict(run.folder, photos, "--top-k", 3, "--out", table)
+    assert done.returncode == 0, done.stderr
+    lines = list(csv.DictReader(table.open()))
+    assert sorted(line["file"] for line in lines) == sorted(names)
+    for line in lines:
+        right += line["class"] == str(digits.target[int(line["file"].split(",")[-1][:-4])])
+        chances = [float(line[f"probability{end}"]) for end in ("", "_2", "_3")]
+        assert chances == sorted(chances, reverse=True) and 0 < sum(chances) <= 1.0001
+    assert right > 20, "it has learnt something"
+    done = predict(tmp_path / "out", photos, "--test-crops", 10, "--format", "jsonl")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 40
+    (photos / "bad.png").write_text("no image")
+    again = tmp_path / "again.jsonl"
+    done = predict(tmp_path / "out", photos, "--top-k", 3, "--out", again, "--batch-size", 7)
+    assert done.returncode == 1 and "cannot read" in done.stderr and "bad.png" in done.stderr
+    assert "40 of 41 images" in done.stdout
+    records = [json.loads(line) for line in again.open()]
+    assert {each["file"]: str(each["classes"][0]["class"]) for each in records} == {
+        line["file"]: line["class"] for line in lines
+    }
+    for words, says in (
+        ((tmp_path, photos), "no checkpoint is there"), ((run.folder, tmp_path / "x"), "not exist"),
+    ):  # fmt: skip
+        done = predict(*words)
+        assert done.returncode == 1 and says in done.stderr
+    (tmp_path / "out" / "model.safetensors").unlink()
+    (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
+    done = predict(tmp_path / "out", photos)
+    assert done.returncode == 1 and "it has no model.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["labels", "value"])
+def test_labels_and_values_are_predicted_too(jobs: Jobs, tmp_path: Path, kind: str) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    lines = ["file,label"]
+    for number in range(30):
+        Image.new("L", (8, 8), 8 * number).save(photos / f"{number}.png")
+        several = "bright|any" if number > 15 else "any"
+        lines.append(f"{number}.png,{several if kind == 'labels' else number / 15 - 1}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    run = jobs.train(1, DDP, kind, "--labels", tmp_path / "table.csv", "--data-dir", photos,
+                     "--target", kind, "--model", "vit_digits", "--img-size", 8, "--max-steps", 30,
+                     "--batch-size", 16, "--warmup-epochs", 0, "--lr", 3e-3)  # fmt: skip
+    assert exported(run, tmp_path / "out").returncode == 0
+    for model in (run.folder, tmp_path / "out"):
+        done = predict(model, photos / "0.png", photos / "29.png", "--format", "jsonl")
+        assert done.returncode == 0, done.stderr
+        dark, bright = (json.loads(line) for line in done.stdout.splitlines())
+        if kind == "labels":
+            assert dark["labels"] == ["any"] and bright["labels"] == ["any", "bright"]
+        else:
+            assert dark["value"] < bright["value"] - 0.5

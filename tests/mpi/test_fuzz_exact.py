@@ -57,6 +57,9 @@ CASES = {
     "adaptive clipping, and a weight decay that rises": """{"recipe":{"opt":"sgd","clip_grad":0.01,
         "clip_mode":"agc","weight_decay_end":0.3,"warmup_steps":2},"segments":[
         {"ranks":2,"shares":[1,2],"stop":3},{"ranks":3,"shares":[2,1,0],"engine":"zero0"}]}""",
+    "weighted classes, and epochs of equally many of each": """{"recipe":{"epochs":3,
+        "class_weights":"1,2,0.5,3,0.1,1,4,1,0.7,2","balanced_sampling":true},"segments":[
+        {"ranks":3,"shares":[5,0,3],"stop":5},{"engine":"zero2","ranks":2,"shares":[1,3]}]}""",
     "LAMB, resumed": """{"recipe":{"opt":"lamb"},"segments":[{"ranks":2,"shares":[2,1],"stop":2},
         {"ranks":2,"shares":[2,1]}]}""",
     "Lookahead, resumed elsewhere": """{"recipe":{"opt":"lookahead_adamw","epochs":3},"segments":[

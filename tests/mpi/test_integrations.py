@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,6 +149,16 @@ def test_a_search_by_optuna_runs_a_trial_on_all_ranks(jobs: Jobs) -> None:
         env=environment(**own), capture_output=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0 and "best: lr" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_iou_of_a_segmentation_is_that_of_one_machine(jobs: Jobs) -> None:
+    found = []
+    for shares in ("1", "5,0,3"):
+        done = jobs.fork(shares.count(",") + 1, "examples/segmentation.py", MOTLEY_SHARES=shares,
+                         MOTLEY_LOGS=str(jobs.logs))  # fmt: skip
+        found.append(re.findall(r"mean IoU ([.\d]+)", done.output))
+    assert len(found[0]) == 3 and float(found[0][-1]) > 0.8
+    assert [*map(float, found[0])] == pytest.approx([*map(float, found[1])], abs=2e-4)
 
 
 def test_what_is_not_exact_is_refused_with_a_line_to_paste(jobs: Jobs) -> None:

@@ -182,8 +182,8 @@ def test_a_shell_completes_commands_options_and_their_values(
         timeout=LIMIT_S, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == [
-        "train traces test-gpu test-deepspeed", "--bad-samples --bad-images --batch-size", "fsdp",
-        "--help",
+        "train traces test-gpu test-deepspeed",
+        "--bad-samples --bad-images --batch-size --balanced-sampling", "fsdp", "--help",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["motley completion", "bsh"])
     assert completion.main() == 2

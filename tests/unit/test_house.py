@@ -254,7 +254,8 @@ def test_what_the_library_imports_is_declared_and_extras_are_tested() -> None:
     ]
     assert {line for extra in extras.values() for line in extra} <= {*tested.values()}
     modules = {
-        "GPUtil": "gputil", "PIL": "pillow", "pynvml": "nvidia-ml-py", "tomli_w": "tomli-w",
+        "GPUtil": "gputil", "PIL": "pillow", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn",
+        "tomli_w": "tomli-w",
     }  # fmt: skip
     known = {*sys.stdlib_module_names, "motley", *declared, *tested}
     used = {name for path in LIBRARY.rglob("*.py") for name in tops(path)}

@@ -189,7 +189,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Keyword:
-    """An argument of an optimizer by name, with the text that a user typed for its value."""
+    """An argument or a path by name, with the text that a user typed for its value."""
 
     name: str
     text: str
@@ -303,6 +303,17 @@ def keyword(text: str) -> Keyword:
             f"{text!r} is not NAME=VALUE, as betas=0.9,0.95 or eps=1e-8"
         )
     return Keyword(name, value)
+
+
+def named_path(text: str) -> Keyword:
+    """Read a path with a name, as night=photos/night."""
+    name, is_joined, path = text.partition("=")
+    if not (is_joined and name.isidentifier() and path):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=PATH, with a name of letters, digits and _, as "
+            "night=photos/night"
+        )
+    return Keyword(name, path)
 
 
 def fraction(text: str) -> float:

@@ -250,6 +250,11 @@ class EvaluationOptions:
         NOTHING, read=metric, metavar="METRIC[:min|max]",
         usual="keep the best checkpoint too, by a metric, as loss",
     )  # fmt: skip
+    worst: int = option(
+        "held-out samples with the largest loss that the last evaluation writes into worst.json, "
+        "with small pictures, for the report; default 24, at most 200, 0 for none",
+        NOTHING, 24, read=natural, metavar="N",
+    )  # fmt: skip
     stop_after: int | None = option(
         "end the run after K evaluations in a row without a better value of the metric of "
         "--keep-best, by default of the loss; default: go on to the end",

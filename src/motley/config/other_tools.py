@@ -24,6 +24,8 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--cutmix-alpha": ("--cutmix",),
     "--data-path": ("--data-dir",),
     "--dataloader-num-workers": ("--workers",),
+    "--dr": ("--decay-rate",),
+    "--drop-connect": ("--drop-path",),
     "--dtype": ("--precision",),
     "--early-stopping-patience": ("--stop-after",),
     "--eval-interval": ("--eval-every",),
@@ -56,6 +58,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--n-embd": ("--width",),
     "--n-head": ("--heads",),
     "--n-layer": ("--depth",),
+    "--no-aug": ("--no-augment",),
     "--num-epochs": ("--epochs",),
     "--num-train-epochs": ("--epochs",),
     "--num-warmup-steps": ("--warmup-steps",),
@@ -91,10 +94,14 @@ NAMED: Mapping[str, str] = {
     "--num-steps": "--max-steps",
     "--out-dir": "--logs",
     "--output": "--logs",
+    "--pretrained-path": "--initial-checkpoint",
+    "--recovery-interval": "--save-every",
     "--resume-from": "--resume",
     "--resume-from-checkpoint": "--resume",
     "--run-name": "--run",
     "--save-steps": "--save-every",
+    "--train-interpolation": "--interpolation",
+    "--tta": "--test-crops",
     "--weights": "--initial-checkpoint",
 }
 
@@ -155,9 +162,84 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--dataloader-pin-memory", "--ddp-find-unused-parameters", "--no-prefetcher",
         "--overwrite-output-dir", "--pin-mem", "--pin-memory",
     ),
-    "the model's own configuration says how images are prepared; leave it out": (
-        "--crop-pct", "--interpolation", "--mean", "--std",
+    "the model's own configuration says how pixels are scaled; leave it out": ("--mean", "--std"),
+    "a data set says its splits: train, and validation, val or test; leave it out": (
+        "--train-split",
     ),
+    "--data-fraction takes a part of the training data, --eval-samples a number held out": (
+        "--train-num-samples", "--val-num-samples",
+    ),
+    "CIFAR is downloaded where it is missing; leave it out": ("--dataset-download",),
+    "classes have the order of their sorted names, and --classes chooses some; leave it out": (
+        "--class-map",
+    ),
+    "images are read in as many channels as the data set has; leave it out": (
+        "--in-chans", "--input-img-mode",
+    ),
+    "the data set says where image and label are, and --label-columns for a CSV file": (
+        "--input-key", "--target-key",
+    ),
+    "no code of a data set is run; leave it out": ("--dataset-trust-remote-code",),
+    "--initial-checkpoint begins with weights alone, without the optimizer's state": (
+        "--no-resume-opt",
+    ),
+    "a model is built as timm registers it; for other arguments, write a task of your own": (
+        "--bn-eps", "--bn-momentum", "--drop-block", "--fast-norm", "--gp", "--head-init-bias",
+        "--head-init-scale", "--model-kwargs",
+    ),
+    "GPUs that compute in 16 bits take channels last by themselves; leave it out": (
+        "--channels-last",
+    ),
+    "--compile compiles with torch's usual mode; leave it out": (
+        "--fuser", "--torchcompile-mode", "--torchscript",
+    ),
+    "ranks add up gradients and wait for their device by Motley's own code; leave it out": (
+        "--device-modules", "--no-ddp-bb", "--synchronize-step",
+    ),
+    "rates of layers follow --layer-decay alone; leave it out": (
+        "--layer-decay-min-scale", "--layer-decay-no-opt-scale",
+    ),
+    "Motley takes the fastest form that a device has; leave it out": ("--opt-foreach",),
+    "the rate changes in each step already; leave it out": ("--sched-on-updates",),
+    "--lr is the rate of the global batch: give --lr-base times the batch over --lr-base-size": (
+        "--lr-base", "--lr-base-scale", "--lr-base-size",
+    ),
+    "for such a rate, a task of your own defines schedule(step, total)": (
+        "--cooldown-epochs", "--lr-k-decay", "--lr-noise", "--lr-noise-pct", "--lr-noise-std",
+        "--patience-epochs",
+    ),
+    "the warm-up rises evenly to --lr, in steps before the schedule; leave it out": (
+        "--warmup-lr", "--warmup-prefix",
+    ),
+    "an epoch has each sample once: give more --epochs, or --balanced-sampling": (
+        "--aug-repeats", "--epoch-repeats",
+    ),
+    "each sample is augmented once in an epoch, and has a loss of its own; leave it out": (
+        "--aug-splits", "--jsd-loss", "--resplit",
+    ),
+    "crops are random and resized, within --scale and --ratio; leave it out": (
+        "--train-crop-mode",
+    ),
+    "colours change by --color-jitter, or by a policy as in --aa rand-m9": (
+        "--color-jitter-prob", "--gaussian-blur-prob", "--grayscale-prob",
+    ),
+    "--bce-loss takes the mean over the classes, and --class-weights weighs them": (
+        "--bce-pos-weight", "--bce-sum",
+    ),
+    "each pair of neighbours is mixed by a number of its own, by --mixup and --cutmix": (
+        "--cutmix-minmax", "--mixup-mode",
+    ),
+    "stop there by --max-steps K, and go on with --resume auto --mixup 0 --cutmix 0": (
+        "--mixup-off-epoch",
+    ),
+    "the average is on each rank's device, and equal on all; leave it out": (
+        "--model-ema-force-cpu",
+    ),
+    "each sample has a seed of its own, from --seed, epoch and index; leave it out": (
+        "--worker-seeding",
+    ),
+    "the report shows the held-out images with the largest loss: --worst N": ("--save-images",),
+    "loader processes serve the whole run; leave it out": ("--use-multi-epochs-loader",),
     "the schedule ends with the run, at --max-steps or --epochs; leave it out": (
         "--lr-decay-iters", "--lr-decay-steps",
     ),
@@ -179,7 +261,10 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "--keep-best METRIC keeps the best checkpoint, as checkpoints/best in the run's folder": (
         "--greater-is-better", "--load-best-model-at-end", "--save-best",
     ),
-    _PRECISION: ("--amp", "--use-amp", "--autocast"),
+    _PRECISION: (
+        "--amp", "--amp-impl", "--apex-amp", "--autocast", "--model-dtype", "--native-amp",
+        "--use-amp",
+    ),
     _CLASSES: ("--num-classes", "--num-labels", "--vocab-size"),
     _DEEPSPEED: ("--deepspeed", "--deepspeed-config", "--stage", "--zero-stage"),
     _DEVICE: ("--accelerator", "--backend", "--ddp-backend", "--device", "--no-cuda",
@@ -194,7 +279,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "folder of its own": ("--val-split", "--validation-split-percentage"),
     _TRACKER.format("wandb"): (
         "--log-wandb", "--use-wandb", "--wandb", "--wandb-log", "--wandb-project",
-        "--wandb-run-name",
+        "--wandb-resume-id", "--wandb-run-name", "--wandb-tags",
     ),
     _TRACKER.format("tensorboard"): (
         "--log-tensorboard", "--report-to", "--tensorboard", "--use-tensorboard",

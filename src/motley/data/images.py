@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 from torchvision import datasets as tv  # type: ignore[import-untyped]
 
+from motley.data.datasets import CLASS, VALUE
 from motley.data.source import Source
 from motley.errors import MotleyError
+from motley.text import name_some
 
 NO_LABEL = -1
 _FORMATS = (
@@ -74,6 +77,7 @@ class Images:
         identity: hash of all images, if it is known. A run continues only with the same hash.
         class_names: names of the classes by label; empty if they have none.
         account: one line on the files of a folder that were read and that were not; else empty.
+        kind: kind of the labels: one class, several labels (fp32 [classes], 0 or 1), or a number.
     """
 
     train: Source
@@ -88,6 +92,7 @@ class Images:
     identity: str = ""
     class_names: tuple[str, ...] = ()
     account: str = ""
+    kind: str = CLASS
 
     def fingerprint(self) -> str:
         """Return the number of images, and a hash of their labels and, if known, their paths.
@@ -101,7 +106,8 @@ class Images:
                 names = (composed(path.removeprefix(root)) for path, _ in samples)
                 digest.update("\0".join(names).encode())
             if (labels := getattr(part, "targets", None)) is not None:
-                digest.update(np.asarray(labels, dtype="<i8").tobytes())
+                form = "<f8" if self.kind == VALUE else "<i8"
+                digest.update(np.asarray(labels, dtype=form).tobytes())
         return (
             f"{len(self.train)} training and {len(self.test)} held-out images, list "
             f"{digest.hexdigest()[:12]}"
@@ -200,27 +206,90 @@ def is_foreign(name: str) -> bool:
     return name.startswith(".") or name.lower() in _FOREIGN
 
 
-def with_folder(images: Images, folder: Path) -> Images:
-    """Return the images with all files under a folder as held-out images, without labels.
+def list_images(paths: Sequence[Path]) -> list[Path]:
+    """Return the image files among paths, and those below the folders among them, sorted there.
 
     Raises:
-        MotleyError: the folder does not exist, or has no images.
+        MotleyError: a path does not exist, or a folder has no images.
     """
-    if not folder.is_dir():
-        raise MotleyError(f"--images {folder} is no folder")
-    endings = image_endings()
-    result = (
-        path for path in folder.rglob("*")
-        if path.name.lower().endswith(endings)
-        and not any(map(is_foreign, path.relative_to(folder).parts))
-    )  # fmt: skip
-    files = sorted(result, key=lambda path: tuple(map(composed, path.parts)))
-    if not files:
-        raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
+    endings, result = image_endings(), list[Path]()
+    for path in paths:
+        if not path.is_dir():
+            if not path.exists():
+                raise MotleyError(f"{path} does not exist; name image files, or folders of them")
+            result.append(path)
+            continue
+        found = (
+            each for each in path.rglob("*")
+            if each.name.lower().endswith(endings)
+            and not any(map(is_foreign, each.relative_to(path).parts))
+        )  # fmt: skip
+        files = sorted(found, key=lambda each: tuple(map(composed, each.parts)))
+        if not files:
+            raise MotleyError(f"{path}: no image is in it, such as {', '.join(endings[:4])}")
+        result += files
+    return result
+
+
+def with_files(images: Images, files: Sequence[Path], folder: Path | None = None) -> Images:
+    """Return the images with these files as held-out images, without labels.
+
+    Args:
+        images: the images.
+        files: the files.
+        folder: a folder above all of them, which names in messages leave out.
+    """
     return replace(
         images, test=_Files(files, "RGB" if images.channels == 3 else "L"), native_size=None,
-        name_of=lambda source, index: str(files[index].relative_to(folder)),
+        name_of=lambda source, index: str(
+            files[index].relative_to(folder) if folder else files[index]
+        ),
     )  # fmt: skip
+
+
+def open_held_out(images: Images, name: str, folder: Path) -> Source:
+    """Return a further held-out set: a folder with one folder per class, which may lack classes.
+
+    Images get the size of ``images`` if all of these have one size.
+
+    Args:
+        images: the images of the training, with its classes.
+        name: name of the set.
+        folder: its folder.
+
+    Raises:
+        MotleyError: the folder cannot be read, has no images, or has other classes.
+    """
+    try:
+        result = ImageFolder(folder)
+    except OSError as error:
+        raise MotleyError(
+            f"--eval-data {name}={folder} needs one folder a class; {error.strerror or error}"
+        ) from None
+    known = images.class_names or tuple(map(str, range(images.classes)))
+    if unknown := [each for each in result.classes if each not in known]:
+        raise MotleyError(
+            f"--eval-data {name}={folder} has the classes {name_some(unknown)}, which the training "
+            f"does not have; its classes are {name_some(known)}"
+        )
+    if not len(result):
+        raise MotleyError(f"--eval-data {name}={folder} has no images; is it the right folder?")
+    number = [known.index(each) for each in result.classes]
+    result.samples = [(path, number[label]) for path, label in result.samples]
+    result.targets = [label for _, label in result.samples]
+    side, colours = images.native_size, "RGB" if images.channels == 3 else "L"
+
+    def load(path: str) -> Any:
+        with Path(path).open("rb") as file:
+            image = decoded(Image.open(file), colours)
+        if side is None:
+            return image
+        image = image.resize((side, side), Image.Resampling.BICUBIC)
+        pixels = np.asarray(image).reshape(side, side, images.channels)
+        return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+
+    result.loader = load
+    return result
 
 
 def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:

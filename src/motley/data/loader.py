@@ -313,7 +313,10 @@ class Loader:
         # A number that the user has chosen stays.
         grows = config.workers is None and samples.needs_workers and not self.note
         self.most_workers = spare_cores() if grows else self.workers
-        self._train, self._test = Keyed(samples, True), Keyed(samples, False)
+        self._train = Keyed(samples, True)
+        self._tests = {"": Keyed(samples, False)} | {
+            name: Keyed(samples, False, source) for name, source in samples.held_out_sets().items()
+        }
         self._asked = MicroBatchKeys()
         self._slots = self._make_slots()
         # Torch hands out the same 32 streams in turn, also for work after an all-reduce, but seldom
@@ -322,7 +325,9 @@ class Loader:
         self._loader: DataLoader[Any] | None = self._make_loader()
         self._pass = Batches(iter(()), self._slots)
         self._prepared: tuple[tuple[int, int, Plan], Steps] | None = None
-        self.order = Order(len(self._train), config.seed, config.data_fraction)
+        self.order = Order(
+            len(self._train), config.seed, config.data_fraction, samples.balanced_classes()
+        )
 
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
         """Return the steps of one epoch after its first ``consumed`` samples."""
@@ -365,7 +370,9 @@ class Loader:
             )
         return plan.by_cost(costs)
 
-    def test_batches(self, plan: Plan, then: tuple[int, int] | None = None) -> Iterator[Batch]:
+    def test_batches(
+        self, plan: Plan, then: tuple[int, int] | None = None, part: str = ""
+    ) -> Iterator[Batch]:
         """Return this rank's share of the held-out samples.
 
         All ranks together read each sample once.
@@ -375,12 +382,13 @@ class Loader:
             then: epoch, and number of its consumed samples, at which training continues with this
                 plan. Loader processes, if there are any, read on from there, and the next call of
                 :meth:`steps` uses these samples unless another pass has started since.
+            part: name of a further set of held-out samples; empty: the usual one.
         """
-        total = len(self._test)
+        total = len(self._tests[part])
         count = min(total, self._eval_samples or total)
         chosen = [number * total // count for number in range(count)]  # folders are sorted by class
         cuts = slices(chosen, replace(plan, grain=1).for_batch(count), self._rank)
-        keys = [[Key(index, 0, held_out=True) for index in cut] for cut in cuts]
+        keys = [[Key(index, 0, held_out=True, part=part) for index in cut] for cut in cuts]
         if then is None or not self.workers:
             return self._read(keys)
         steps = self._make_steps(*then, plan)
@@ -421,7 +429,7 @@ class Loader:
 
         with _without_torchs_advice():
             return DataLoader(
-                Both(self._train, self._test),
+                Both(self._train, self._tests),
                 batch_sampler=self._asked,
                 num_workers=self.workers,
                 # Starting 8 processes beside a GPU takes a second.

@@ -52,11 +52,14 @@ class Order:
         samples: number of samples in the training set.
         seed: seed of the permutations.
         fraction: fraction of the samples that is used, the same samples in every epoch.
+        classes: class of each sample, if an epoch has equally many of each class; None: an epoch
+            has each sample once.
     """
 
     samples: int
     seed: int
     fraction: float = 1.0
+    classes: Sequence[int] | None = None
 
     @property
     def epoch_samples(self) -> int:
@@ -68,7 +71,28 @@ class Order:
         chosen = self._permutation(self.samples, self.seed)[: self.epoch_samples]
         if self.fraction == 1.0:
             chosen = list(range(self.samples))
+        if self.classes is not None:
+            chosen = self._balance(chosen, self.classes, epoch)
         return [chosen[at] for at in self._permutation(len(chosen), self.seed, epoch)]
+
+    def _balance(self, chosen: list[int], classes: Sequence[int], epoch: int) -> list[int]:
+        """Return as many samples, with equally many of each class, give or take one.
+
+        A class repeats all of its samples before it repeats one of them again. A large class
+        leaves out other samples in each epoch.
+        """
+        members: dict[int, list[int]] = {}
+        for index in chosen:
+            members.setdefault(classes[index], []).append(index)
+        each, rest = divmod(len(chosen), len(members))
+        result = list[int]()
+        for place, label in enumerate(sorted(members)):
+            own = members[label]
+            count = each + ((place + epoch) % len(members) < rest)
+            for turn in range(-(-count // len(own))):
+                order = self._permutation(len(own), self.seed, epoch, place, turn)
+                result += [own[at] for at in order[: count - turn * len(own)]]
+        return result
 
     @staticmethod
     def _permutation(length: int, *seeds: int) -> list[int]:
@@ -179,6 +203,9 @@ class Samples(Protocol):
     def data(self, held_out: bool) -> Source:
         """Return the source of the training samples or of the held-out samples."""
 
+    def held_out_sets(self) -> Mapping[str, Source]:
+        """Return the sources of further held-out samples by name."""
+
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """Return the tensors of an item of the source."""
 
@@ -187,6 +214,9 @@ class Samples(Protocol):
 
     def weights(self, batch: Tensors) -> Tensor | None:
         """Return the weight of each sample in the mean, [n]; None: ``weight`` each."""
+
+    def balanced_classes(self) -> Sequence[int] | None:
+        """Return the class of each training sample for a balanced order. None: no balance."""
 
     def on(self, device: torch.device) -> "Samples":
         """Return the samples as a rank with this device reads them."""
@@ -230,11 +260,13 @@ class Key:
         index: index of the sample.
         seed: seed of its augmentation.
         held_out: the sample is a held-out one.
+        part: name of the set of held-out samples; empty: the usual one.
     """
 
     index: int
     seed: int
     held_out: bool = False
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -258,11 +290,16 @@ class Keyed(Dataset[Answer]):
 
     In training, the next readable sample replaces an unreadable one, so that the global batch keeps
     its size. In evaluation an unreadable sample is left out.
+
+    Args:
+        samples: the object that reads samples.
+        training: True for training samples, False for held-out ones.
+        source: source of the samples; None: that of ``samples``.
     """
 
-    def __init__(self, samples: Samples, training: bool) -> None:
+    def __init__(self, samples: Samples, training: bool, source: Source | None = None) -> None:
         self._samples, self._training = samples, training
-        self._source = samples.data(held_out=not training)
+        self._source = samples.data(held_out=not training) if source is None else source
 
     def __len__(self) -> int:
         return len(self._source)
@@ -326,11 +363,12 @@ class Keyed(Dataset[Answer]):
 class Both(Dataset[Answer]):
     """Training samples and held-out samples, for loader processes that serve a whole run."""
 
-    def __init__(self, train: Keyed, test: Keyed) -> None:
-        self._train, self._test = train, test
+    def __init__(self, train: Keyed, tests: Mapping[str, Keyed]) -> None:
+        self._train, self._tests = train, tests
 
     def __getitems__(self, keys: list[Key]) -> list[Answer]:
-        return (self._test if keys and keys[0].held_out else self._train).__getitems__(keys)
+        is_held_out = keys and keys[0].held_out
+        return (self._tests[keys[0].part] if is_held_out else self._train).__getitems__(keys)
 
 
 class MicroBatchKeys:
@@ -355,8 +393,20 @@ def first_batch(samples: Samples, count: int) -> tuple[Batch, int]:
     return keyed.batch(keyed.__getitems__(keys)), len(keyed)
 
 
-def check_length(samples: Samples, length: int, held_out: bool) -> None:
-    """Raise MotleyError if there are no samples to train on, or to evaluate with."""
+def check_length(samples: Samples, length: int, held_out: bool, part: str = "") -> None:
+    """Raise MotleyError if there are no samples to train on, or to evaluate with.
+
+    Args:
+        samples: the object that reads samples.
+        length: number of its samples.
+        held_out: True for held-out samples.
+        part: name of a further set of held-out samples.
+    """
+    if not length and part:
+        raise MotleyError(
+            f"the held-out set {part} of {type(samples).__name__} has no samples; does it look in "
+            "the right place?"
+        )
     if not length:
         raise MotleyError(
             f"{type(samples).__name__} has no {'held-out' if held_out else 'training'} samples: "

@@ -38,6 +38,8 @@ from motley.data.source import Samples, Source, Tensors
 from motley.errors import MotleyError
 
 Transform = Callable[[Any], Any]
+_FIVE = 5  # crops: four corners and the middle
+_ROOM = 0.875  # most of a side that a crop of several takes
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,12 @@ class Look:
         jitter: strength of random changes in brightness, contrast and saturation.
         erase: probability that a rectangle is replaced by noise.
         boxes: training images exchange boxes, as in CutMix.
+        scale: least and largest part of a training image that a random crop takes.
+        ratio: least and largest width of a random crop over its height.
+        mirror: probability that a training image is mirrored.
+        turn: probability that a training image is turned upside down.
+        erase_mode: timm's content of erased rectangles: pixel, const or rand.
+        erase_count: most rectangles that are erased in an image.
     """
 
     size: int
@@ -69,6 +77,12 @@ class Look:
     jitter: float = 0.0
     erase: float = 0.0
     boxes: bool = False
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    mirror: float = 0.5
+    turn: float = 0.0
+    erase_mode: str = "pixel"
+    erase_count: int = 1
 
     @property
     def _resize(self) -> dict[str, Any]:
@@ -117,6 +131,26 @@ class Look:
 
         return changed
 
+    def for_crops(self, count: int) -> Transform:
+        """Return the transform of a held-out image to several crops, uint8 [count, C, size, size].
+
+        The shorter side is resized as for one crop, or to 1 / 0.875 of the size if one crop would
+        take all of it. The crops are torchvision's: four corners and the middle, and with 10 crops
+        also their mirror images.
+
+        Args:
+            count: 5 or 10.
+        """
+        side = round(self.size / min(self.crop, _ROOM))
+        cut = v2.FiveCrop(self.size) if count == _FIVE else v2.TenCrop(self.size)
+
+        def changed(image: Any) -> Tensor:
+            whole = v2.functional.to_pil_image(image) if isinstance(image, Tensor) else image
+            whole = v2.functional.resize(whole, [side], **self._resize)
+            return torch.stack([v2.functional.pil_to_tensor(part) for part in cut(whole)])
+
+        return changed
+
     def enlarged(self, pixels: Tensor) -> Tensor:
         """Return a batch in the model's size, [n, C, size, size]; float if it was smaller.
 
@@ -152,8 +186,14 @@ class Look:
             crops = self.augment and images.augment
             return RandomCropAndFlip(self) if crops else self.for_evaluation(images)
         fit = self._fit(native, whole)
+        parts = (self.scale, self.ratio, self.turn)
+        if self.augment and parts != (Look.scale, Look.ratio, Look.turn):
+            raise MotleyError(
+                f"--scale, --ratio and --vflip are for images of several sizes, and these have "
+                f"{native} pixels a side, which are shifted and mirrored; leave them out"
+            )
         if self.augment and images.augment:
-            return ShiftAndFlip(native, fit)
+            return ShiftAndFlip(native, fit, self.mirror)
         return v2.Compose([v2.ToImage(), *fit])  # type: ignore[no-any-return]
 
     def _auto_augment(self) -> Transform:
@@ -177,7 +217,9 @@ class Look:
         return result  # type: ignore[no-any-return]
 
     def _erase(self) -> Transform:
-        erase = RandomErasing(self.erase, mode="pixel", device="cpu")  # type: ignore[no-untyped-call]
+        erase = RandomErasing(
+            self.erase, mode=self.erase_mode, max_count=self.erase_count, device="cpu"
+        )  # type: ignore[no-untyped-call]
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
 
         def erase_image(image: Tensor) -> Tensor:
@@ -196,10 +238,11 @@ class ShiftAndFlip:
     Args:
         size: pixels per side.
         between: transforms between the two, which draw no random numbers.
+        mirror: probability that an image is mirrored.
     """
 
-    def __init__(self, size: int, between: Sequence[Transform]) -> None:
-        self.padding, self.between = max(1, size // 8), between
+    def __init__(self, size: int, between: Sequence[Transform], mirror: float = 0.5) -> None:
+        self.padding, self.between, self._mirror = max(1, size // 8), between, mirror
 
     def draw(self) -> tuple[int, int, bool]:
         """Draw a random shift and mirroring of an image from torch's generator.
@@ -211,7 +254,7 @@ class ShiftAndFlip:
         down, right = (
             self.padding - int(torch.randint(2 * self.padding + 1, ())) for _ in range(2)
         )
-        return down, right, float(torch.rand(1)) < 0.5
+        return down, right, float(torch.rand(1)) < self._mirror
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Return a randomly shifted and mirrored image, uint8 [C, size, size].
@@ -249,7 +292,8 @@ class RandomCropAndFlip:
 
     def __init__(self, look: Look) -> None:
         self._size, self._resize = [look.size, look.size], look._resize
-        self._usual = v2.RandomResizedCrop(look.size)
+        self._usual = v2.RandomResizedCrop(look.size, scale=look.scale, ratio=look.ratio)
+        self._mirror, self._turn = look.mirror, look.turn
         # Rounded to fp32, as in torchvision.
         self._log_ratio = torch.log(torch.tensor(self._usual.ratio)).tolist()
 
@@ -260,7 +304,8 @@ class RandomCropAndFlip:
             image: uint8 tensor [C, H, W], or an image of PIL with one byte per channel.
         """
         top, left, height, width = self._box(image)
-        mirrored = float(torch.empty(1).uniform_()) < 0.5
+        mirrored = float(torch.empty(1).uniform_()) < self._mirror
+        turned = self._turn > 0 and float(torch.empty(1).uniform_()) < self._turn
         if isinstance(image, Tensor):
             part = image[:, top : top + height, left : left + width].permute(1, 2, 0).contiguous()
         else:
@@ -269,6 +314,7 @@ class RandomCropAndFlip:
         result: Tensor = v2.functional.resize_image(
             part.permute(2, 0, 1), self._size, **self._resize
         )
+        result = result.flip(-2) if turned else result
         return result.flip(-1) if mirrored else result
 
     def _box(self, image: Image.Image | Tensor) -> tuple[int, int, int, int]:
@@ -463,6 +509,14 @@ class ResidentImages:
     def data(self, held_out: bool) -> Source:
         """See Samples. A training sample is the position of its image, and its label."""
         return self._samples.data(held_out=True) if held_out else self._source.places
+
+    def balanced_classes(self) -> Sequence[int] | None:
+        """See Samples."""
+        return self._samples.balanced_classes()
+
+    def held_out_sets(self) -> Mapping[str, Source]:
+        """See Samples."""
+        return self._samples.held_out_sets()
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """See Samples. ``cut`` is position, shift down, shift right, and 1 if mirrored."""

@@ -30,7 +30,7 @@ from motley.engines.protocol import EngineContext, Scope
 from motley.engines.step_timer import Clock
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
-from motley.tasks.model import TaskModel
+from motley.tasks.model import TaskModel, select_gathered
 from motley.tasks.task import LABEL, PREDICTED
 
 
@@ -95,7 +95,9 @@ def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
     Args:
         model: the model.
         batch: held-out samples.
-        counts: add their labels and predicted classes to ``model.class_pairs``, if there are any.
+        counts: add their labels and predicted classes to ``model.class_pairs``, if there are any,
+            the rows that the task gathers to ``model.gathered``, and those with the largest loss to
+            ``model.worst``.
     """
     model.eval()
     scores = model(batch.data, scored=True)
@@ -104,6 +106,11 @@ def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
     result = torch.stack([*sums, *sums[0].new_tensor([batch.weight, len(batch)])])
     if counts and {LABEL, PREDICTED} <= scores.keys():
         model.class_pairs.append(torch.stack([scores[LABEL].long(), scores[PREDICTED].long()]))
+    if counts and model.worst is not None:
+        model.worst.add(batch.indices, scores, model.task.pictures(batch.data))
+    if counts and model.task.gathered:
+        rows = select_gathered(model.task, scores, len(batch))
+        model.gathered.append((batch.indices, rows))
     return result
 
 

@@ -34,7 +34,6 @@ from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.plan.wire import Addition, EngineTraits
 from motley.tasks.model import TaskModel
-from motley.tasks.task import weighs
 
 LEAST_CORRECTION = 1e-30  # least divisor by weight: without weight the gradient is and stays 0
 
@@ -181,7 +180,7 @@ class StepEngine(EngineBase):
         self._step_losses: list[Tensor] = []  # losses of this step's micro-batches
         # If samples differ in weight, losses are divided by the usual weight of a batch. The
         # gradient is corrected as soon as all ranks have the true weight.
-        self._weighs = weighs(model.task)
+        self._weighs = model.task.has_weights
         self._weight = 0.0  # weight of this rank's samples in this step
         self._nominal_weight = 1.0  # usual weight of the global batch in this step
 

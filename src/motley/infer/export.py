@@ -17,6 +17,7 @@ from motley.data.source import first_batch
 from motley.errors import MotleyError
 from motley.infer.predictor import Trained
 from motley.registry import check_extras
+from motley.tasks.builtin.image import ImageTask
 from motley.tasks.task import Task
 
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -58,6 +59,8 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
         "checkpoint": str(trained.folder), "task": trained.task.title(),
         "class_names": list(trained.task.class_names), "samples": trained.sample_list,
     }  # fmt: skip
+    if isinstance(trained.task, ImageTask):
+        about["target"] = trained.task.images.kind
     (folder / "motley.json").write_text(json.dumps(about, indent=1) + "\n")
     return lines
 

@@ -430,7 +430,7 @@ def print_result(path: Path, noun: str) -> None:
     """Print the path of the predictions, and their accuracy if the labels are known."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    known = [row for row in rows if row.get("label")]
+    known = [row for row in rows if row.get("label") and row.get("confidence")]
     right = sum(row["label"] == row["predicted"] for row in known)
     print(
         f"{path}: {len(rows)} {noun}s" + (f", top-1 {right / len(known):.2%}" if known else ""),

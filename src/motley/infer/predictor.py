@@ -1,7 +1,7 @@
 """A trained model, and its predictions for samples on one device."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from motley.checkpoint.read import checkpoints_at, load_newest_intact
-from motley.data.source import Batch, Source, UnreadableSample, read
+from motley.data.source import Batch, Source, Tensors, UnreadableSample, read
 from motley.engines.named_state import select_part
 from motley.engines.out_of_memory import in_halves
 from motley.errors import MotleyError
 from motley.measure.process_group import confirmed, promised_precision
 from motley.tasks.builtin import SAMPLES, check_classes, get_task
 from motley.tasks.model import TaskModel, set_matmul_precision
-from motley.tasks.task import Task
+from motley.tasks.task import Net, Task
 from motley.train.command_line import config_from
 
 
@@ -34,6 +34,7 @@ class Trained:
         sample_list: list of its samples, see Task; empty if the checkpoint does not have it.
         average: average of the parameters, each by its first name; empty if it is not used.
         problems: faults of newer checkpoints.
+        net: the network with its weights; None: the task makes it.
     """
 
     folder: Path
@@ -42,9 +43,12 @@ class Trained:
     sample_list: str = ""
     average: dict[str, Tensor] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    net: nn.Module | None = None
 
     def build(self) -> nn.Module:
         """Return the network with its weights, on the CPU, in evaluation mode."""
+        if self.net is not None:
+            return self.net.eval()
         net = self.task.model()
         net.load_state_dict(self.weights)
         # Loaded last, since a tied parameter has more names in the weights than in the average.
@@ -102,6 +106,9 @@ class Predictor:
         device: the device.
         precision: the precision of the computation.
         threads: number of threads that read samples.
+        predict: returns the predictions of a batch, as Task.predict; None: that method.
+        on_unreadable: receives a message for a sample that cannot be read, which is left out; None:
+            such a sample is an error.
         columns: names of the columns of a row.
         samples: number of samples that were computed.
         seconds: time that this took.
@@ -112,6 +119,8 @@ class Predictor:
     device: torch.device
     precision: str
     threads: int
+    predict: Callable[[Net, Tensors], Mapping[str, Sequence[Any]]] | None = None
+    on_unreadable: Callable[[str], None] | None = None
     columns: tuple[str, ...] = ()
     samples: int = 0
     seconds: float = 0.0
@@ -128,8 +137,12 @@ class Predictor:
     def rows(self, items: Sequence[int]) -> Iterator[tuple[object, ...]]:
         """Yield one row with :attr:`columns` per sample, in the order of ``items``."""
         start, task = time.perf_counter(), self.trained.task
-        data = task.collate(list(self._pool.map(self._read, items)))
-        batch = Batch(data, tuple(items)).to(self.device)
+        samples = zip(items, self._pool.map(self._read, items), strict=True)
+        known = {index: sample for index, sample in samples if sample is not None}
+        if not known:
+            return
+        items = list(known)
+        batch = Batch(task.collate(list(known.values())), tuple(items)).to(self.device)
         parts = in_halves(lambda part: self._predict(batch[part]), slice(0, len(items)))
         rows = [row for part in parts for row in zip(*part.values(), strict=True)]
         self.samples += len(items)
@@ -144,15 +157,20 @@ class Predictor:
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return float(psutil.Process().memory_info().rss) / 2**20
 
-    def _read(self, index: int) -> Mapping[str, Any]:
+    def _read(self, index: int) -> Mapping[str, Any] | None:
         task = self.trained.task
         try:
             item = read(self.source, index)
         except UnreadableSample as error:
             name = task.name_of(self.source, index)
-            raise MotleyError(f"cannot read {name} ({error}); repair it, or remove it") from None
+            text = f"cannot read {name} ({error}); repair it, or remove it"
+            if self.on_unreadable is None:
+                raise MotleyError(text) from None
+            self.on_unreadable(text)
+            return None
         return task.sample(item, training=False)
 
     @torch.inference_mode()
     def _predict(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        return self.trained.task.predict(self._model.compute, batch.data)
+        predict = self.predict or self.trained.task.predict
+        return predict(self._model.compute, batch.data)

@@ -23,6 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from motley.errors import MotleyError
 from motley.live.verdict import run_verdict
+from motley.live.words import plain
 from motley.plotting import command, style
 from motley.plotting.plot_baselines import LOST, lost
 from motley.plotting.plot_baselines import draw_folder as draw_matrix
@@ -34,6 +35,7 @@ from motley.plotting.run_diff import describe_run, format_value
 from motley.plotting.run_steps import read_or_say, title
 from motley.plotting.run_verdict import add_co2
 from motley.plotting.traces import describe_trace
+from motley.records.classes import read_worst
 from motley.records.costs import Training, median
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.json_files import JsonDict
@@ -163,6 +165,50 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class WorstSample:
+    """A held-out sample with a large loss.
+
+    Attributes:
+        name: name of the sample, such as that of its file.
+        label: its label; empty if unknown.
+        predicted: the prediction; empty if unknown.
+        is_right: the prediction is the label.
+        loss: its loss.
+        picture: a picture as the address of an image; empty if it has none.
+    """
+
+    name: str
+    label: str
+    predicted: str
+    is_right: bool
+    loss: str
+    picture: str
+
+
+def list_worst(run: RunFolder) -> list[WorstSample]:
+    """Return the held-out samples of a run's last evaluation with the largest loss."""
+
+    def text(value: object, chance: object) -> str:
+        words = f"{value:.4g}" if isinstance(value, float) else plain(value)
+        return f"{words} ({chance:.0%})" if isinstance(chance, int | float) else words
+
+    samples = read_worst(run)
+    if not any("label" in each or "picture" in each for each in samples):
+        return []  # a loss alone says little, as that of a long text
+    return [
+        WorstSample(
+            "/".join(plain(each.get("name")).split("/")[-2:]),
+            text(each.get("label"), each.get("label_probability")),
+            text(each.get("predicted"), each.get("probability")),
+            isinstance(each.get("label"), str | int) and each["label"] == each.get("predicted"),
+            text(each.get("loss"), None),
+            f"data:{each['picture_type']};base64,{each['picture']}" if "picture" in each else "",
+        )
+        for each in samples
+    ]
+
+
+@dataclass(frozen=True)
 class Details:
     """One run, in a section that can be unfolded.
 
@@ -172,6 +218,7 @@ class Details:
         verdict: sentences on the run.
         pictures: pictures of the run.
         profiled: lines on its traces.
+        worst: held-out samples with the largest loss.
     """
 
     name: str
@@ -179,6 +226,7 @@ class Details:
     verdict: list[str]
     pictures: list[Picture]
     profiled: list[str]
+    worst: list[WorstSample]
 
 
 @dataclass(frozen=True)
@@ -299,7 +347,7 @@ def details(
             profiled += describe_trace(summarise(read_trace(path)))
         except MotleyError as error:
             command.warn(error)
-    return Details(name, summary, sentences, pictures, profiled)
+    return Details(name, summary, sentences, pictures, profiled, list_worst(run))
 
 
 def make_matrix_section(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:

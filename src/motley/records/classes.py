@@ -1,16 +1,23 @@
-"""The accuracy of each class and the confusion matrix of a run's last evaluation, as CSV files.
+"""Files of a run's last evaluation: its classes, their confusion, and its worst samples.
 
-Both files list counts of held-out samples, which are exact on any ranks. The first file,
-``classes.csv``, has a line a class. The second, ``confusion.csv``, has a line for each pair of a
-label and a predicted class that occurs. Its size is therefore bounded by the number of samples.
+``classes.csv`` has a line a class. ``confusion.csv`` has a line for each pair of a label and a
+predicted class that occurs, so its size is bounded by the number of samples. Both list counts of
+held-out samples, which are exact on any ranks. ``worst.json`` has the samples with the largest
+loss, at most 200.
 """
 
 import csv
+import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder
 
+MOST_WORST = 200
+PNG, JPEG = "image/png", "image/jpeg"
+_LARGEST = 2**24  # bytes of a file of worst samples that is read
 Pairs = Mapping[tuple[int, int], int]  # number of samples, by label and predicted class
 
 
@@ -38,3 +45,38 @@ def write_classes(folder: RunFolder, pairs: Pairs, names: Sequence[str]) -> None
         lines = csv.writer(file)
         lines.writerow(("label", "predicted", "samples"))
         lines.writerows((*pair, count) for pair, count in sorted(pairs.items()))
+
+
+def write_worst(folder: RunFolder, samples: Sequence[JsonDict]) -> None:
+    """Write the samples with the largest loss.
+
+    Args:
+        folder: the run's folder.
+        samples: records with ``index``, ``name`` and ``loss``, and mostly ``label``, ``predicted``,
+            ``probability``, ``label_probability``, ``picture`` (base64) and ``picture_type``.
+    """
+    folder.worst_file.write_text(json.dumps(list(samples), indent=1) + "\n", encoding="utf-8")
+
+
+def read_worst(folder: RunFolder) -> list[JsonDict]:
+    """Return the samples with the largest loss; empty if there are none, or the file is damaged.
+
+    A picture stays only if it is base64 of a known type.
+    """
+    try:
+        if folder.worst_file.stat().st_size > _LARGEST:
+            return []
+        content = json.loads(folder.worst_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    known = (
+        [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []
+    )
+    result = []
+    for each in known[:MOST_WORST]:
+        data, kind = each.get("picture"), each.get("picture_type")
+        is_picture = isinstance(data, str) and re.fullmatch(r"[A-Za-z0-9+/]+=*", data)
+        if not is_picture or kind not in (PNG, JPEG):
+            each = {key: value for key, value in each.items() if not key.startswith("picture")}
+        result.append(each)
+    return result

@@ -203,6 +203,11 @@ class RunFolder:
         return self.path / "samples.txt"
 
     @property
+    def worst_file(self) -> Path:
+        """Path of ``worst.json``."""
+        return self.path / "worst.json"
+
+    @property
     def events_file(self) -> Path:
         """Path of ``events.jsonl``."""
         return self.path / "events.jsonl"

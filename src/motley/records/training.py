@@ -12,7 +12,7 @@ run may give the number to another host, so the host of a record is found by its
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from motley.records.json_files import JsonDict
@@ -212,7 +212,10 @@ class EpochRecord:
 
     Attributes:
         metrics: the task's metrics of the model, by name, ``loss`` among them. Metrics with the
-            prefix EMA are those of the average of the parameters, if the run has one.
+            prefix EMA are those of the average of the parameters, if the run has one. A metric of
+            a further held-out set begins with its name, as in ``night/loss``.
+        sets: number of samples of each further held-out set, by its name. Lines without such a set
+            do not have the field.
     """
 
     step: int
@@ -221,12 +224,32 @@ class EpochRecord:
     seconds: float
     time: float
     metrics: Mapping[str, float]
+    sets: Mapping[str, int] = field(default_factory=dict)
 
     def as_json(self) -> JsonDict:
         """Return the record as the object of a line in ``epochs.jsonl``."""
         line = {each.name: getattr(self, each.name) for each in fields(self)}
         del line["metrics"]
+        if not self.sets:
+            del line["sets"]
         return {**line, **self.metrics}
+
+    def list_parts(self) -> list[tuple[str, int, dict[str, float], dict[str, float]]]:
+        """Return each held-out set: its name, samples, metrics, and those of the average.
+
+        The name of the usual set is empty. Metrics have their names without prefixes.
+        """
+        result = []
+        for name, samples in [("", self.samples), *self.sets.items()]:
+            own, averaged = dict[str, float](), dict[str, float]()
+            for each, value in self.metrics.items():
+                part, _, metric = each.removeprefix(EMA).partition("/")
+                is_of_set = part in self.sets
+                if name == (part if is_of_set else ""):
+                    plain = metric if is_of_set else each.removeprefix(EMA)
+                    (averaged if each.startswith(EMA) else own)[plain] = value
+            result.append((name, samples, own, averaged))
+        return result
 
     @classmethod
     def from_json(cls, line: JsonDict) -> "EpochRecord":

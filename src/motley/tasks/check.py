@@ -305,6 +305,8 @@ def check_task(model: TaskModel) -> tuple[str, ...]:
 def _check_samples(name: str, task: Task) -> None:
     """Raise MotleyError if there are no samples, or if one sample differs between two reads."""
     check_length(task, len(task.data(held_out=True)), held_out=True)
+    for part, source in task.held_out_sets().items():
+        check_length(task, len(source), held_out=True, part=part)
     once, again = first_sample(task), first_sample(task)
     for key, value in once.items():
         other = again[key]

@@ -29,6 +29,7 @@ from motley.tasks.build import BlockByBlock
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
 from motley.tasks.net import is_recomputed, keep_fp32, parts_around
 from motley.tasks.task import LABEL, PREDICTED, Task
+from motley.tasks.worst import WorstSamples
 
 Compute = Callable[..., Any]
 
@@ -173,6 +174,63 @@ def _of_tensors(compute: Compute, plain: Compute) -> Compute:
     return computed
 
 
+Gathered = dict[str, Any]  # tensors with a row for each sample, or lists of values, by name
+GatheredRows = tuple[tuple[int, ...], Gathered]  # of the samples with these indices
+
+
+def select_gathered(task: Task, scores: Mapping[str, Any], count: int) -> Gathered:
+    """Return the scores of a batch that a task gathers, on the CPU.
+
+    Args:
+        task: the task.
+        scores: result of its :meth:`scores`.
+        count: number of samples in the batch.
+
+    Raises:
+        MotleyError: a name is missing, or has another number of rows.
+    """
+    result, name = dict[str, Any](), type(task).__name__
+    for each in task.gathered:
+        if each not in scores:
+            raise MotleyError(
+                f"{name}.gathered names {each!r}, which scores() does not return: it returns "
+                f"{', '.join(scores)}; return it there, or take it out of gathered"
+            )
+        value = scores[each]
+        rows = len(value) if not isinstance(value, Tensor) or value.dim() else None
+        if rows != count:
+            raise MotleyError(
+                f"scores() of {name} returns {each!r} with {'no' if rows is None else rows} rows "
+                f"for {count} samples; return one row for each sample"
+            )
+        result[each] = value.detach().cpu() if isinstance(value, Tensor) else list(value)
+    return result
+
+
+def compute_metrics(task: Task, gathered: Gathered) -> dict[str, float]:
+    """Return the metrics that a task computes of gathered rows, as numbers.
+
+    Raises:
+        MotleyError: the task's method fails, or returns something else.
+    """
+    name = f"compute_metrics() of {type(task).__name__}"
+    try:
+        metrics = task.compute_metrics(gathered)
+    except MotleyError:
+        raise
+    except Exception as error:
+        raise MotleyError(f"{name} raises {type(error).__name__}: {error}") from error
+    if not isinstance(metrics, Mapping):
+        raise MotleyError(
+            f"{name} returns a {type(metrics).__name__}; return numbers by name, as in "
+            '{"auroc": 0.9}'
+        )
+    try:
+        return {str(each): float(value) for each, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise MotleyError(f"{name} returns a value that is no number: {error}") from None
+
+
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EXAMPLES = 2  # samples with which a model is checked and timed
 
@@ -227,6 +285,10 @@ class TaskModel(nn.Module):
             order.
         class_pairs: labels and predicted classes of held-out samples, int64 [2, n] for each batch
             since the list was last emptied.
+        gathered: indices of held-out samples, and what the task gathers of them, on the CPU, for
+            each batch since the list was last emptied.
+        worst: collector of the held-out samples with the largest loss; None: they are not kept.
+        gathered_example: what the task gathers, of one sample.
         by_blocks: object that fills the network with its initial numbers, or None if the network
             has them all. The network is folded until an engine is built; see motley.tasks.build.
         held_mib: memory in MiB that training holds on the device besides activations. 0: no more
@@ -267,6 +329,8 @@ class TaskModel(nn.Module):
         self.example = example.to(device)
         self.score_names = self._score_names()
         self.class_pairs: list[Tensor] = []
+        self.gathered: list[GatheredRows] = []
+        self.worst: WorstSamples | None = None
         if self.statistics:
             self._find_rows(self.statistics)
 
@@ -289,7 +353,8 @@ class TaskModel(nn.Module):
             result = self.task.scores(self.compute, self.blank())
         self.train()
         counted = {LABEL, PREDICTED} if {LABEL, PREDICTED} <= result.keys() else set()
-        return tuple(sorted(result.keys() - counted))
+        self.gathered_example = select_gathered(self.task, result, 1)
+        return tuple(sorted(result.keys() - counted - self.gathered_example.keys()))
 
     def _find_rows(self, statistics: GroupStatistics) -> None:
         self.eval()

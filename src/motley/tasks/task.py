@@ -62,6 +62,8 @@ class Task:
         class_names: names of the classes by number; empty without classes. A run continues only
             with the same names. Exports and predictions contain them.
         usual: defaults of options that suit the task, by their names and as a user types them.
+        gathered: names of results of :meth:`scores` that are not averaged. Instead
+            :meth:`compute_metrics` receives the results of all held-out samples.
         directions: ``min`` or ``max`` by the name of a metric, the better direction for
             ``--keep-best``. Usual names, such as loss and accuracy, need no entry.
         acts_every: interval at which :meth:`during_training` is called, in steps or as a Duration;
@@ -86,6 +88,7 @@ class Task:
     needs_workers: bool = True
     sometimes_unused: bool = False
     class_names: ClassVar[tuple[str, ...]] = ()
+    gathered: ClassVar[tuple[str, ...]] = ()
     directions: ClassVar[Mapping[str, str]] = {}
     sample_list: ClassVar[str] = ""
     acts_every: ClassVar[int | Duration | None] = None
@@ -115,6 +118,13 @@ class Task:
         raise NotImplementedError
 
     # -- may be written
+
+    def held_out_sets(self) -> "Mapping[str, Source]":
+        """Return further held-out data by name, as :meth:`data` returns the usual one.
+
+        Each is evaluated beside it. A metric of such a set is recorded as ``NAME/METRIC``.
+        """
+        return {}
 
     def prepare(self) -> None:
         """Download or unpack missing data. One rank of each host calls it."""
@@ -166,6 +176,19 @@ class Task:
         """
         return None
 
+    @property
+    def has_weights(self) -> bool:
+        """True if samples may differ in weight, which is known only when a batch has been read."""
+        return type(self).weights is not Task.weights
+
+    def balanced_classes(self) -> Sequence[int] | None:
+        """Return the class of each training sample, if an epoch has equally many of each class.
+
+        The samples of a class are then repeated or left out, as evenly as possible. None: an epoch
+        has each sample once.
+        """
+        return None
+
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
         """Return the relative compute time of training samples.
 
@@ -178,9 +201,23 @@ class Task:
 
         ``loss`` is one of them. If ``label`` and ``predicted`` are among them, int64 [n] each, they
         are the classes of a sample, and are counted in place of being averaged. The last evaluation
-        then writes ``classes.csv`` and ``confusion.csv``.
+        then writes ``classes.csv`` and ``confusion.csv``. The names in ``gathered`` may have rows
+        of any shape, [n, ...], or a list of n values such as texts.
         """
         return {"loss": self.losses(net, batch)}
+
+    def compute_metrics(self, gathered: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return metrics of all held-out samples that are no means over them, such as AUROC.
+
+        Rank 0 calls it after each evaluation, on the CPU. The metrics join those of
+        :meth:`summary`.
+
+        Args:
+            gathered: the results of :meth:`scores` that ``gathered`` names, in the order of the
+                samples and each sample once: a tensor [samples, ...], or a list where rows differ
+                in shape or are no tensors.
+        """
+        return {}
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the metrics that an evaluation records.
@@ -236,7 +273,30 @@ class Task:
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """Return predictions as the columns of a table, by name, one row for each sample."""
-        return {name: values.tolist() for name, values in self.scores(net, batch).items()}
+        return {
+            name: values if isinstance(values, list) else values.tolist()
+            for name, values in self.scores(net, batch).items()
+        }
+
+    def pictures(self, batch: "Tensors") -> "Tensor | None":
+        """Return pictures of held-out samples for the report, uint8 [n, channels, height, width].
+
+        None: the samples have no pictures.
+        """
+        return None
+
+    def describe_scores(self, scores: "Mapping[str, Tensor]") -> Mapping[str, Any]:
+        """Return what the report says of a held-out sample with a large loss.
+
+        Args:
+            scores: its row of each tensor of :meth:`scores`.
+        """
+        result = dict[str, Any]()
+        for name in (LABEL, PREDICTED):
+            if name in scores:
+                number = int(scores[name])
+                result[name] = self.class_names[number] if self.class_names else number
+        return result
 
     def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
         """Return the modules that are sharded and recomputed as one, by name, in order."""
@@ -300,14 +360,6 @@ class Task:
     def title(self) -> str:
         """Return one line that describes the task."""
         return f"task {type(self).__name__}"
-
-
-def weighs(task: Task) -> bool:
-    """Return True if samples may differ in weight.
-
-    The weight of a batch is then known only when the batch has been read.
-    """
-    return type(task).weights is not Task.weights
 
 
 def acts_after_evaluation(task: Task) -> bool:

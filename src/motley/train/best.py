@@ -14,7 +14,7 @@ from motley.config.option import MAX, MIN, Metric
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.records.training import EMA, EpochRecord
-from motley.tasks.model import TaskModel
+from motley.tasks.model import TaskModel, compute_metrics
 from motley.tasks.task import Task
 from motley.text import did_you_mean
 
@@ -39,10 +39,10 @@ def find_metric(config: Config, model: TaskModel) -> Metric | None:
     Raises:
         MotleyError: no evaluation has the metric, or its direction is unknown.
     """
+    known = list_metrics(model, config)
     if config.keep_best is None and config.stop_after is None:
         return None
     chosen, flag = config.keep_best or _USUAL, "--keep-best" if config.keep_best else "--stop-after"
-    known = list_metrics(model, config)
     if known and chosen.name not in known:
         raise MotleyError(
             f"{flag}: no evaluation has the metric {chosen.name}"
@@ -63,11 +63,21 @@ def list_metrics(model: TaskModel, config: Config) -> list[str]:
         own = list(model.task.summary(dict.fromkeys(model.score_names, 1.0)))
     except (ArithmeticError, LookupError, TypeError, ValueError):  # these means are made up
         return []
+    if model.task.gathered:
+        try:
+            own += compute_metrics(model.task, model.gathered_example)
+        except MotleyError as error:
+            if not isinstance(error.__cause__, Exception) or isinstance(
+                error.__cause__, NameError | AttributeError | ImportError
+            ):
+                raise  # every evaluation would fail
+            return []  # one sample may have no such metric
+    own += [f"{part}/{name}" for part in model.task.held_out_sets() for name in own]
     return own + [f"{EMA}{name}" for name in own] * config.model_ema
 
 
 def _find_direction(name: str, task: Task) -> str:
-    name = name.removeprefix(EMA)
+    name = name.removeprefix(EMA).rpartition("/")[2]
     if name in task.directions:
         return task.directions[name]
     words = {name, *name.split("_")}

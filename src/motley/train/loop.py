@@ -4,9 +4,7 @@ Every rank computes a batch in micro-batches, and one step finishes it. A record
 and an evaluation and a checkpoint follow every epoch.
 """
 
-import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from motley.checkpoint.store import BEST, parse_step, save
-from motley.comm.collectives import all_gather_floats, all_gather_object, mark_now
+from motley.comm.collectives import all_gather_floats, mark_now
 from motley.config.option import Duration
 from motley.data.loader_memory import LoaderGrowth, explain_workers
 from motley.data.source import Batch, make_seed
@@ -24,27 +22,25 @@ from motley.engines.named_state import seed_random
 from motley.engines.protocol import LaunchedStep, StepResult
 from motley.engines.schedule import get_rate, set_rate
 from motley.engines.step_timer import HOST
-from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.world import World
 from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
-from motley.records.classes import write_classes
 from motley.records.json_files import JsonDict
-from motley.records.training import EMA, EpochRecord
+from motley.records.training import EpochRecord
 from motley.tasks.model import TaskModel
 from motley.tasks.task import acts_after_evaluation
 from motley.train.agreement import (
     Agreement,
     check_numbers,
-    check_scores,
     readable,
     rebalance,
     shrink_micro_batches,
 )
 from motley.train.best import BestEvaluation
+from motley.train.evaluation import evaluate, write_last_evaluation
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
 from motley.train.rescue import Rescue, pause
@@ -96,67 +92,6 @@ def _evaluating(model: TaskModel) -> Iterator[None]:
             yield
     finally:
         model.train()
-
-
-def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
-    """Return the task's scores of the held-out samples, split among ranks as in ``plan``.
-
-    The average of the parameters is evaluated too, if there is one, as ``ema_...``.
-    """
-    start = time.monotonic()
-    world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    job.engine.sync_parameters()
-    average = job.engine.average is not None
-    metrics, samples = _scores(world, job, plan, None if average else position)
-    if average:
-        pairs = job.model.class_pairs
-        with job.engine.averaged():
-            also, _ = _scores(world, job, plan, position)
-        job.model.class_pairs = pairs
-        metrics |= {f"{EMA}{name}": value for name, value in also.items()}
-    return EpochRecord(
-        step=position.step, epoch=max(0, position.epoch - (position.consumed == 0)),
-        metrics=metrics, samples=samples, seconds=time.monotonic() - start, time=time.time(),
-    )  # fmt: skip
-
-
-def _scores(
-    world: World, job: Job, plan: Plan, then: TrainState | None
-) -> tuple[dict[str, float], int]:
-    """Return the summary of all held-out samples, and their number.
-
-    The summary is computed from sums and weights over all ranks, never from a mean of means.
-
-    Args:
-        world: the ranks.
-        job: the objects of the training.
-        plan: the shares of the ranks.
-        then: position at which training continues, whose first samples are read while the device
-            still evaluates; None: read none in advance.
-    """
-    parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
-    job.model.class_pairs = []
-    say = world.supervisor.set_status
-    say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    if then and job.length.ended(then):
-        then = None
-    for batch in job.loader.test_batches(plan, (then.epoch, then.consumed) if then else None):
-        parts.append(job.engine.evaluate(batch))
-        indices.append(readable(batch, job.config, job.run))
-        say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
-    scores = torch.stack(parts)
-    check_scores(scores, indices, lambda: job.loader.test_batches(plan))
-    table = all_gather_floats(list(scores.sum(dim=0)))
-    *sums, weight, samples = (math.fsum(column) for column in zip(*table, strict=True))
-    names = job.model.score_names
-    if weight == 0:
-        raise MotleyError(
-            f"the {int(samples):,} held-out samples weigh 0 in all, and have no mean; weights() of "
-            f"{type(job.model.task).__name__} gives a number above 0 for a sample that counts"
-        )
-    means = {name: total / weight for name, total in zip(names, sums, strict=True)}
-    return dict(job.model.task.summary(means)), int(samples)
 
 
 @dataclass(frozen=True)
@@ -223,7 +158,7 @@ class Loop:
             while not self._ended():
                 if self._epoch():
                     evaluated = self._evaluate()
-        self._write_classes()
+        write_last_evaluation(self._job)
         assert evaluated is not None  # no run is shorter than a step
         return evaluated
 
@@ -471,20 +406,6 @@ class Loop:
             self._recorder.note("sample", text, step=step)
         self._action_timer.restart(step)
         job.engine.clock.restart()
-
-    def _write_classes(self) -> None:
-        """Write the counts of labels and predicted classes of the last evaluation, on rank 0.
-
-        All ranks call this method. Nothing is written if the task has no classes, or if an earlier
-        launch made the last evaluation.
-        """
-        job, own = self._job, Counter[tuple[int, int]]()
-        if job.model.class_pairs:
-            pairs = torch.cat(job.model.class_pairs, dim=1).T.tolist()
-            own.update((label, predicted) for label, predicted in pairs)
-        total = sum(all_gather_object(own), Counter[tuple[int, int]]())
-        if total and dist.get_rank() == 0:
-            write_classes(job.run.folder, total, job.model.task.class_names)
 
     def _keep_best(self, best: BestEvaluation, step: int) -> None:
         """Keep the checkpoint of the best evaluation, and save one where the run stops early.

@@ -37,7 +37,7 @@ from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.records.gpu_logger import Progress
 from motley.records.json_files import JsonDict
-from motley.records.training import EMA, MOST_WRITERS, EpochRecord, StepRecord, others_ready
+from motley.records.training import MOST_WRITERS, EpochRecord, StepRecord, others_ready
 from motley.tasks.task import Task
 from motley.text import clock, format_rate
 
@@ -175,16 +175,15 @@ class Reporter:
 
     def epoch(self, record: EpochRecord) -> None:
         """Report an evaluation."""
-        own = {name: value for name, value in record.metrics.items() if not name.startswith(EMA)}
-        averaged = {name.removeprefix(EMA): value for name, value in record.metrics.items()
-                    if name.startswith(EMA)}  # fmt: skip
-        also = f" (averaged: {self._about.words(averaged)})" if averaged else ""
         is_epoch = self._by_epoch and record.step > 0
         when = f"epoch {record.epoch}" if is_epoch else f"step {record.step}"
-        self.print_line(
-            f"{when}: {self._about.words(own)}{also}, of {record.samples} held-out "
-            f"{self._about.noun}s"
-        )
+        for name, samples, own, averaged in record.list_parts():
+            also = f" (averaged: {self._about.words(averaged)})" if averaged else ""
+            part = f", {name}" if name else ""
+            self.print_line(
+                f"{when}{part}: {self._about.words(own)}{also}, of {samples} held-out "
+                f"{self._about.noun}s"
+            )
 
     def print_line(self, text: str) -> None:
         """Print a line above the bar."""

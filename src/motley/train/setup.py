@@ -417,7 +417,8 @@ def begin(
 def check_samples(config: Config, workers: Sequence[Rank]) -> None:
     """Raise MotleyError unless all ranks learn from the same data, by their task's fingerprint."""
     task = get_task(config)
-    own = {CLASS_NAMES: task.class_names, SAMPLES: task.sample_list}
+    sets = {name: len(source) for name, source in task.held_out_sets().items()}
+    own = {CLASS_NAMES: task.class_names, SAMPLES: task.sample_list, "held-out sets": sets}
     first, *others = all_gather_object(get_identity(config) | own)
     for worker, other in zip(workers[1:], others, strict=True):
         unlike = [name for name in first if other.get(name) != first[name]]

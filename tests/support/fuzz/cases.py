@@ -79,6 +79,7 @@ class Recipe:
         parts: of the model; see fuzz.model. bn_group: samples of a batch norm's group.
         model_ema_decay: of the average of the parameters; None: there is none.
         eval_every: steps between evaluations; None: one an epoch.
+        class_weights: of the loss. balanced_sampling: an epoch has equally many of each class.
     """
 
     opt: str = "adamw"
@@ -109,6 +110,8 @@ class Recipe:
     weight_decay_end: float | None = None
     lr_cycle_limit: int = 1
     warmup_steps: int | None = None
+    class_weights: str | None = None
+    balanced_sampling: bool = False
 
     @property
     def by_batch(self) -> bool:
@@ -209,6 +212,8 @@ class Case:
             given["batch_size"] = "{0}:{3}:{1}/{2}".format(*ramp, given["batch_size"])
         if not self.recipe.by_batch:
             given.pop("bn_group", None)
+        if given.pop("balanced_sampling", False):
+            words += ["--balanced-sampling"]
         if given.get("model_ema_decay") is not None:
             words += ["--model-ema"]
         return words + _flags(given)

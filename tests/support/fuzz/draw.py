@@ -87,7 +87,10 @@ def _recipe(dice: random.Random, exact: bool) -> Recipe:
         lr_cycle_limit=dice.choice((1, 1, 1, 2, 3)),
         warmup_steps=dice.choice((None, None, None, 0, 2)),
         weight_decay_end=0.3 if recipe.weight_decay and dice.random() < 0.2 else None,
+        balanced_sampling=not recipe.of_folder and dice.random() < 0.15,
     )  # fmt: skip
+    if exact and not recipe.of_folder and dice.random() < 0.2:
+        recipe = replace(recipe, class_weights="1,2,0.5,3,0.1,1,4,1,0.7,2")
     if recipe.clip_grad and dice.random() < 0.3:
         mode = "value" if dice.random() < 0.7 else "agc"
         recipe = replace(recipe, clip_mode=mode, clip_grad=0.01)

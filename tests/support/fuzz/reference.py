@@ -193,14 +193,19 @@ class Reference:
             before: the buffers, from which each group begins.
         """
         size, each = len(batch.indices), self._task.grain if before else len(batch.indices)
+        weight, total = None, float(size)
+        if self._task.class_weights:
+            numbers = [float(each) for each in self._task.class_weights.split(",")]
+            weight = torch.tensor(numbers, dtype=self._dtype, device=self._device)
+            total = float(weight.cpu().double()[batch.data["labels"].cpu()].sum())
         loss, after = 0.0, {name: torch.zeros_like(value) for name, value in before.items()}
         for start in range(0, size, each):
             group = slice(start, min(size, start + each))
             self._set_buffers(before)
             part = functional.cross_entropy(
-                self._logits(batch.data["images"][group]), batch.data["labels"][group],
+                self._logits(batch.data["images"][group]), batch.data["labels"][group], weight,
                 label_smoothing=self._task.smoothing, reduction="sum",
-            ) / size  # fmt: skip
+            ) / total  # fmt: skip
             part.backward()
             loss += float(part.detach())
             for name, value in self._net.named_buffers():

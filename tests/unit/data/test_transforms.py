@@ -1,7 +1,9 @@
 """What is done to an image: torchvision's pixels bit by bit, and small images by the batch."""
 
+import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from motley.data.images import Images, InMemory
 from motley.data.source import first_batch
 from motley.data.transforms import Look
 from motley.data.transforms import seeded as by_torch
-from motley.tasks.builtin.image import ImageTask
+from motley.errors import MotleyError
+from motley.tasks.builtin.image import ImageTask, crops
 from motley.tasks.classifiers import Classifier
 
 LOOK = Look(40, (0.5,) * 3, (0.5,) * 3)
@@ -169,3 +172,96 @@ def test_batches_and_what_a_device_is_timed_with_are_small_and_the_net_sees_them
     task.losses(net, task.noise(batch, 5))
     assert [pixels.shape for pixels in seen] == [(3, 1, 32, 32), (5, 1, 32, 32)]
     assert first_batch(ImageTask(img_size=32, cutmix=1.0), 4)[0].data["images"].shape[-1] == 32
+
+
+@pytest.mark.parametrize("count", [5, 10])
+def test_several_crops_are_torchvisions_and_their_logits_are_averaged(count: int) -> None:
+    task = ImageTask(test_crops=count, img_size=8)
+    image, label = task.images.test[3]
+    cut = task.sample((image, label), training=False)["images"]
+    assert cut.shape == (count, 1, 8, 8)
+    large = v2.functional.resize(v2.functional.to_pil_image(image), [9], antialias=True)
+    due = (v2.FiveCrop(8) if count == 5 else v2.TenCrop(8))(large)
+    assert all(
+        torch.equal(own, v2.functional.pil_to_tensor(each))
+        for own, each in zip(cut, due, strict=True)
+    )
+    batch = task.collate([task.sample(task.images.test[n], training=False) for n in range(3)])
+    net = task.model().eval()
+    with torch.no_grad():
+        own = task.logits(net, batch["images"])
+        apart = torch.stack([task.logits(net, each) for each in batch["images"]]).mean(dim=1)
+    torch.testing.assert_close(own, apart)
+    pictures = task.pictures(batch)
+    assert pictures is not None and torch.equal(pictures, batch["images"][:, 4])
+
+
+def test_a_number_of_crops_that_torchvision_lacks_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="7 is no number of crops"):
+        crops("7")
+
+
+def test_crops_and_flips_of_other_sizes_are_torchvisions() -> None:
+    look = replace(LOOK, scale=(0.5, 0.9), ratio=(1.0, 2.0), mirror=0.0)
+    image = Image.fromarray(np.arange(64 * 80 * 3, dtype=np.uint8).reshape(64, 80, 3))
+    own = look.for_training(images_of(None))
+    due = v2.RandomResizedCrop(40, scale=(0.5, 0.9), ratio=(1.0, 2.0), antialias=True)
+    for seed in range(5):
+        torch.default_generator.manual_seed(seed)
+        found = own(image)
+        torch.default_generator.manual_seed(seed)
+        assert torch.equal(found, due(v2.functional.pil_to_tensor(image)))
+    plain = replace(LOOK, scale=(1.0, 1.0), ratio=(1.25, 1.25))
+    still, turned, mirrored = (
+        replace(plain, mirror=mirror, turn=turn).for_training(images_of(None))(image)
+        for mirror, turn in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0))
+    )
+    assert torch.equal(turned, still.flip(-2)) and torch.equal(mirrored, still.flip(-1))
+    assert not torch.equal(turned, still)
+    small = replace(LOOK, size=32, mirror=1.0).for_training(images_of(32))
+    with pytest.raises(MotleyError, match="--scale, --ratio and --vflip are for images of several"):
+        replace(LOOK, size=32, turn=0.5).for_training(images_of(32))
+    drawn = [small.draw()[2] for _ in range(9)]  # type: ignore[attr-defined]
+    assert all(drawn)
+
+
+def test_erased_rectangles_have_the_content_and_number_that_are_asked_for() -> None:
+    white = InMemory(torch.full((4, 3, 64, 64), 255, dtype=torch.uint8), torch.arange(4))
+    images = Images(white, white, 4, 3, None, None, 64)
+    parts = []
+    for mode, count in (("const", 1), ("const", 9), ("pixel", 1)):
+        look = replace(LOOK, size=64, erase=1.0, augment=False, erase_mode=mode, erase_count=count)
+        erase = look.for_training(images)
+        found = []
+        for seed in range(12):
+            torch.default_generator.manual_seed(seed)
+            found.append(erase(white.images[0]))
+        if mode == "const":  # the mean of normalised pixels
+            assert {*torch.stack(found).unique().tolist()} == {128, 255}
+        else:
+            assert len(torch.stack(found).unique()) > 50
+        parts.append([is_rectangle((each != 255).any(dim=0)) for each in found])
+    assert all(parts[0]) and not all(parts[1])
+
+
+def is_rectangle(mask: Tensor) -> bool:
+    """Return True if all pixels of a mask are one rectangle."""
+    rows, columns = mask.any(dim=1), mask.any(dim=0)
+    return int(mask.sum()) == int(rows.sum()) * int(columns.sum())
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"scale": (0.9, 0.1)}, "--scale 0.9 0.1: give two numbers above 0, the smaller one first"),
+    ({"ratio": (1.0,)}, "--ratio 1: give two numbers above 0"),
+    ({"bce_target_thresh": 0.2}, "--bce-target-thresh has no effect without --bce-loss"),
+    ({"bce_loss": True, "target": "value", "labels": "x.csv"}, "--bce-loss is for classes"),
+])  # fmt: skip
+def test_options_of_images_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(MotleyError, match=says):
+        _ = ImageTask(**options).look
+
+
+def test_options_of_a_held_out_image_change_it() -> None:
+    usual, cut = ImageTask(img_size=8).look, ImageTask(img_size=8, crop_pct=0.5).look
+    assert (usual.crop, cut.crop) == (1.0, 0.5)
+    assert ImageTask(img_size=8, interpolation="nearest").look.interpolation == "nearest"

@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,19 +11,26 @@ from torch import Tensor, nn
 from motley.data.source import Batch, Tensors
 from motley.engines.out_of_memory import release, release_all, set_aside
 from motley.engines.step import StepEngine
+from motley.train.evaluation import order_rows
 
 
 class Narrow(nn.Module):
     """Has memory for three images."""
 
     score_names = ("loss", "top1")
+    task = SimpleNamespace(gathered=("value",))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[Any] = []
+        self.worst = None
 
     def forward(self, data: Tensors, scored: bool) -> dict[str, Tensor]:
         """No loss; an answer is the image's own value."""
         if len(data["images"]) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         right = data["images"] == data["labels"]
-        return {"loss": torch.zeros(len(right)), "top1": right}
+        return {"loss": torch.zeros(len(right)), "top1": right, "value": data["images"]}
 
 
 def test_what_does_not_fit_is_evaluated_in_halves() -> None:
@@ -32,6 +41,7 @@ def test_what_does_not_fit_is_evaluated_in_halves() -> None:
     assert engine.evaluate(
         Batch({"images": values, "labels": labels}, tuple(range(7)))
     ).tolist() == [0, 5, 7, 7]
+    assert order_rows(engine._model.gathered)["value"].tolist() == values.tolist()
 
 
 def held_by_itself() -> weakref.ref[nn.Module]:

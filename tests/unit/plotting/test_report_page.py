@@ -1,6 +1,7 @@
 """The report: what it says, and in a real browser, on wide and narrow screens, on paper, for who
 cannot see it."""
 
+import base64
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from small_runs import START, write_gpu_log, write_run
 
 from motley.cluster.hostfile import Host
 from motley.plan.advice import Advice
+from motley.records.classes import PNG, write_worst
 from motley.sweep.matrix import PRESETS, read_matrix
 from motley.sweep.results import BaselineFolder
 
@@ -47,6 +49,31 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run_script("plots/report.py", root)
     assert done.returncode == 0, done.stderr
     return root / "report.html"
+
+
+def test_the_worst_samples_are_shown_and_a_hostile_record_is_not(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "logs" / "one")
+    pixels = base64.b64encode(b"a picture").decode()
+    write_worst(run, [
+        {"index": 3, "name": "/data/val/cat/<img src=x>.png", "loss": 4.5, "label": "cat",
+         "predicted": "<script>dog", "probability": 0.9, "label_probability": 0.01,
+         "picture": pixels, "picture_type": PNG},
+        {"index": 1, "name": "b.png", "loss": None, "label": "cat", "predicted": "cat",
+         "picture": '" onerror="alert(1)', "picture_type": PNG},
+        {"index": 2, "name": "c.png", "loss": 0.5, "label": 1.25, "predicted": 3.0,
+         "picture": pixels, "picture_type": "text/html"},
+    ])  # fmt: skip
+    assert run_script("plots/report.py", tmp_path).returncode == 0
+    said = (tmp_path / "report.html").read_text()
+    part = said[said.index("Held-out samples with the largest loss") :]
+    assert "<strong>cat (1%)</strong>" in part and "&lt;script&gt;dog (90%)" in part
+    assert part.count(f"data:image/png;base64,{pixels}") == 1
+    assert "cat/&lt;img src=x&gt;.png" in part and "<img src=x>" not in part
+    assert "alert(1)" not in part and "text/html" not in part and "predicted rightly" in part
+    assert "<strong>1.25</strong>" in part and "<strong>3</strong>" in part
+    run.worst_file.write_text("[[[")
+    assert run_script("plots/report.py", tmp_path).returncode == 0
+    assert "largest loss" not in (tmp_path / "report.html").read_text()
 
 
 def test_it_is_one_page_that_says_what_won_and_what_failed(page: Path) -> None:

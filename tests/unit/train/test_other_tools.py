@@ -85,7 +85,7 @@ ANSWERED = {
     "--resume_from_checkpoint x": "it is --resume here",
     "--model_name_or_path gpt2": "it is --pretrained here",
     "--logging_steps 10": "--log-interval, in seconds",
-    "--crop-pct 0.9": "the model's own configuration",
+    "--mean 0.5": "the model's own configuration",
     "--sched constant": "for a constant rate: --warmup-epochs 0 --min-lr as --lr",
     "--lr_scheduler_type none": "for a constant rate: --warmup-epochs 0 --min-lr as --lr",
     "--lr_scheduler_type=constant_with_warmup": "--warmup-epochs E --min-lr as --lr",
@@ -98,11 +98,7 @@ ANSWERED = {
     "--wieght-decay 3": "(nearest: --weight-decay)",
 }
 # No option does the same, so none is named.
-UNKNOWN = (
-    "--tta", "--hflip",
-    "--scale", "--resplit", "--patience-epochs", "--warmup-lr", "--model-ema-force-cpu",
-    "--drop-block", "--lora_dropout", "--nodes", "--gp", "--push_to_hub", "--config_name",
-)  # fmt: skip
+UNKNOWN = ("--lora_dropout", "--nodes", "--push_to_hub", "--config_name")
 
 
 def read(words: str) -> dict[str, object]:

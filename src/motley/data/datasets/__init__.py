@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Usual names of splits. The first of these that exists is held out.
 TRAIN = "train"
 HELD_OUT = ("validation", "val", "valid", "test")
+CLASS, LABELS, VALUE = "class", "labels", "value"  # an image has one, any number, or a number
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,36 @@
-"""Images and their classes: timm's models, on digits, CIFAR, a folder of classes, or noise."""
+"""Images and their classes, labels or values: timm's models, on many kinds of data."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motley.config.option import Decides, fraction, naturals, not_negative, option, positive
-from motley.data.datasets import dataset_name, find_dataset, known_datasets
+from motley.config.option import (
+    Decides,
+    Keyword,
+    above_zero,
+    fraction,
+    named_path,
+    names,
+    natural,
+    naturals,
+    not_negative,
+    option,
+    positive,
+)
+from motley.data.datasets import (
+    CLASS,
+    LABELS,
+    VALUE,
+    dataset_name,
+    find_dataset,
+    known_datasets,
+)
 from motley.errors import MotleyError
-from motley.tasks.task import LABEL, PREDICTED, Net, Task
+from motley.tasks.metrics import DIRECTIONS, MEASURES, metric_name
+from motley.tasks.task import Net, Task
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +40,9 @@ if TYPE_CHECKING:
     from motley.data.source import Samples, Source, Tensors
     from motley.data.transforms import Look, Mixing, Transform
     from motley.tasks.classifiers import Classifier
+    from motley.tasks.targets import Target
 
 MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
-_TOP = 5  # classes among which the label is, for the metric top5
 
 
 # "deit": DeiT's recipe for ImageNet from scratch (Touvron et al., 2021, for a batch of 1,024).
@@ -39,19 +60,44 @@ RECIPES = {
 }
 
 
+def crops(text: str) -> int:
+    """Read a number of test-time crops."""
+    count = natural(text)
+    if count not in (1, 5, 10):
+        raise argparse.ArgumentTypeError(f"{count} is no number of crops; choose 1, 5 or 10")
+    return count
+
+
+def _pair(
+    flag: str, given: tuple[float, ...] | None, usual: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the two numbers of an option, the smaller one first."""
+    if given is None:
+        return usual
+    if len(given) != 2 or given[0] > given[1] or given[0] <= 0:
+        words = " ".join(f"{each:g}" for each in given)
+        raise MotleyError(
+            f"{flag} {words}: give two numbers above 0, the smaller one first, as in {flag} "
+            f"{usual[0]:.3g} {usual[1]:.3g}"
+        )
+    return given[0], given[1]
+
+
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """Images and their classes.
+    """Images and their classes, labels or values.
 
-    A batch has ``images``, uint8 [n, C, H, W], and ``labels``, int64 [n]. The images have the
-    model's size, or are smaller (see Look.enlarged). If images are mixed, the batch also has
-    ``partners``, the labels of the other images, and ``own``, the weights of ``labels``, fp32 [n].
+    A batch has ``images``, uint8 [n, C, H, W], and ``labels``, as in motley.tasks.targets. The
+    images have the model's size, or are smaller (see Look.enlarged). If images are mixed, the batch
+    also has ``partners``, the labels of the other images, and ``own``, the weights of ``labels``,
+    fp32 [n]. With weighted classes a training batch has ``weights``, fp32 [n].
     """
 
     noun = "image"
     unit = "images"
-    head_options = ("dataset", "data_dir", "classes")
+    head_options = ("dataset", "data_dir", "classes", "labels", "label_columns", "target")
     recipes = RECIPES
+    directions = DIRECTIONS
 
     name: str | None = option(
         "timm name; default: vit_digits for digits, else vit_base_patch16_224",
@@ -73,6 +119,33 @@ class ImageTask(Task):
     data_dir: str = option(
         "default: data", NUMBERS, "data", metavar="DIR", usual="where it is, default: data"
     )
+    labels: str | None = option(
+        "CSV file with the labels of the images below --data-dir, and if need be a column split "
+        "with train and val; default: the folders say them",
+        MODEL, metavar="FILE.csv",
+    )  # fmt: skip
+    label_columns: tuple[str, ...] | None = option(
+        "columns of it for the file, the label, and the split; default: by usual names, as "
+        "file,label,split",
+        MODEL, read=names, metavar="FILE,LABEL[,SPLIT]",
+    )  # fmt: skip
+    target: str = option(
+        "what a label is: class (default); labels, any number of them, separated by | ; , or a "
+        "blank; value, a number",
+        MODEL | SPEED, CLASS, choices=(CLASS, LABELS, VALUE),
+    )  # fmt: skip
+    value_loss: str = option(
+        "of --target value: mse, the squared error (default), or l1, the absolute one",
+        NUMBERS, "mse", choices=("mse", "l1"),
+    )  # fmt: skip
+    class_weights: str | None = option(
+        "of the loss: balanced, by the inverse number of training images; a file with a number a "
+        "line; or numbers. Weighted means are divided by the sum of weights; default: none",
+        NUMBERS, metavar="balanced|FILE|W,...",
+    )  # fmt: skip
+    balanced_sampling: bool = option(
+        "draw equally many training images of each class in an epoch", NUMBERS, False
+    )
     augment: bool = option("no random crops and flips", NUMBERS, True)
     recipe: str | None = option(
         f"{'; '.join(f'{name}: {words}' for name, words in RECIPES.items())}; what you write "
@@ -91,6 +164,38 @@ class ImageTask(Task):
     reprob: float = option(
         "random erasing, by noise, default 0", NUMBERS | SPEED, 0.0, read=fraction, metavar="P"
     )
+    remode: str = option(
+        "content of an erased rectangle: pixel, noise (default); const, the mean; rand, one colour",
+        NUMBERS, "pixel", choices=("pixel", "const", "rand"),
+    )  # fmt: skip
+    recount: int = option(
+        "most rectangles that are erased in an image, default 1", NUMBERS, 1, read=positive,
+        metavar="N",
+    )  # fmt: skip
+    scale: tuple[float, ...] | None = option(
+        "least and largest part of an image that a random crop takes; default: 0.08 1",
+        NUMBERS, read=fraction, metavar="PART", several=True,
+    )  # fmt: skip
+    ratio: tuple[float, ...] | None = option(
+        "least and largest width of a random crop over its height; default: 0.75 1.3333",
+        NUMBERS, read=above_zero, metavar="R", several=True,
+    )  # fmt: skip
+    hflip: float = option(
+        "that a training image is mirrored, default 0.5", NUMBERS, 0.5, read=fraction, metavar="P"
+    )
+    vflip: float = option(
+        "that a training image is turned upside down, default 0", NUMBERS, 0.0, read=fraction,
+        metavar="P",
+    )  # fmt: skip
+    crop_pct: float | None = option(
+        "part of a held-out image's side that is used; default: as the model's own configuration "
+        "says, or all of images of one size",
+        NUMBERS, read=fraction, metavar="PART",
+    )  # fmt: skip
+    interpolation: str | None = option(
+        "for resizing; default: as the model's own configuration says",
+        NUMBERS, choices=("bilinear", "bicubic", "nearest"),
+    )  # fmt: skip
     mixup: float = option(
         "alpha of mixup; samples 2k and 2k + 1 of a batch are mixed; default 0: none",
         NUMBERS | SPEED | Decides.PLAN, 0.0, read=not_negative, metavar="A",
@@ -116,6 +221,29 @@ class ImageTask(Task):
     smoothing: float = option(
         "label smoothing, default 0.1", NUMBERS, 0.1, read=fraction, metavar="S"
     )
+    metrics: tuple[str, ...] | None = option(
+        "further metrics of an evaluation, of torchmetrics and over all held-out samples, as in "
+        "f1_macro auroc (needs: pip install torchmetrics); default: none",
+        Decides.NOTHING, read=metric_name, metavar="NAME", several=True,
+    )  # fmt: skip
+    eval_data: tuple[Keyword, ...] | None = option(
+        "further held-out sets, each evaluated beside the usual one: a name, and a folder with one "
+        "folder a class, or with --labels another CSV file; its metrics are NAME/top1, ...; "
+        "default: none",
+        Decides.NOTHING, read=named_path, metavar="NAME=PATH", several=True,
+    )  # fmt: skip
+    test_crops: int = option(
+        "crops of a held-out image whose outputs are averaged: 1 (default), 5 or 10, as "
+        "torchvision's FiveCrop and TenCrop",
+        Decides.NOTHING, 1, read=crops, metavar="1|5|10",
+    )  # fmt: skip
+    bce_loss: bool = option(
+        "binary cross-entropy of each class in place of the cross-entropy of all", NUMBERS, False
+    )
+    bce_target_thresh: float | None = option(
+        "of --bce-loss: targets above this number become 1, the others 0; default: they stay",
+        NUMBERS, read=fraction, metavar="T",
+    )  # fmt: skip
     bn_group: int = option(
         "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
         "default 32. --batch-size must be a multiple, and shares are whole groups",
@@ -123,6 +251,34 @@ class ImageTask(Task):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        if self.labels and self.dataset == "digits":
+            object.__setattr__(self, "dataset", "folder")
+        if self.labels is None and (self.target != CLASS or self.label_columns):
+            flag = f"--target {self.target}" if self.target != CLASS else "--label-columns"
+            raise MotleyError(f"{flag} is for labels of a CSV file; name it, as --labels FILE.csv")
+        if self.labels and self.dataset != "folder":
+            raise MotleyError(
+                f"--labels {self.labels} labels the files of a folder, and --dataset "
+                f"{self.dataset} has labels; leave one of them out"
+            )
+        if self.label_columns and len(self.label_columns) not in (2, 3):
+            raise MotleyError(
+                f"--label-columns {','.join(self.label_columns)}: give the column of the file and "
+                "that of the label, and if need be that of the split, as in image_id,tags"
+            )
+        if self.bce_loss and self.target != CLASS:
+            raise MotleyError(
+                f"--bce-loss is for classes, and --target {self.target} has a loss of its own; "
+                "leave it out"
+            )
+        if self.bce_target_thresh is not None and not self.bce_loss:
+            raise MotleyError("--bce-target-thresh has no effect without --bce-loss; add that")
+        for each in self.metrics or ():
+            if self.target not in MEASURES[each].kinds:
+                fits = [name for name, other in MEASURES.items() if self.target in other.kinds]
+                raise MotleyError(
+                    f"--metrics {each} is not for --target {self.target}; choose {', '.join(fits)}"
+                )
         if self.name is None:  # records contain the name of the model
             object.__setattr__(self, "name", find_dataset(self.dataset).model)
         if self._mixes and self.bn_group % 2 and self.classifier.has_batch_norm:
@@ -173,8 +329,46 @@ class ImageTask(Task):
         """Data set that ``--dataset`` names, opened."""
         from motley.data.images import select_classes
 
-        images = find_dataset(self.dataset).open(Path(self.data_dir), self.size)
-        return images if self.classes is None else select_classes(images, self.classes)
+        if self.labels is not None:
+            from motley.data.labels import open_labelled
+
+            images = open_labelled(
+                Path(self.data_dir), Path(self.labels), self.label_columns or (), self.target
+            )
+        else:
+            images = find_dataset(self.dataset).open(Path(self.data_dir), self.size)
+        if self.classes is None:
+            return images
+        if images.kind != CLASS:
+            raise MotleyError(
+                f"--classes: an image has no single class with --target {images.kind}; leave it out"
+            )
+        return select_classes(images, self.classes)
+
+    @cached_property
+    def _target(self) -> "Target":
+        from motley.tasks.targets import ClassTarget, LabelsTarget, ValueTarget
+
+        images, measures = self.images, self.metrics or ()
+        if images.kind == VALUE and self.class_weights is None:
+            return ValueTarget(self.value_loss, measures)
+        weight = self._class_weight
+        if images.kind == LABELS:
+            return LabelsTarget(images.class_names, weight, measures)
+        return ClassTarget(
+            images.class_names, self.smoothing, weight, measures, self.bce_loss,
+            self.bce_target_thresh,
+        )  # fmt: skip
+
+    @cached_property
+    def _class_weight(self) -> "Tensor | None":
+        if self.class_weights is None:
+            return None
+        import torch
+
+        from motley.data.labels import read_class_weights
+
+        return torch.tensor(read_class_weights(self.class_weights, self.images))
 
     @cached_property
     def look(self) -> "Look":
@@ -191,10 +385,13 @@ class ImageTask(Task):
             self.size,
             tuple(images.mean if known and images.mean else usual["mean"])[: images.channels],
             tuple(images.std if known and images.std else usual["std"])[: images.channels],
-            usual["interpolation"],
+            self.interpolation or usual["interpolation"],
             # Images of a known size are resized to the model's size, and not cropped.
-            1.0 if images.native_size else usual["crop_pct"], usual["crop_mode"],
+            self.crop_pct or (1.0 if images.native_size else usual["crop_pct"]),
+            usual["crop_mode"],
             self.augment, self.aa or "", self.color_jitter, self.reprob, self.cutmix > 0,
+            _pair("--scale", self.scale, Look.scale), _pair("--ratio", self.ratio, Look.ratio),
+            self.hflip, self.vflip, self.remode, self.recount,
         )  # fmt: skip
 
     @cached_property
@@ -203,6 +400,8 @@ class ImageTask(Task):
 
     @cached_property
     def _evaluation(self) -> "Transform":
+        if self.test_crops > 1:
+            return self.look.for_crops(self.test_crops)
         return self.look.for_evaluation(self.images)
 
     @property
@@ -223,7 +422,7 @@ class ImageTask(Task):
             getattr(type(self), name) is getattr(ImageTask, name)
             for name in ("data", "sample", "collate", "weights")
         )  # a subclass may read other samples
-        if device.type != "cuda" or self._mixes or not own:
+        if device.type != "cuda" or self._mixes or not own or self.class_weights:
             return self
         known: dict[torch.device, Samples] = self.__dict__.setdefault("_on", {})
         if device not in known:
@@ -288,16 +487,61 @@ class ImageTask(Task):
         """See Task."""
         return self.images.test if held_out else self.images.train
 
+    def held_out_sets(self) -> "Mapping[str, Source]":
+        """See Task."""
+        return self._held_out_sets
+
+    @cached_property
+    def _held_out_sets(self) -> "Mapping[str, Source]":
+        from motley.data.images import open_held_out
+        from motley.data.labels import open_held_out_file
+
+        given = self.eval_data or ()
+        if repeated := {
+            each.name for each in given if [x.name for x in given].count(each.name) > 1
+        }:
+            raise MotleyError(
+                f"--eval-data names {', '.join(sorted(repeated))} twice; give each set a name of "
+                "its own"
+            )
+        result: dict[str, Source] = {}
+        for each in given:
+            path = Path(each.text)
+            result[each.name] = open_held_out(self.images, each.name, path) if (
+                self.labels is None
+            ) else open_held_out_file(
+                self.images, each.name, Path(self.data_dir), path, self.label_columns or ()
+            )  # fmt: skip
+        return result
+
     def name_of(self, source: "Source", index: int) -> str:
         """See Task."""
+        if any(source is each for each in self._held_out_sets.values()):
+            return str(source.samples[index][0])  # type: ignore[attr-defined]
         return self.images.name_of(source, index)
 
     def with_files(self, folder: Path) -> "ImageTask":
         """See Task; the files have no label."""
-        from motley.data.images import with_folder
+        from motley.data.images import list_images
 
-        changed = replace(self)
-        changed.__dict__["images"] = with_folder(self.images, folder)
+        if not folder.is_dir():
+            raise MotleyError(f"--images {folder} is no folder")
+        return self.with_paths(list_images([folder]), folder)
+
+    def with_paths(
+        self, files: Sequence[Path], folder: Path | None = None, test_crops: int | None = None
+    ) -> "ImageTask":
+        """Return the task with these files as its held-out samples, without labels.
+
+        Args:
+            files: the files.
+            folder: a folder above all of them, which names in messages leave out.
+            test_crops: number of crops; None: as before.
+        """
+        from motley.data.images import with_files
+
+        changed = replace(self, eval_data=None, test_crops=test_crops or self.test_crops)
+        changed.__dict__["images"] = with_files(self.images, files, folder)
         changed.__dict__["look"] = self.look  # as in the run's own evaluations
         return changed
 
@@ -307,6 +551,8 @@ class ImageTask(Task):
         if not training:
             return {"images": self._evaluation(image), "labels": label}
         result = {"images": self._training(image), "labels": label}
+        if self.has_weights:
+            result["trains"] = True
         return result | {"drawn": self._mixing.draw()} if self._mixes else result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
@@ -315,23 +561,54 @@ class ImageTask(Task):
 
         from motley.data.transforms import mix
 
-        shape = (self.images.channels, *samples[0]["images"].shape[1:])
+        *several, _, height, width = samples[0]["images"].shape  # several crops, or none
+        shape = (*several, self.images.channels, height, width)
         images = torch.empty((len(samples), *shape), dtype=torch.uint8)
         pixels = images.numpy()  # numpy changes HWC to CHW twice as fast
         for row, sample in enumerate(samples):
             pixels[row] = sample["images"].numpy()
-        labels = torch.tensor([sample["labels"] for sample in samples], dtype=torch.int64)
+        target = self._target
+        labels = target.stack([sample["labels"] for sample in samples])
+        batch = {"images": images, "labels": labels}
         if "drawn" in samples[0]:
             drawn = torch.stack([sample["drawn"] for sample in samples])
-            return mix(images, labels, drawn, self.grain)
-        return {"images": images, "labels": labels}
+            batch = mix(images, labels, drawn, self.grain)
+        weights = target.weights(labels) if "trains" in samples[0] else None
+        if weights is not None and "own" in batch:
+            others = target.weights(batch["partners"])
+            assert others is not None
+            weights = batch["own"] * weights + (1 - batch["own"]) * others
+        return batch if weights is None else {**batch, "weights": weights}
+
+    @property
+    def has_weights(self) -> bool:
+        """See Task: a training image weighs as its class does."""
+        own = type(self).weights is not ImageTask.weights
+        return own or (self.class_weights is not None and self.target == CLASS)
+
+    def weights(self, batch: "Tensors") -> "Tensor | None":
+        """See Task."""
+        return batch.get("weights")
+
+    def balanced_classes(self) -> Sequence[int] | None:
+        """See Task."""
+        if not self.balanced_sampling:
+            return None
+        from motley.data.labels import labels_to_balance
+
+        return labels_to_balance(self.images)
 
     def logits(self, net: Net, images: "Tensor") -> "Tensor":
         """Return the logits, fp32 [n, classes], of images, uint8 [n, C, H, W].
 
+        The logits of several crops of an image, [n, crops, C, H, W], are averaged.
+
         Images are enlarged and normalised here, on the device. Small uint8 images take a fraction
         of the bytes in transfers from worker processes and over the PCI bus.
         """
+        if images.dim() == 5:
+            each = self.logits(net, images.flatten(0, 1))
+            return each.view(*images.shape[:2], -1).mean(dim=1)
         mean, std = self._mean_and_std(images.device)
         centred = self.look.enlarged(images) - mean  # float from here on
         logits: Tensor = net(centred.div_(std))
@@ -356,58 +633,65 @@ class ImageTask(Task):
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """See Task."""
-        from torch.nn import functional
-
-        logits = self.logits(net, batch["images"])
-
-        def against(labels: "Tensor") -> "Tensor":
-            return functional.cross_entropy(
-                logits, labels, label_smoothing=self.smoothing, reduction="none"
-            )
-
-        losses = against(batch["labels"])
+        outputs, target = self.logits(net, batch["images"]), self._target
         if "own" in batch:
-            losses = batch["own"] * losses + (1 - batch["own"]) * against(batch["partners"])
-        return losses
+            pairs = batch["labels"], batch["partners"], batch["own"]
+            return target.mixed_losses(outputs, *pairs)
+        return target.losses(outputs, batch["labels"])
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """See Task; the loss is without smoothing."""
-        from torch.nn import functional
+        """See Task; the loss is without smoothing and without weights."""
+        return self._target.scores(self.logits(net, batch["images"]), batch["labels"])
 
-        logits, labels = self.logits(net, batch["images"]), batch["labels"]
-        losses = functional.cross_entropy(logits, labels, reduction="none")
-        predicted = logits.argmax(dim=1)
-        result = {
-            "loss": losses, "top1": predicted == labels, LABEL: labels, PREDICTED: predicted,
-        }  # fmt: skip
-        if logits.shape[1] >= _TOP:
-            best = logits.topk(_TOP, dim=1).indices
-            result["top5"] = (best == labels.unsqueeze(1)).any(dim=1)
-        return result
+    @property
+    def gathered(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See Task."""
+        from motley.tasks.targets import PROBABILITIES, TARGETS
+
+        return (PROBABILITIES, TARGETS) if self._target.gathers else ()
+
+    def compute_metrics(self, gathered: Mapping[str, Any]) -> Mapping[str, float]:
+        """See Task."""
+        from motley.tasks.targets import PROBABILITIES, TARGETS
+
+        return self._target.compute_metrics(gathered[PROBABILITIES], gathered[TARGETS])
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task; ``top5`` if there are as many classes."""
-        return {name: means[name] for name in ("top1", "top5", "loss") if name in means}
+        """See Task."""
+        return self._target.summary(means)
 
     def words(self, metrics: Mapping[str, float]) -> str:
         """See Task."""
-        more = f"top-5 {metrics['top5']:.2%}, " if "top5" in metrics else ""
-        return f"top-1 {metrics['top1']:.2%}, {more}loss {metrics['loss']:.4f}"
+        shown = {"top1": "top-1", "top5": "top-5", "map": "mAP", "mae": "MAE", "r2": "R2"}
+        as_part = ("top1", "top5", "accuracy", "exact", "map")
+        return ", ".join(
+            f"{shown.get(name, name)} {value:.2%}" if name in as_part
+            else f"{shown.get(name, name)} {value:.4f}"
+            for name, value in metrics.items()
+        )  # fmt: skip
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """See Task; ``label`` is empty where an image has none."""
-        from motley.data.images import NO_LABEL
+        return self._target.columns(self.logits(net, batch["images"]), batch["labels"])
 
-        best = self.logits(net, batch["images"]).softmax(dim=1).max(dim=1)
-        known: list[int] = batch["labels"].tolist()
-        labels = ["" if label == NO_LABEL else label for label in known]
-        confidence = [f"{value:.4f}" for value in best.values.tolist()]
-        predicted = best.indices.tolist()
-        columns = {"label": labels, "predicted": predicted, "confidence": confidence}
-        if names := self.class_names:
-            columns["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
-            columns["predicted_name"] = [names[label] for label in predicted]
-        return columns
+    def pictures(self, batch: "Tensors") -> "Tensor | None":
+        """See Task: the middle crop, if there are several."""
+        images = batch["images"]
+        return images[:, 4] if images.dim() == 5 else images
+
+    def describe_scores(self, scores: "Mapping[str, Tensor]") -> Mapping[str, Any]:
+        """See Task."""
+        return self._target.describe(scores)
+
+    def rank(self, net: Net, batch: "Tensors", top_k: int) -> list[dict[str, Any]]:
+        """Return a prediction for each image, the most probable classes first.
+
+        Args:
+            net: the model.
+            batch: the images.
+            top_k: number of classes.
+        """
+        return self._target.rank(self.logits(net, batch["images"]), top_k)
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return random pixels as a batch for timing.
@@ -423,7 +707,7 @@ class ImageTask(Task):
             "images": torch.randint(
                 256, (count, *like.shape[1:]), dtype=torch.uint8, device=like.device, generator=dice
             ),
-            "labels": example["labels"].new_zeros(count),
+            "labels": example["labels"].new_zeros(count, *example["labels"].shape[1:]),
         }
 
     def identity(self) -> dict[str, Any]:

@@ -1,0 +1,216 @@
+"""Predict the classes of images of your own with a trained model, in this process.
+
+    python torch_dist/predict.py logs/RUN photos/
+    python torch_dist/predict.py logs/RUN a.jpg b.jpg --top-k 3
+    python torch_dist/predict.py EXPORTED photos/ --out classes.jsonl
+
+RUN is a run of images, whose newest intact checkpoint is used, or a checkpoint. EXPORTED is a
+folder of torch_dist/export.py, which needs no data set. A line a file has the classes and their
+probabilities, as CSV or as JSON. Folders are searched at any depth. A GPU is used if there is one.
+"""
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from motley.config.option import positive
+from motley.config.parser import OneVoice
+from motley.errors import MotleyError
+from motley.plan.precision import PRECISIONS
+from motley.tasks.builtin.image import crops
+from motley.text import escape_unprintable
+
+if TYPE_CHECKING:
+    from motley.infer.predictor import Trained
+
+CSV, JSON_LINES = "csv", "jsonl"
+_EXPORTED = "config.json"
+
+
+def open_model(path: Path, data_dir: str | None, averaged: bool) -> "Trained":
+    """Return the image model of a run, of a checkpoint, or of an exported folder.
+
+    Raises:
+        MotleyError: there is no such model, or it is of another task.
+    """
+    from motley.infer.predictor import open_trained
+    from motley.tasks.builtin.image import ImageTask
+
+    if (path / _EXPORTED).is_file() and not (path / "progress.json").is_file():
+        return _open_exported(path)
+    trained = open_trained(path, data_dir, averaged=averaged)
+    for problem in trained.problems:
+        print(f"motley: not used: {problem}", file=sys.stderr)
+    if not isinstance(trained.task, ImageTask):
+        raise MotleyError(
+            f"{path} is a run of another task ({trained.task.title()}); name a run of images, or "
+            "predict its own samples with infer_vit.py"
+        )
+    return trained
+
+
+def _open_exported(folder: Path) -> "Trained":
+    """Return the model of a folder that torch_dist/export.py or timm has written."""
+    import torch
+
+    from motley.data.datasets import CLASS
+    from motley.data.images import Images, InMemory
+    from motley.data.import_timm import timm
+    from motley.data.transforms import Look
+    from motley.infer.predictor import Trained
+    from motley.tasks.builtin.image import ImageTask
+
+    try:
+        about = json.loads((folder / _EXPORTED).read_text())
+        own = folder / "motley.json"
+        kind = json.loads(own.read_text()).get("target", CLASS) if own.is_file() else CLASS
+        known = about["pretrained_cfg"]
+        channels, _, size = known["input_size"]
+        task = ImageTask(name=about["architecture"], img_size=size)
+        blank = InMemory(torch.zeros(1, channels, size, size, dtype=torch.uint8), torch.zeros(1))
+        task.__dict__["images"] = Images(
+            blank, blank, about["num_classes"], channels, None, None, None, augment=False,
+            class_names=tuple(about.get("label_names") or ()), kind=kind,
+        )  # fmt: skip
+        task.__dict__["look"] = Look(
+            size, tuple(known["mean"]), tuple(known["std"]), known["interpolation"],
+            known["crop_pct"], known.get("crop_mode", "center"), augment=False,
+        )  # fmt: skip
+        if not (folder / "model.safetensors").is_file():  # timm would read a pickled file
+            raise ValueError("it has no model.safetensors")
+        net = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise MotleyError(
+            f"{folder} is no folder of torch_dist/export.py ({why}); "
+            "write one with: python torch_dist/export.py logs/RUN --to DIR"
+        ) from None
+    return Trained(folder, {}, task, net=net)
+
+
+def predict(
+    trained: "Trained",
+    files: Sequence[Path],
+    top_k: int,
+    precision: str,
+    batch: int,
+    test_crops: int | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield a record for each image that can be read, in the order of the files.
+
+    Args:
+        trained: the model, of a run of images.
+        files: the image files.
+        top_k: number of classes in a record.
+        precision: precision of the computation, or ``auto``.
+        batch: number of images that are computed together.
+        test_crops: crops of an image whose outputs are averaged; None: as in the run's evaluations.
+    """
+    import torch
+
+    from motley.infer.predictor import Predictor, select_precision
+
+    task: Any = trained.task.with_paths(files, test_crops=test_crops)  # type: ignore[attr-defined]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    predictor = Predictor(
+        replace(trained, task=task), task.data(held_out=True), device,
+        select_precision(precision, device), max(1, min(8, len(os.sched_getaffinity(0)) // 2)),
+        predict=lambda net, part: {"record": task.rank(net, part, top_k)},
+        on_unreadable=lambda text: print(f"motley: {text}", file=sys.stderr),
+    )  # fmt: skip
+    for start in range(0, len(files), batch):
+        items = range(start, min(start + batch, len(files)))
+        for index, _, record in predictor.rows(items):
+            assert isinstance(index, int) and isinstance(record, dict)
+            yield {"file": str(files[index]), **record}
+
+
+def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record as the cells of a CSV line.
+
+    The first class is in ``class`` and ``probability``, the next in ``class_2`` and so on.
+    """
+    result: dict[str, Any] = {"file": record["file"]}
+    for number, each in enumerate(record.get("classes", ()), 1):
+        end = "" if number == 1 else f"_{number}"
+        result |= {f"class{end}": each["class"], f"probability{end}": each["probability"]}
+    if "labels" in record:
+        result["labels"] = "|".join(record["labels"])
+    if "value" in record:
+        result["value"] = record["value"]
+    return result
+
+
+def write(records: Iterator[dict[str, Any]], file: TextIO, form: str) -> int:
+    """Write all records, each as soon as it is known, and return their number."""
+    lines, count = None, 0
+    for record in records:
+        count += 1
+        if form == JSON_LINES:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        else:
+            cells = flatten(record)
+            if lines is None:
+                lines = csv.DictWriter(file, cells, lineterminator="\n")
+                lines.writeheader()
+            lines.writerow(cells)
+        file.flush()
+    return count
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write predictions as the command line says; return the exit code, 1 for unreadable files."""
+    escape_unprintable()
+    parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH",
+                        help="image files, and folders of them")  # fmt: skip
+    parser.add_argument("--top-k", type=positive, default=1, metavar="K",
+                        help="classes a file, the most probable first; default 1")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE",
+                        help="write to this file; default: the terminal")  # fmt: skip
+    parser.add_argument("--format", choices=(CSV, JSON_LINES),
+                        help="default: by the ending of --out, else csv")  # fmt: skip
+    parser.add_argument("--batch-size", type=positive, default=64, metavar="N",
+                        help="images that are computed together, default 64")  # fmt: skip
+    parser.add_argument("--test-crops", type=crops, metavar="1|5|10",
+                        help="crops whose outputs are averaged; default: as the run")  # fmt: skip
+    parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
+    parser.add_argument("--data-dir", metavar="DIR",
+                        help="where a run's data are now, if elsewhere")  # fmt: skip
+    parser.add_argument(
+        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+    )
+    options = parser.parse_args(words)
+    ending = options.out.suffix.lower().lstrip(".") if options.out else ""
+    form = options.format or (JSON_LINES if ending in (JSON_LINES, "json", "ndjson") else CSV)
+    from motley.data.images import list_images
+
+    try:
+        files = list_images(options.paths)
+        trained = open_model(options.run, options.data_dir, options.use_ema)
+        records = predict(
+            trained, files, options.top_k, options.precision, options.batch_size,
+            options.test_crops,
+        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            file: TextIO = sys.stdout
+            if options.out:
+                file = stack.enter_context(options.out.open("w", newline="", encoding="utf-8"))
+            count = write(records, file, form)
+    except BrokenPipeError:  # the reader, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MotleyError, OSError) as error:
+        print(f"motley: {error}", file=sys.stderr)
+        return 1
+    if options.out:
+        print(f"{options.out}: {count:,} of {len(files):,} images")
+    return 0 if count == len(files) else 1

@@ -1,0 +1,386 @@
+"""The targets of images: a class, several labels, or a number, each with its loss and metrics."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from motley.data.datasets import CLASS, LABELS, VALUE
+from motley.data.images import NO_LABEL
+from motley.tasks.metrics import compute_measures
+from motley.tasks.task import LABEL, PREDICTED
+
+PROBABILITIES, TARGETS = "probabilities", "targets"  # gathered of all held-out images
+_TOP = 5  # classes among which the label is, for the metric top5
+_LIKELY = 0.5  # probability from which a label is predicted
+Scores = dict[str, Tensor]
+
+
+class Target(Protocol):
+    """The meaning of a model's outputs.
+
+    Attributes:
+        kind: ``class``, ``labels`` or ``value``.
+        names: names of the classes or labels; empty if they have none.
+    """
+
+    kind: str
+    names: Sequence[str]
+
+    @property
+    def gathers(self) -> bool:
+        """True if metrics are computed of all held-out images."""
+
+    def stack(self, labels: Sequence[Any]) -> Tensor:
+        """Return the labels of a batch as a tensor with one row for each image."""
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the training loss of each image, [n]."""
+
+    def mixed_losses(
+        self, outputs: Tensor, labels: Tensor, partners: Tensor, own: Tensor
+    ) -> Tensor:
+        """Return the training loss of each mixed image, [n].
+
+        Args:
+            outputs: outputs of the model.
+            labels: label of each image.
+            partners: label of the image that it is mixed with.
+            own: weight of ``labels``, fp32 [n].
+        """
+        return own * self.losses(outputs, labels) + (1 - own) * self.losses(outputs, partners)
+
+    def weights(self, labels: Tensor) -> Tensor | None:
+        """Return the weight of each image in the mean, [n], on the CPU; None: 1 each."""
+
+    def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
+        """Return the scores of held-out images; see Task."""
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an evaluation; see Task."""
+
+    def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return metrics of all held-out images."""
+
+    def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
+        """Return predictions as the columns of a table."""
+
+    def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
+        """Return a prediction for each image, with the most probable classes first."""
+
+    def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the label and the prediction of an image by its row of scores."""
+
+
+@dataclass
+class ClassTarget(Target):
+    """One class for each image; see Target.
+
+    Attributes:
+        smoothing: label smoothing.
+        weight: weight of each class, fp32 [classes]; None: 1 each.
+        measures: names of further metrics.
+        is_binary: the training loss is the binary cross-entropy of each class, as timm's.
+        threshold: targets of it above this number become 1, the others 0; None: they stay.
+    """
+
+    names: Sequence[str]
+    smoothing: float
+    weight: Tensor | None
+    measures: Sequence[str]
+    is_binary: bool = False
+    threshold: float | None = None
+    kind: str = CLASS
+
+    @property
+    def gathers(self) -> bool:
+        """See Target."""
+        return bool(self.measures)
+
+    def stack(self, labels: Sequence[Any]) -> Tensor:
+        """See Target."""
+        return torch.tensor(labels, dtype=torch.int64)
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """See Target. With weights, the terms of torch's weighted cross-entropy before its mean."""
+        weight = None if self.weight is None else self.weight.to(outputs)
+        if self.is_binary:
+            return self._binary(outputs, self._soft(outputs, labels), self._weigh(labels))
+        return functional.cross_entropy(
+            outputs, labels, weight, label_smoothing=self.smoothing, reduction="none"
+        )
+
+    def mixed_losses(
+        self, outputs: Tensor, labels: Tensor, partners: Tensor, own: Tensor
+    ) -> Tensor:
+        """See Target. A threshold applies to mixed targets, as in timm."""
+        if not self.is_binary:
+            return super().mixed_losses(outputs, labels, partners, own)
+        part, weight = own.unsqueeze(1), self._weigh(labels)
+        soft = part * self._soft(outputs, labels) + (1 - part) * self._soft(outputs, partners)
+        if weight is not None and (other := self._weigh(partners)) is not None:
+            weight = own * weight + (1 - own) * other
+        return self._binary(outputs, soft, weight)
+
+    def _soft(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return smoothed targets, [n, classes], as timm's."""
+        off = self.smoothing / outputs.shape[1]
+        soft = torch.full_like(outputs, off)
+        return soft.scatter_(1, labels.unsqueeze(1), 1 - self.smoothing + off)
+
+    def _weigh(self, labels: Tensor) -> Tensor | None:
+        return None if self.weight is None else self.weight.to(labels.device)[labels]
+
+    def _binary(self, outputs: Tensor, soft: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the mean binary cross-entropy over the classes of each image, [n]."""
+        if self.threshold is not None:
+            soft = (soft > self.threshold).to(outputs)
+        losses = functional.binary_cross_entropy_with_logits(outputs, soft, reduction="none")
+        result = losses.mean(dim=1)
+        return result if weight is None else result * weight
+
+    def weights(self, labels: Tensor) -> Tensor | None:
+        """See Target."""
+        return None if self.weight is None else self.weight[labels]
+
+    def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
+        """See Target; the loss is without smoothing and without weights."""
+        chances = outputs.softmax(dim=1)
+        predicted = outputs.argmax(dim=1)
+        result = {
+            "loss": functional.cross_entropy(outputs, labels, reduction="none"),
+            "top1": predicted == labels, LABEL: labels, PREDICTED: predicted,
+            "confidence": chances.amax(dim=1),
+        }  # fmt: skip
+        if outputs.shape[1] >= _TOP:
+            best = outputs.topk(_TOP, dim=1).indices
+            result["top5"] = (best == labels.unsqueeze(1)).any(dim=1)
+        if self.gathers:
+            result |= {PROBABILITIES: chances, TARGETS: labels}
+        return result
+
+    def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See Target."""
+        label, predicted = int(scores[LABEL]), int(scores[PREDICTED])
+        return {
+            LABEL: self.names[label] if self.names else label,
+            PREDICTED: self.names[predicted] if self.names else predicted,
+            "probability": float(scores["confidence"]),
+            "label_probability": math.exp(-float(scores["loss"])),
+        }
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        """See Target; ``top5`` if there are as many classes."""
+        return {name: means[name] for name in ("top1", "top5", "loss") if name in means}
+
+    def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
+        """See Target."""
+        return compute_measures(self.measures, CLASS, probabilities, targets)
+
+    def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
+        """See Target; ``label`` is empty where an image has none."""
+        best = outputs.softmax(dim=1).max(dim=1)
+        known: list[int] = labels.tolist()
+        predicted: list[int] = best.indices.tolist()
+        columns: dict[str, list[Any]] = {
+            "label": ["" if label == NO_LABEL else label for label in known],
+            "predicted": predicted,
+            "confidence": [f"{value:.4f}" for value in best.values.tolist()],
+        }
+        if names := self.names:
+            columns["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
+            columns["predicted_name"] = [names[label] for label in predicted]
+        return columns
+
+    def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
+        """See Target."""
+        return [{"classes": each} for each in _rank(outputs.softmax(dim=1), self.names, top_k)]
+
+
+def _rank(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[list[dict[str, Any]]]:
+    """Return the most probable classes of each image, with their probabilities."""
+    best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
+    return [
+        [
+            {"class": names[label] if names else label, "probability": round(value, 6)}
+            for label, value in zip(*pair, strict=True)
+        ]
+        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+@dataclass
+class LabelsTarget(Target):
+    """Any number of labels for each image, each with a probability of its own; see Target.
+
+    Attributes:
+        weight: factor of each label's positive images in the loss, fp32 [labels]; None: 1 each.
+        measures: names of further metrics.
+    """
+
+    names: Sequence[str]
+    weight: Tensor | None
+    measures: Sequence[str]
+    kind: str = LABELS
+
+    @property
+    def gathers(self) -> bool:
+        """See Target."""
+        return True
+
+    def stack(self, labels: Sequence[Any]) -> Tensor:
+        """See Target. An image without a known label has NO_LABEL in each place."""
+        rows = torch.full((len(labels), len(self.names)), float(NO_LABEL))
+        for row, label in zip(rows, labels, strict=True):
+            if not isinstance(label, int):
+                row.copy_(torch.as_tensor(label))
+        return rows
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """See Target: the mean of the binary cross-entropy over the labels."""
+        weight = None if self.weight is None else self.weight.to(outputs)
+        return functional.binary_cross_entropy_with_logits(
+            outputs, labels.to(outputs), pos_weight=weight, reduction="none"
+        ).mean(dim=1)
+
+    def weights(self, labels: Tensor) -> Tensor | None:
+        """See Target."""
+        return None
+
+    def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
+        """See Target. ``accuracy`` is the part of the labels that are predicted correctly."""
+        losses = functional.binary_cross_entropy_with_logits(
+            outputs, labels.to(outputs), reduction="none"
+        )
+        probabilities = outputs.sigmoid()
+        right = (probabilities >= _LIKELY) == (labels >= _LIKELY)
+        return {
+            "loss": losses.mean(dim=1), "accuracy": right.float().mean(dim=1),
+            "exact": right.all(dim=1), PROBABILITIES: probabilities, TARGETS: labels,
+        }  # fmt: skip
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        """See Target."""
+        return {name: means[name] for name in ("accuracy", "exact", "loss")}
+
+    def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
+        """See Target: the mean average precision, of labels that some image has, and measures."""
+        from sklearn.metrics import average_precision_score  # type: ignore[import-untyped]
+
+        known = targets.sum(dim=0) > 0
+        means = [
+            float(average_precision_score(targets[:, each], probabilities[:, each]))
+            for each in known.nonzero().flatten().tolist()
+        ]
+        result = {"map": sum(means) / len(means)} if means else {"map": float("nan")}
+        return result | compute_measures(self.measures, LABELS, probabilities, targets.long())
+
+    def _join(self, rows: Tensor) -> list[str]:
+        """Return the names of the labels in each row that are likely, separated by ``|``."""
+        return [
+            "|".join(name for name, value in zip(self.names, row, strict=True) if value >= _LIKELY)
+            for row in rows.tolist()
+        ]
+
+    def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See Target."""
+        rows = torch.stack([scores[TARGETS], scores[PROBABILITIES]])
+        return dict(zip((LABEL, PREDICTED), self._join(rows), strict=True))
+
+    def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
+        """See Target; labels are separated by ``|``."""
+        probabilities = outputs.sigmoid()
+        return {
+            "label": self._join(labels), "predicted": self._join(probabilities),
+            **{f"{name}_probability": [f"{value:.4f}" for value in column]
+               for name, column in zip(self.names, probabilities.T.tolist(), strict=True)},
+        }  # fmt: skip
+
+    def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
+        """See Target: the labels that are predicted, and the most probable ones."""
+        probabilities = outputs.sigmoid()
+        ranked = _rank(probabilities, self.names, top_k)
+        return [
+            {
+                "labels": [name for name, value in zip(self.names, row, strict=True)
+                           if value >= _LIKELY],
+                "classes": own,
+            }
+            for row, own in zip(probabilities.tolist(), ranked, strict=True)
+        ]  # fmt: skip
+
+
+@dataclass
+class ValueTarget(Target):
+    """One number for each image; see Target.
+
+    Attributes:
+        loss: ``mse``, the squared error, or ``l1``, the absolute error.
+        measures: names of further metrics.
+    """
+
+    loss: str
+    measures: Sequence[str]
+    names: Sequence[str] = ()
+    kind: str = VALUE
+
+    @property
+    def gathers(self) -> bool:
+        """See Target."""
+        return bool(self.measures)
+
+    def stack(self, labels: Sequence[Any]) -> Tensor:
+        """See Target. An image without a known value has NaN; labels of files are floats."""
+        known = [label if isinstance(label, float) else math.nan for label in labels]
+        return torch.tensor(known, dtype=torch.float32)
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """See Target."""
+        error = outputs[:, 0] - labels
+        return error.abs() if self.loss == "l1" else error.square()
+
+    def weights(self, labels: Tensor) -> Tensor | None:
+        """See Target."""
+        return None
+
+    def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
+        """See Target. Sums of squares are in fp64, because R2 subtracts them."""
+        label, error = labels.double(), (outputs[:, 0] - labels).double()
+        result = {
+            "loss": self.losses(outputs, labels), "mae": error.abs(), "squares": error.square(),
+            "label_sum": label, "label_squares": label.square(), "output": outputs[:, 0],
+        }  # fmt: skip
+        return result | ({PROBABILITIES: outputs[:, 0], TARGETS: labels} if self.gathers else {})
+
+    def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See Target."""
+        return {LABEL: float(scores["label_sum"]), PREDICTED: float(scores["output"])}
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        """See Target. R2 is NaN if all labels are equal."""
+        spread = means["label_squares"] - means["label_sum"] ** 2
+        return {
+            "mae": means["mae"], "rmse": means["squares"] ** 0.5,
+            "r2": 1 - means["squares"] / spread if spread > 0 else float("nan"),
+            "loss": means["loss"],
+        }  # fmt: skip
+
+    def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
+        """See Target."""
+        return compute_measures(self.measures, VALUE, probabilities, targets)
+
+    def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
+        """See Target."""
+        known: list[float] = labels.tolist()
+        return {
+            "label": ["" if math.isnan(label) else label for label in known],
+            "predicted": [f"{value:.6g}" for value in outputs[:, 0].tolist()],
+        }
+
+    def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
+        """See Target."""
+        return [{"value": float(f"{value:.6g}")} for value in outputs[:, 0].tolist()]

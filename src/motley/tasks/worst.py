@@ -1,0 +1,103 @@
+"""The held-out samples with the largest loss, kept on the device while an evaluation goes on."""
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from motley.data.source import Tensors
+from motley.records.classes import JPEG, MOST_WORST, PNG
+from motley.tasks.task import Task
+
+_SIDE = 112  # most pixels of a picture's side
+_SMALL = 48  # sides up to which a picture is kept exactly
+
+
+class WorstSamples:
+    """The samples with the largest loss of one rank.
+
+    No batch waits for the device: samples are chosen there, and read once at the end.
+
+    Args:
+        most: number of samples to keep.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = min(most, MOST_WORST)
+        self._rows: Tensors = {}
+
+    @torch.no_grad()
+    def add(self, indices: Sequence[int], scores: Tensors, pictures: Tensor | None) -> None:
+        """Add a batch, of which the samples with the largest loss stay.
+
+        Args:
+            indices: indices of the samples.
+            scores: tensors of scores by name, a row for each sample; others are left out.
+            pictures: pictures of the samples, uint8 [n, channels, height, width], or None.
+        """
+        if not self._most or not indices:
+            return
+        count = len(indices)
+        device = scores["loss"].device
+        new = {
+            f"score.{name}": value.detach() for name, value in scores.items()
+            if isinstance(value, Tensor) and value.dim() and len(value) == count
+        }  # fmt: skip
+        new["index"] = torch.tensor(indices, device=device)
+        if pictures is not None:
+            new["picture"] = pictures
+        # A stable order: of equal losses, the first sample stays.
+        order = new["score.loss"].float().argsort(descending=True, stable=True)[: self._most]
+        rows = {name: value[order.to(value.device)] for name, value in new.items()}
+        if self._rows:
+            rows = {name: torch.cat([self._rows[name], value]) for name, value in rows.items()}
+            order = rows["score.loss"].float().argsort(descending=True, stable=True)[: self._most]
+            rows = {name: value[order.to(value.device)] for name, value in rows.items()}
+        self._rows = rows
+
+    def describe(self, task: Task) -> list[dict[str, Any]]:
+        """Return a record of each sample, as motley.records.classes writes it."""
+        rows = {name: value.cpu() for name, value in self._rows.items()}
+        source, result = task.data(held_out=True), list[dict[str, Any]]()
+        for at, index in enumerate(rows["index"].tolist() if rows else ()):
+            scores = {
+                name.removeprefix("score."): value[at]
+                for name, value in rows.items() if name.startswith("score.")
+            }  # fmt: skip
+            loss = float(scores["loss"])
+            record = {
+                "index": index, "name": task.name_of(source, index),
+                "loss": loss if math.isfinite(loss) else None, **task.describe_scores(scores),
+            }  # fmt: skip
+            if "picture" in rows:
+                record |= _encode(rows["picture"][at])
+            result.append(record)
+        return result
+
+
+def merge(parts: Sequence[Sequence[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
+    """Return the records with the largest loss of all ranks, in order; not finite is largest."""
+    every = [record for part in parts for record in part]
+    every.sort(key=lambda each: (-(math.inf if each["loss"] is None else each["loss"]),
+                                 each["index"]))  # fmt: skip
+    return every[: min(most, MOST_WORST)]
+
+
+def _encode(pixels: Tensor) -> dict[str, str]:
+    """Return a small picture of an image, uint8 [channels, height, width], in base64."""
+    if pixels.shape[0] != 3:
+        pixels = pixels[:1]
+    array = pixels.permute(1, 2, 0).squeeze(2).numpy() if len(pixels) == 1 else (
+        pixels.permute(1, 2, 0).numpy()
+    )  # fmt: skip
+    image, buffer = Image.fromarray(array), io.BytesIO()
+    is_small = max(image.size) <= _SMALL
+    image.thumbnail((_SIDE, _SIDE))
+    image.save(buffer, "PNG" if is_small else "JPEG", quality=85)
+    kind = PNG if is_small else JPEG
+    return {"picture": base64.b64encode(buffer.getvalue()).decode(), "picture_type": kind}
