@@ -96,6 +96,10 @@ class OptimizationOptions:
         "a tenth of the run at most)",
         NUMBERS, read=natural, metavar="K",
     )  # fmt: skip
+    warmup_lr: float | None = option(
+        "of the first step of the warm-up; default: --lr over the steps of the warm-up and one",
+        NUMBERS, read=not_negative, metavar="RATE",
+    )  # fmt: skip
     min_lr: float = option(
         "end of cosine, tanh and poly, or its part of --lr in percent; default 1e-5 (text: a tenth "
         "of --lr)",

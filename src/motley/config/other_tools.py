@@ -208,9 +208,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--cooldown-epochs", "--lr-k-decay", "--lr-noise", "--lr-noise-pct", "--lr-noise-std",
         "--patience-epochs",
     ),
-    "the warm-up rises evenly to --lr, in steps before the schedule; leave it out": (
-        "--warmup-lr", "--warmup-prefix",
-    ),
+    "the warm-up comes before the schedule already; leave it out": ("--warmup-prefix",),
     "an epoch has each sample once: give more --epochs, or --balanced-sampling": (
         "--aug-repeats", "--epoch-repeats",
     ),

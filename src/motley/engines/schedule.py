@@ -21,8 +21,8 @@ _FALLS = ("cosine", "tanh", "poly")  # schedules that fall until their end
 _EPOCHS = 30  # default of --epochs, to which the default of --warmup-epochs relates
 _WARM_PART = 10  # a task's own warm-up takes one in so many steps at most
 _OF_RATE = (
-    "sched", "warmup_epochs", "warmup_steps", "min_lr", "decay_epochs", "decay_milestones",
-    "decay_rate", "lr_cycle_mul", "lr_cycle_decay", "lr_cycle_limit",
+    "sched", "warmup_epochs", "warmup_steps", "warmup_lr", "min_lr", "decay_epochs",
+    "decay_milestones", "decay_rate", "lr_cycle_mul", "lr_cycle_decay", "lr_cycle_limit",
 )  # fmt: skip
 _CYCLES = _OF_RATE[-3:]
 
@@ -145,12 +145,13 @@ def make_cycle(
     milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
     rate = config.decay_rate or (1.0 if config.sched == "poly" else 0.1)
     least = config.lr * config.min_lr if isinstance(config.min_lr, Part) else config.min_lr
+    first = config.lr / (warmup + 1) if config.warmup_lr is None else config.warmup_lr
     schedule: Scheduler
     schedule, _ = timm.scheduler.create_scheduler_v2(
         optimizer, config.sched, num_epochs=steps, min_lr=least,
         decay_epochs=max(1, round(config.decay_epochs * steps_an_epoch)), decay_rate=rate,
         decay_milestones=milestones,
-        warmup_epochs=warmup, warmup_lr=config.lr / (warmup + 1), warmup_prefix=True,
+        warmup_epochs=warmup, warmup_lr=first, warmup_prefix=True,
         step_on_epochs=False, updates_per_epoch=1,
     )  # fmt: skip
     return schedule

@@ -110,6 +110,7 @@ class Recipe:
     weight_decay_end: float | None = None
     lr_cycle_limit: int = 1
     warmup_steps: int | None = None
+    warmup_lr: float | None = None
     class_weights: str | None = None
     balanced_sampling: bool = False
 

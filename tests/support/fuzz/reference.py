@@ -261,7 +261,7 @@ class Reference:
             warmup = min(config.warmup_steps, total - 1)
         now = self._epoch * each + self._consumed / config.batch_size
         if now < warmup:
-            first = config.lr / (warmup + 1)
+            first = config.lr / (warmup + 1) if config.warmup_lr is None else config.warmup_lr
             return first + now * (config.lr - first) / warmup
         steps, count = total - warmup, config.lr_cycle_limit
         ends = sorted({max(1, round(steps * (n + 1) / count)) for n in range(count)} | {steps})

@@ -61,6 +61,8 @@ def test_a_warm_up_comes_before_the_first_cycle_and_short_runs_have_fewer() -> N
     found = rates(config, Length(14, 1, 1), 14)
     assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert found[9] == pytest.approx(0.5) and found[8] < 0.2
+    found = rates(replace(config, warmup_lr=0.6), Length(14, 1, 1), 5)
+    assert found == pytest.approx([0.6, 0.7, 0.8, 0.9, 1.0])
     assert cycle_ends(replace(config, lr_cycle_limit=9), 3) == [1, 2, 3]
 
 
