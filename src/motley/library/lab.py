@@ -1,13 +1,8 @@
 """The lab of a user's own training loop: all ranks, as :func:`motley.join` returns them."""
 
-import atexit
 import contextlib
-import math
-import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,39 +11,25 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from motley.checkpoint.run import find_run
-from motley.checkpoint.store import make_progress, spread
 from motley.comm.collectives import all_gather_floats
-from motley.config.option import Duration, steps_or_time
 from motley.engines.gradient_sum import broadcast
 from motley.engines.named_state import snapshot
 from motley.engines.out_of_memory import out_of_memory, shortage
 from motley.errors import MotleyError, NoMemoryError
 from motley.library.lab_loader import LabLoader
+from motley.library.loop_checkpoints import LoopSaver
 from motley.library.loop_position import LoopPosition
-from motley.library.loop_records import make_config
-from motley.library.loop_state import (
-    Keep,
-    LoopCheckpoints,
-    LoopState,
-    cuda_state,
-    get_objects,
-    get_position,
-    read_loop,
-)
+from motley.library.loop_state import LoopState
 from motley.library.made_batches import MadeBatches
 from motley.library.model_shards import combine_norms, discard
 from motley.library.piece_loader import check_loader
 from motley.library.rank_loop import RankLoop
 from motley.library.refusals import check_model, check_optimizers, check_same, check_statistics
-from motley.library.sample_order import Batches, RandomState
+from motley.library.sample_order import Batches
 from motley.measure.process_group import promised_precision
-from motley.plan.length import TrainState
 from motley.plan.precision import start_scale
-from motley.train.rescue import beside_training
 
 T = TypeVar("T")
-SAVE_EVERY = "MOTLEY_SAVE_EVERY"  # in the environment: time between checkpoints, as 10m
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -74,22 +55,14 @@ class Lab:
         folder: tuple[str, str | None] = ("logs", None),
         allow: Collection[str] = (),
     ) -> None:
-        self._loop, self._folder, self._allow = loop, folder, frozenset(allow)
+        self._loop, self._allow = loop, frozenset(allow)
         alone = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.device = loop.device if loop else alone
         self._state, self._position = state, LoopPosition()
-        self._loaders: list[LabLoader] = []  # of training data
-        self._checkpoints: LoopCheckpoints | None = None
-        self._saved, self._every_s = time.monotonic(), read_interval(os.environ.get(SAVE_EVERY))
-        self._best: float | None = None
-        self._run_path: Path | None = None  # folder of a continued run, alone
+        self._saver = LoopSaver(loop, state, self._position, folder, self.device)
         self._epochs = 0  # epochs of the whole run, as far as they are known
         self._loss: Tensor | None = None  # without other ranks
-        self._random: tuple[RandomState, list[Tensor]] | None = None  # to restore, alone
         self._checked = False  # True once the layers of all models were checked in this pass
-        if loop is not None:
-            loop.pause, loop.after_step = self._pause, self._save_if_asked
-            loop.rescue, loop.gate.wants_save = self._rescue, self._is_save_due
 
     _watches = False  # True once every optimizer's step is checked
     # Without other ranks: losses of the present step, and number of the batch after which it ended.
@@ -336,10 +309,15 @@ class Lab:
             facts = {"rows": len(loader.dataset), "batches an epoch": len(loader)}  # type: ignore[arg-type]
             check_same("data", facts, self._loop.names)
         result = LabLoader(
-            self._loop, self._position, loader, train, self._start_pass, self._restore_random_state
+            self._loop,
+            self._position,
+            loader,
+            train,
+            self._start_pass,
+            self._saver.restore_random_state,
         )
         if train:
-            self._loaders.append(result)
+            self._saver.loaders.append(result)
         return result
 
     def batches(
@@ -562,88 +540,7 @@ class Lab:
         Args:
             best: True: write it to the folder ``best`` of the run too.
         """
-        loop = self._loop
-        if loop is None or loop.gate.is_open:
-            if self.is_main:
-                self._save(best)
-            elif self._state.shards:
-                self._state.take(discard)
-
-    def _save(self, best: bool = False, repeated: int = 0, keep: Keep = snapshot) -> None:
-        """Write a checkpoint. One rank calls it.
-
-        Args:
-            best: True: write it to the folder ``best`` of the run too.
-            repeated: number of global batches that a continued run computes again.
-            keep: returns a copy of a tensor.
-        """
-        loop, position = self._loop, self._position
-        checkpoints = self._open_checkpoints()
-        checkpoints.check()
-        self._saved = time.monotonic()
-        order = (loop.order.state if loop else None) or RandomState()
-        generators = [each.get_state() for each in self._generators()]
-        where = position.state_dict(order, generators)
-        where["passes"] = [each.passes - position.in_pass for each in self._loaders]
-        where["best"] = self._best
-        where["step"], where["batch"] = where["step"] - repeated, where["batch"] - repeated
-        if loop is None:
-            where["random"], where["cuda"] = RandomState().state_dict(), cuda_state()
-        scale = loop.scale.state_dict() if loop else {}
-        at = TrainState(where["step"], where["epoch"], 0)
-        progress = make_progress(at, 0, scale, make_config(*self._folder).as_json(), {})
-        checkpoints.save(progress, where, best, keep)
-
-    def _rescue(self) -> str:
-        """Save the state of the last finished step, after a lost rank that ends the job.
-
-        The watching thread calls it on rank 0, or on a rank that sees the same disk if rank 0 is
-        lost. The training thread waits for the lost rank.
-
-        Returns:
-            A sentence for the user; empty if there was nothing to save.
-        """
-        loop = self._loop
-        assert loop is not None
-        repeated = loop.wait_until_blocked()
-        step = self._position.step - (repeated or 0)
-        if repeated is None or repeated > self._position.batch or not step:
-            return ""
-        with beside_training(self.device):
-            # Not pinned: the GPU may have a collective to do that never ends.
-            self._save(repeated=repeated, keep=partial(snapshot, pinned=False))
-        self._open_checkpoints().wait()
-        return f"saved as of step {step}"
-
-    def _is_save_due(self) -> bool:
-        """Return True if the interval of MOTLEY_SAVE_EVERY has passed; see keep_training."""
-        return self._every_s is not None and time.monotonic() > self._saved + self._every_s
-
-    def _save_if_asked(self) -> None:
-        """Save a checkpoint if rank 0 has asked for one with its numbers of the last step."""
-        if self._loop is not None and self._loop.gate.numbers[0].saves:
-            self.save()
-
-    def _pause(self) -> str:
-        """Save a checkpoint before the job pauses; return a sentence on it."""
-        if self._position.step == 0:
-            return ""
-        self.save()
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
-        return f"saved as of step {self._position.step}"
-
-    def _open_checkpoints(self) -> LoopCheckpoints:
-        """Return the checkpoints of the run; rank 0 calls it."""
-        if self._checkpoints is None:
-            path = self._run_path
-            if self._loop is not None:
-                path = self._loop.records.run.folder.path
-            elif path is None:
-                path, _ = find_run(make_config(*self._folder))
-            self._checkpoints = LoopCheckpoints(self._state, path / "checkpoints")
-            atexit.register(self._checkpoints.wait)
-        return self._checkpoints
+        self._saver.save(best)
 
     def best(self, metric: float, higher: bool = True) -> bool:
         """Save a checkpoint in the folder ``best`` if a metric is better than ever before.
@@ -657,13 +554,7 @@ class Lab:
         Returns:
             True if the metric is better.
         """
-        if math.isnan(metric):
-            return False
-        if self._best is not None and not (metric > self._best if higher else metric < self._best):
-            return False
-        self._best = float(metric)
-        self.save(best=True)
-        return True
+        return self._saver.save_best(metric, higher)
 
     def resume(self, path: str | Path = "auto") -> bool:
         """Continue from a checkpoint, if there is one; all ranks call it before the first loop.
@@ -679,63 +570,7 @@ class Lab:
         Returns:
             True if there was a checkpoint.
         """
-        content, tensors, notes = self._read(str(path))
-        if content is None:
-            return False
-        for note in notes:
-            self.print(f"motley: {note}")
-        state = get_position(content, tensors)
-        self._state.load(get_objects(content), tensors)
-        order = self._position.load_state_dict(state)
-        self._best = state["best"]
-        for loader, passes in zip(self._loaders, state["passes"], strict=True):
-            loader.passes = passes
-        for generator, saved in zip(self._generators(), state["generators"], strict=False):
-            generator.set_state(saved.to(torch.uint8))
-        if self._loop is not None:
-            self._loop.order.state = order
-        elif "random" in state:
-            order.restore()
-            self._random = RandomState.from_state_dict(state["random"]), state["cuda"]
-            if not self._position.batch:
-                self._restore_random_state()
-        if self.is_main:
-            self._open_checkpoints().set_aside_after(self._position.step)
-        return True
-
-    def _generators(self) -> list[torch.Generator]:
-        """Return the user's own generators of all loaders of training data."""
-        return [each for loader in self._loaders for each in loader.generators]
-
-    def _read(self, path: str) -> tuple[dict[str, Any] | None, dict[str, Tensor], list[str]]:
-        """Return the JSON, the tensors and the notes of a checkpoint; None if there is none."""
-        loop = self._loop
-        if loop is None:
-            config = make_config(*self._folder, path)
-            self._run_path, folders = find_run(config)
-            return read_loop(folders) if folders else (None, {}, [])
-        folders = loop.records.resume(path)
-        if not folders:
-            return None, {}, []
-        tensors: dict[str, Tensor] = {}
-
-        def read() -> Any:
-            nonlocal tensors
-            content, tensors, notes = read_loop(folders)
-            return content, notes
-
-        content, notes = loop.session.world.from_first(read)
-        return content, spread(tensors, self.device), notes
-
-    def _restore_random_state(self) -> None:
-        """Restore the global generators of a process that is alone, after a resume."""
-        if self._random is None:
-            return
-        state, cuda = self._random
-        self._random = None
-        state.restore()
-        for number, each in enumerate(cuda):
-            torch.cuda.set_rng_state(each.cpu(), number)
+        return self._saver.resume(str(path))
 
     def _start_pass(self, batches: Batches) -> None:
         """Prepare for a pass over training data; the loader calls it.
@@ -747,12 +582,6 @@ class Lab:
         if self._loop is not None:
             left = max(1, self._epochs - self._position.epoch)
             self._loop.start_pass(batches, self._position.step, left)
-
-
-def read_interval(text: str | None) -> float | None:
-    """Return the seconds of a text such as 10m; None: there is none, or it counts steps."""
-    every = steps_or_time(text) if text else None
-    return every.seconds if isinstance(every, Duration) else None
 
 
 def _collect(value: Any, leaves: list[Any]) -> None:

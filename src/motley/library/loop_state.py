@@ -1,24 +1,22 @@
-"""The state of a user's own loop: objects with ``state_dict``, and their checkpoints."""
+"""The state of a user's own loop: objects with ``state_dict``, as JSON and tensors.
+
+Nothing is pickled.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from motley.checkpoint.read import find_first_intact, open_checkpoint
-from motley.checkpoint.store import Checkpoints
-from motley.engines.named_state import snapshot
 from motley.errors import MotleyError
 from motley.library.model_shards import ModelShards
-from motley.library.state_tree import put_together, take_apart
 
 Keep = Callable[[Tensor], Tensor]
-_KEEP = 2  # checkpoints that stay on the disk
-_LOOP = "loop"  # entry of progress.json
+_PLAIN = (bool, int, float, str)
 
 
 class LoopState:
@@ -123,87 +121,57 @@ class LoopState:
         return [*models, *rest, *others]
 
 
-class LoopCheckpoints:
-    """The checkpoints of a loop, written and read by rank 0.
+def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a state as JSON, and move its tensors to a dictionary.
 
     Args:
-        state: objects of the loop.
-        folder: the folder ``checkpoints``.
-    """
-
-    def __init__(self, state: LoopState, folder: Path) -> None:
-        self._state = state
-        self._checkpoints = Checkpoints(folder, _KEEP)
-        self._best = Checkpoints(folder.parent / "best", 1)
-
-    def save(
-        self,
-        progress: Mapping[str, Any],
-        position: Mapping[str, Any],
-        best: bool,
-        keep: Keep = snapshot,
-    ) -> None:
-        """Write a checkpoint while training continues.
-
-        Args:
-            progress: entries that every checkpoint has; see motley.checkpoint.store.
-            position: state of the loop besides its objects; tensors and numbers.
-            best: True: write it to the folder ``best`` too.
-            keep: returns a copy of a tensor.
-        """
-        content, tensors = self._state.take(keep)
-        content[_LOOP] = take_apart(position, f"ranks.{_LOOP}", tensors)
-        whole = {**progress, _LOOP: content}
-        self._checkpoints.save_behind(tensors, whole)
-        if best:
-            self._best.save_behind(tensors, whole)
-
-    def wait(self) -> None:
-        """Wait until all checkpoints have reached the disk."""
-        self._checkpoints.wait()
-        self._best.wait()
-
-    def check(self) -> None:
-        """Raise the error of a checkpoint that could not be written."""
-        self._checkpoints.check()
-
-    def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints of later steps; see Checkpoints."""
-        self._checkpoints.set_aside_after(step)
-
-
-def read_loop(folders: list[Path]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Return the JSON and the tensors of the first intact checkpoint, and notes for the user.
-
-    Args:
-        folders: folders of checkpoints, the newest first.
+        value: nested dictionaries, lists and tuples of tensors, arrays, numbers, texts and None.
+        name: name of the state, with which names of tensors start.
+        tensors: receives the tensors by name.
 
     Raises:
-        MotleyError: no checkpoint is intact, or it is of ``motley train``.
+        MotleyError: the state has a value of another type.
     """
-    problems: list[str] = []
-    folder, opened = find_first_intact(folders, lambda each: open_checkpoint(each, ()), problems)
-    notes = [f"not used: {problem}" for problem in problems]
-    if _LOOP not in opened.progress:
-        raise MotleyError(
-            f"{folder} is a checkpoint of motley train, and not of a loop of your own: continue it "
-            "with motley train --resume, or load its model with motley export"
-        )
-    content = opened.progress[_LOOP]
-    return content, opened.read(), [f"continuing from {folder}", *notes]
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if isinstance(value, np.ndarray):
+        tensors[name] = torch.from_numpy(value.copy())
+        return {"array": name}
+    if isinstance(value, Mapping):
+        return {
+            "dict": [
+                [take_apart(key, "", {}), take_apart(each, f"{name}.{key}", tensors)]
+                for key, each in value.items()
+            ]
+        }
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {
+            kind: [take_apart(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]
+        }
+    raise MotleyError(
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: have its "
+        "state_dict() return tensors, numbers, texts, lists and dictionaries"
+    )
 
 
-def get_position(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the position that :meth:`LoopCheckpoints.save` was given."""
-    position: dict[str, Any] = put_together(content[_LOOP], tensors)
-    return position
-
-
-def get_objects(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON of all objects in a checkpoint."""
-    return {name: each for name, each in content.items() if name != _LOOP}
-
-
-def cuda_state() -> list[Tensor]:
-    """Return the state of the random generator of each GPU of this process."""
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+def put_together(content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state that :func:`take_apart` has taken apart."""
+    if not isinstance(content, dict):
+        return content
+    ((kind, value),) = content.items()
+    match kind:
+        case "tensor":
+            return tensors[value]
+        case "array":
+            return tensors[value].numpy()
+        case "dict":
+            return {put_together(key, {}): put_together(each, tensors) for key, each in value}
+        case "list":
+            return [put_together(each, tensors) for each in value]
+    return tuple(put_together(each, tensors) for each in value)

@@ -363,7 +363,8 @@ def main(framework: str, cases: list[dict[str, Any]], out: Path) -> None:
     for content in cases:
         torch.manual_seed(0)
         if lab is not None:  # each case is a script of its own
-            lab._position, lab._loop.order = LoopPosition(), SampleOrder()
+            lab._saver.position = lab._position = LoopPosition()
+            lab._loop.order = SampleOrder()
             vars(lab._state).update(vars(LoopState()))
         case = Case(framework, **content)
         SLOW[0] = lab is not None and lab.rank == case.slow

@@ -73,7 +73,7 @@ class FrameworkLoader(LabLoader):
     ) -> None:
         check_loader(source)
         super().__init__(
-            loop, lab._position, source, True, lab._start_pass, lab._restore_random_state
+            loop, lab._position, source, True, lab._start_pass, lab._saver.restore_random_state
         )
         self.loop, self.train, self._models = loop, train, lab._state.models
         self.piece: Piece | None = None
