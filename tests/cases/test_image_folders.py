@@ -39,17 +39,8 @@ def folder(root: Path, *classes: str) -> Path:
 
 
 def images_of(root: Path) -> Images:
-    words = (
-        "--dataset",
-        "folder",
-        "--data-dir",
-        str(root),
-        "--model",
-        "test_vit",
-        "--workers",
-        "0",
-    )
-    config: Config = read_config(training_parser("test"), list(words))
+    words = ["--data-dir", str(root), "--model", "test_vit", "--workers", "0"]
+    config: Config = read_config(training_parser("test"), words)
     task = get_task(config)
     assert isinstance(task, ImageTask)
     return task.images
@@ -96,6 +87,10 @@ def _empty(root: Path) -> None:
         (root / part / "bird").mkdir()
 
 
+def _timm(root: Path) -> None:
+    (root / "val").rename(root / "validation")
+
+
 USUAL = "16 images of 2 classes, 8 held out"
 
 
@@ -109,11 +104,12 @@ USUAL = "16 images of 2 classes, 8 held out"
         (_loose, f"{USUAL}; not read: 3 .png in no class folder, 1 .txt"),
         (_gifs, USUAL),
         (_forms, USUAL),
+        (_timm, USUAL),
         (_nested, "19 images of 2 classes, 8 held out"),
         (_empty, "16 images of 3 classes, 8 held out; no image in train/ of bird; no image in "
          "val/ of bird"),
     ],
-    ids=["usual", "foreign", "loop", "loose", "gif", "unicode", "nested", "empty"],
+    ids=["usual", "foreign", "loop", "loose", "gif", "unicode", "timm", "nested", "empty"],
 )  # fmt: skip
 def test_what_is_read_is_told(tmp_path: Path, change: Callable[[Path], None], account: str) -> None:
     change(folder(tmp_path))

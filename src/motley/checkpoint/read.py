@@ -254,9 +254,11 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoints that ``--resume PATH`` means, the preferred one first.
 
     Args:
-        path: one checkpoint's folder, the link ``best`` to one, a copy of one, ``checkpoints/``, or
-            a run folder.
+        path: one checkpoint's folder, the link ``best`` or the file ``latest`` that names one, a
+            copy of one, ``checkpoints/``, or a run folder.
     """
+    if path.name == "latest" and path.is_file():
+        path = path.parent
     if path.name == BEST and (name := read_best(path.parent)):
         path = path.with_name(name)
     if (step := parse_step(path)) is not None:

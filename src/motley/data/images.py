@@ -430,11 +430,16 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
             self.left_out[f"{kind} {why}".rstrip()] += 1
 
 
-def account(train: ImageFolder, test: ImageFolder) -> str:
+def account(train: ImageFolder, test: ImageFolder, held_out: str = "val") -> str:
     """Return one line on the images that were read, and the files that were not.
 
     An example is ``16 images of 2 classes, 8 held out; not read: 8 .svg, 1 folder (Permission
     denied)``.
+
+    Args:
+        train: the images to train on.
+        test: the held-out images.
+        held_out: name of their folder.
     """
     classes = len(train.classes)
     words = (
@@ -445,7 +450,7 @@ def account(train: ImageFolder, test: ImageFolder) -> str:
         words += "; not read: " + ", ".join(
             f"{count:,} {kind}" for kind, count in left_out.most_common()
         )
-    for name, part in (("train", train), ("val", test)):
+    for name, part in (("train", train), (held_out, test)):
         labels = set(part.targets)
         empty = [each for label, each in enumerate(part.classes) if label not in labels]
         if empty:

@@ -109,7 +109,7 @@ def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> 
                 f"words {TRAIN} and {HELD_OUT[1]}"
             )
     without = index.list_others(path for _, path in found)
-    words = [_count(len(train) + len(test), kind, names, len(test)) + by]
+    words = [_count(len(train), kind, names, len(test)) + by]
     if missing:
         words.append(_name("files of the CSV are missing", [row.name for row in missing]))
     if without:

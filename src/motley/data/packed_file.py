@@ -255,7 +255,7 @@ def list_folder(root: Path) -> Folder:
         status = path.stat()
         entry = (str(path.relative_to(root)), status.st_size, status.st_mtime_ns)
         digest.update(repr(entry).encode(errors="surrogateescape"))
-    above = {root / part for part in ("train", "val")}
+    above = {root / path.relative_to(root).parts[0] for path in paths}
     above |= {each for part in tuple(above) for each in part.iterdir() if each.is_dir()}
     folders = sorted(above | {path.parent for path in paths})
     return Folder(

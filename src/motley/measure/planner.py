@@ -259,7 +259,7 @@ def plan_batch(
     named = config.wire
     requested = named and named.in_job(group.precisions)
     _check_engine(requested, group, traits)
-    grain = check_grain(get_task(config), config.batch_size)
+    grain = check_grain(get_task(config), config.batch_size, group.size)
     if config.shares is not None:
         shares = config.shares.for_ranks(group.size)
         sizes = (
@@ -304,8 +304,13 @@ def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
     return group, planned
 
 
-def check_grain(task: Task, batch_size: int) -> int:
+def check_grain(task: Task, batch_size: int, ranks: int) -> int:
     """Return the number of a task's samples that stay together.
+
+    Args:
+        task: the task.
+        batch_size: the global batch.
+        ranks: number of ranks, each of which has a group at least.
 
     Raises:
         MotleyError: the batch size is no multiple of that number.
@@ -319,16 +324,17 @@ def check_grain(task: Task, batch_size: int) -> int:
         raise MotleyError(
             f"--batch-size {text} is no multiple of {grain}, and {grain} samples "
             f"{task.grain_is}; take {f'{less} or ' if less else ''}{less + grain}"
-            + _other_group(task, global_batch)
+            + _other_group(task, global_batch, ranks)
         )
     return grain
 
 
-def _other_group(task: Task, batch_size: int) -> str:
+def _other_group(task: Task, batch_size: int, ranks: int) -> str:
     """Return a phrase on a ``--bn-group`` that divides the batch; empty if there is none."""
     if "--bn-group" not in task.grain_is:
         return ""
-    largest = max(size for size in range(1, task.grain + 1) if batch_size % size == 0)
+    most = min(task.grain, batch_size // ranks)
+    largest = max((size for size in range(1, most + 1) if batch_size % size == 0), default=0)
     return f", or --bn-group {largest}" if largest > 1 else ""
 
 

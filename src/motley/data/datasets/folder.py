@@ -1,9 +1,12 @@
-"""Images with one folder per class, under ``train`` and ``val``, as torchvision reads them."""
+"""Images with one folder per class, under ``train`` and ``val``, as torchvision reads them.
+
+The held-out images may be under ``validation``, ``valid`` or ``test`` instead.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motley.data.datasets import Dataset
+from motley.data.datasets import HELD_OUT, TRAIN, Dataset
 from motley.errors import MotleyError
 
 if TYPE_CHECKING:
@@ -14,26 +17,27 @@ def _open(root: Path, img_size: int) -> "Images":
     from motley.data.images import ImageFolder, Images, account
 
     parts = []
-    for name in ("train", "val"):
+    held_out = next((name for name in ("val", *HELD_OUT) if (root / name).is_dir()), "val")
+    for name in (TRAIN, held_out):
         try:
             parts.append(ImageFolder(root / name))
         except OSError as error:
             raise MotleyError(
-                f"--data-dir {root} needs the folders train/ and val/ with one folder a class in "
-                f"each; {error}"
+                f"--data-dir {root} needs the folders train/ and val/ (or validation/) with one "
+                f"folder a class in each; {error}"
             ) from None
     train, test = parts
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
         raise MotleyError(
-            f"--data-dir {root}: train/ and val/ differ in the classes {', '.join(odd[:5])}"
+            f"--data-dir {root}: train/ and {held_out}/ differ in the classes {', '.join(odd[:5])}"
         )
     if not len(train) or not len(test):
-        raise MotleyError(f"--data-dir {root}: no images in {'val' if len(train) else 'train'}/")
+        raise MotleyError(f"--data-dir {root}: no images in {held_out if len(train) else 'train'}/")
     return Images(
         train, test, classes=len(train.classes), channels=3,
         mean=None, std=None, native_size=None, class_names=tuple(train.classes),
-        account=account(train, test),
+        account=account(train, test, held_out),
         name_of=lambda source, index: str(source.samples[index][0]),  # type: ignore[attr-defined]
     )  # fmt: skip
 

@@ -83,6 +83,9 @@ def _pair(
     return given[0], given[1]
 
 
+_USUAL_DIR = "data"
+
+
 @dataclass(frozen=True)
 class ImageTask(Task):
     """Images and their classes, labels or values.
@@ -117,8 +120,9 @@ class ImageTask(Task):
         usual="default: digits, which need no download",
     )  # fmt: skip
     data_dir: str = option(
-        "default: data", NUMBERS, "data", metavar="DIR", usual="where it is, default: data"
-    )
+        "default: data; without --dataset, a folder", NUMBERS, _USUAL_DIR, metavar="DIR",
+        usual="where it is, default: data",
+    )  # fmt: skip
     labels: str | None = option(
         "CSV file with the labels of the images below --data-dir, and if need be a column split "
         "with train and val; default: the folders say them",
@@ -251,7 +255,7 @@ class ImageTask(Task):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.labels and self.dataset == "digits":
+        if self.dataset == "digits" and (self.labels or self.data_dir != _USUAL_DIR):
             object.__setattr__(self, "dataset", "folder")
         if self.labels is None and (self.target != CLASS or self.label_columns):
             flag = f"--target {self.target}" if self.target != CLASS else "--label-columns"
