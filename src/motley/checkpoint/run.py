@@ -26,14 +26,18 @@ from motley.records.run_folder import RunFolder, find_runs, refuse_link
 from motley.records.training import add_group, read_groups
 
 
-def find_run(config: Config) -> tuple[Path, list[Path]]:
+def find_run(config: Config, explains: bool = True) -> tuple[Path, list[Path]]:
     """Return the run's folder, and the checkpoints that ``--resume`` finds for it, newest first.
+
+    Args:
+        config: the options.
+        explains: print a sentence on each run of another task that is passed over.
 
     Raises:
         MotleyError: the folder exists already, cannot be read, or has no checkpoint to resume.
     """
     try:
-        path, result = _find_run(config, Path(config.logs))
+        path, result = _find_run(config, Path(config.logs), explains)
     except OSError as error:
         raise MotleyError(
             f"cannot read {error.filename}: {error.strerror}; choose another place with --logs DIR"
@@ -49,7 +53,7 @@ def find_run(config: Config) -> tuple[Path, list[Path]]:
     return path, result
 
 
-def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
+def _find_run(config: Config, logs: Path, explains: bool) -> tuple[Path, list[Path]]:
     if not config.logs.strip():
         raise MotleyError("--logs is empty; name a folder, or leave it out (default: logs)")
     named = None if config.run is None else logs / _run_name(config.run)
@@ -71,7 +75,7 @@ def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
         return named or get_run(result[0]) or _by_time(logs), result
     if named:
         return named, checkpoints_at(named)
-    return _newest_stopped(logs, config.task) or (_by_time(logs), [])
+    return _newest_stopped(logs, config.task, explains) or (_by_time(logs), [])
 
 
 def explain_new_run(config: Config) -> str:
@@ -85,10 +89,15 @@ def explain_new_run(config: Config) -> str:
     )
 
 
-def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
+def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[Path]] | None:
     """Return the latest started unfinished run of this task, and its checkpoints; None without one.
 
     A run that is in use is refused later, when its lock is taken.
+
+    Args:
+        logs: folder of all runs.
+        task: the task.
+        explains: print a sentence on each run of another task.
     """
     stopped: list[tuple[float, Path, str]] = []
     for run in find_runs([logs]) if logs.exists() else []:
@@ -110,10 +119,11 @@ def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
             continue
         if Path(learns).name == Path(task).name:
             return path, result
-        print(
-            f"motley: {path} learns --task {learns}; --resume auto passes it over. Add "
-            f"--task {shlex.quote(learns)} to continue it"
-        )
+        if explains:
+            print(
+                f"motley: {path} learns --task {learns}; --resume auto passes it over. Add "
+                f"--task {shlex.quote(learns)} to continue it"
+            )
     return None
 
 
@@ -192,9 +202,9 @@ class Run:
         Args:
             world: the ranks.
             config: the options.
-            explains: print a sentence if ``--resume auto`` finds no run.
+            explains: print a sentence if ``--resume auto`` finds no run, or passes one over.
         """
-        path, resume_from = world.from_first(lambda: find_run(config))
+        path, resume_from = world.from_first(lambda: find_run(config, explains))
         run = cls(RunFolder(path), resume_from, world)
         run.unnamed = config.run is None and not resume_from
         world.from_first(lambda: run._take() if path.exists() else None)

@@ -24,6 +24,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--cutmix-alpha": ("--cutmix",),
     "--data-path": ("--data-dir",),
     "--dataloader-num-workers": ("--workers",),
+    "--dataset-text-field": ("--text-field",),
     "--dr": ("--decay-rate",),
     "--drop-connect": ("--drop-path",),
     "--dtype": ("--precision",),
@@ -71,6 +72,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--scheduler": ("--sched",),
     "--tf32": ("--precision", "tf32"),
     "--torch-compile": ("--compile",),
+    "--text-column-name": ("--text-field",),
     "--torchcompile": ("--compile",),
     "--train-batch-size": ("--batch-size",),
     "--train-crop-size": ("--img-size",),
@@ -87,17 +89,21 @@ NAMED: Mapping[str, str] = {
     "--default-root-dir": "--logs",
     "--eval-metric": "--keep-best",
     "--experiment": "--run",
-    "--init-from": "--initial-checkpoint",
+    "--assistant-only-loss": "--chat",
+    "--completion-only-loss": "--chat",
+    "--config-name": "--hf-config",
     "--input-size": "--img-size",
     "--metric-for-best-model": "--keep-best",
     "--model-name-or-path": "--pretrained",
     "--num-steps": "--max-steps",
     "--out-dir": "--logs",
+    "--packing": "--pack",
     "--output": "--logs",
     "--pretrained-path": "--initial-checkpoint",
     "--recovery-interval": "--save-every",
     "--resume-from": "--resume",
     "--resume-from-checkpoint": "--resume",
+    "--use-peft": "--lora",
     "--run-name": "--run",
     "--save-steps": "--save-every",
     "--train-interpolation": "--interpolation",
@@ -242,6 +248,8 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--lr-decay-iters", "--lr-decay-steps",
     ),
     "--resume auto goes on after the last saved step": ("--start-epoch",),
+    "--resume auto goes on with a run, and --pretrained or --initial-checkpoint FILE begins with "
+    "weights": ("--init-from",),
     "it is --paragraphs of --task text": ("--group-by-length",),
     _ACCUMULATION: (
         "--accum-iter", "--accumulate-grad-batches", "--grad-accum-steps",
@@ -287,6 +295,11 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
 ANSWERS: Mapping[str, str] = {
     word: answer for answer, words in _SPELLINGS.items() for word in words
 }
+# Where data are, for a task of texts: other tasks have these options.
+OF_TEXT = dict.fromkeys(
+    ("--data-dir", "--data-path", "--dataset"),
+    "texts are --text FILE or DIR, as in --text shakespeare --tokens characters",
+)
 _CONSTANT = "for a constant rate: --warmup-epochs 0 --min-lr as --lr"
 _RISES = "for a rate that rises and then stays: --warmup-epochs E --min-lr as --lr"
 # By Motley's option, values of other tools in small letters and with dashes.

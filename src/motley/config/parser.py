@@ -137,6 +137,8 @@ class OptionParser(OneVoice):
     def hint(self, word: str) -> str:
         """Return the text to add behind an unknown option, also for options of other tools."""
         name = other_tools.plain_name(word)
+        if name in other_tools.OF_TEXT and "--text" in self._option_string_actions:
+            return f": {other_tools.OF_TEXT[name]}"
         if own := other_tools.own_name(word):
             known = own.split()[0] in self._option_string_actions
             task = "" if known else self.elsewhere.get(own.split()[0])

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from motley.errors import MotleyError
@@ -18,7 +19,7 @@ _LABS: list["Lab"] = []  # the one of this process
 
 def join(
     *,
-    shares: Sequence[float] | None = None,
+    shares: Sequence[float] | str | None = None,
     micro_batch: int | None = None,
     bn_group: int | None = None,
     strategy: str = "ddp",
@@ -47,8 +48,9 @@ def join(
     ``bn_group``, everything is as in the script without Motley, to the last bit.
 
     Args:
-        shares: rows of each rank, in proportion; a rank may have 0. None: the variable
-            MOTLEY_SHARES, as in ``5,0,3``, else equal at first, and then as fast as each rank is.
+        shares: rows of each rank, in proportion, as ``[5, 0, 3]`` or ``"5,0,3"``. None: the
+            variable MOTLEY_SHARES in this form, else equal at first, and then as fast as each rank
+            is.
         micro_batch: most rows that a rank computes at once. None: all of its rows.
         bn_group: rows over which each batch norm takes its statistics ("ghost batch norm"). A rank
             has whole groups, so that the result does not depend on the shares. None: a batch norm
@@ -86,9 +88,11 @@ def join(
     logs, run = os.environ.get(LOGS, logs), os.environ.get(RUN, run)
     given = read_shares(text) if text else None
     if shares is not None:
-        given = read_shares(",".join(map(str, shares)))
+        listed = shares if isinstance(shares, str) else ",".join(map(str, shares))
+        given = replace(read_shares(listed), flag="motley.join(shares=...) or MOTLEY_SHARES,")
     if micro_batch is not None and micro_batch < 1:
         raise MotleyError(f"micro_batch={micro_batch}: give 1 row or more")
+    strategy = strategy.lower()
     if strategy not in STRATEGIES:
         raise MotleyError(f"strategy={strategy!r}: give {' or '.join(STRATEGIES)}")
     if bn_group is not None and not 1 <= bn_group <= (micro_batch or bn_group):

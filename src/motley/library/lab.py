@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,22 @@ from motley.library.refusals import check_model, check_optimizers, check_same, c
 from motley.library.sample_order import Batches
 from motley.measure.process_group import promised_precision
 from motley.plan.precision import start_scale
+from motley.text import did_you_mean
 
 T = TypeVar("T")
+# Names of Accelerate and Fabric that have another name here.
+_ELSEWHERE = {
+    "gather": "lab.reduce(...) adds numbers up over all ranks",
+    "gather_for_metrics": "lab.reduce((right, count)) adds up what each rank has counted",
+    "is_main_process": "it is lab.is_main", "is_global_zero": "it is lab.is_main",
+    "process_index": "it is lab.rank", "global_rank": "it is lab.rank",
+    "num_processes": "it is lab.size", "world_size": "it is lab.size",
+    "sync_gradients": "it is lab.stepped", "setup": "it is lab.prepare(model, optimizer)",
+    "setup_dataloaders": "it is lab.loader(loader)",
+    "unwrap_model": "models stay your own; lab.state_dict(model) has whole weights",
+    "wait_for_everyone": "leave it out, since ranks meet in each step",
+    "accumulate": "write `if (lab.batch + 1) % 4 == 0:` before the step, or a larger batch_size",
+}  # fmt: skip
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -68,6 +82,13 @@ class Lab:
     # Without other ranks: losses of the present step, and number of the batch after which it ended.
     _losses: Tensor | None = None
     _ended_at: int | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            instead = _ELSEWHERE.get(name)
+            hint = f"; {instead}" if instead else did_you_mean(name, dir(Lab))
+            raise AttributeError(f"Lab has no {name}{hint}")
 
     def __repr__(self) -> str:
         return f"Lab(rank {self.rank} of {self.size}, {self.device})"

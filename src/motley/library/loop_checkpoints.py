@@ -295,7 +295,7 @@ class LoopSaver:
         loop = self._loop
         if loop is None:
             config = make_config(*self._folder, path)
-            self._run_path, folders = find_run(config)
+            self._run_path, folders = find_run(config, explains=False)
             return read_loop(folders) if folders else (None, {}, [])
         folders = loop.records.resume(path)
         if not folders:

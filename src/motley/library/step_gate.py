@@ -164,6 +164,7 @@ class StepGate:
         self._updates: dict[Optimizer, OptimizerSum] = {}
         self._aside: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
         self._versions: list[tuple[Tensor, int]] = []  # gradients after the last backward pass
+        self._known: set[int] = set()  # ids of the gradients after backward passes of the step
         self._parts: list[Tensor] = []  # this rank's parts of gradients, then
         self._norm = 0.0  # of these parts, then
         self._totals: tuple[float, ...] = ()  # weights of the last step, over all ranks
@@ -178,6 +179,7 @@ class StepGate:
         self._calls: list[_Call] = []
         self._first_call = self._call = 0  # of the present global batch, and of the present piece
         self._loss: Tensor | float = 0.0
+        self._known = set()
         self._rows, self._batches, self._rate = 0, 0, 0.0
         self.norm: float | None = None
         self._overflow = False  # True if a sum of the step was not finite
@@ -393,6 +395,7 @@ class StepGate:
         """Note the gradients after a backward pass, to find a later change of them."""
         gradients = [each.grad for each in self._trained() if each.grad is not None]
         self._versions = [(each, each._version) for each in gradients]
+        self._known.update(map(id, gradients))
         if self._shards:  # an operation on a list of DTensors changes no version
             with torch.no_grad():
                 self._parts = [each for each in map(own_rows, gradients) if each.numel()]
@@ -500,6 +503,13 @@ class StepGate:
             )
         if update.summed == piece.step:
             return update.may_step
+        gradients = [each.grad for each in update.parameters() if each.grad is not None]
+        if not self._calls or any(id(each) not in self._known for each in gradients):
+            raise MotleyError(
+                f"{type(optimizer).__name__}.step() found no lab.backward() in this batch, or a "
+                "gradient that is not from it: write lab.backward(loss) in place of "
+                "loss.backward(), for each loss"
+            )
         if self._are_changed():
             raise MotleyError(
                 "the gradient was changed between lab.backward() and optimizer.step(), before the "

@@ -151,7 +151,11 @@ class Sources:
                 result = hashlib.file_digest(file, "sha256").hexdigest()
                 return result, file.tell()
         except OSError as error:
-            raise MotleyError(f"{self.option} {path}: {error.strerror}") from None
+            raise self._unreadable(path, error) from None
+
+    def _unreadable(self, path: Path, error: OSError) -> MotleyError:
+        hint = did_you_mean(str(path), (MANUAL, SHAKESPEARE))
+        return MotleyError(f"{self.option} {path}: {error.strerror}{hint}")
 
     def _fingerprint_split(self, place: str) -> tuple[str, int]:
         split = self._split(place)
@@ -163,7 +167,7 @@ class Sources:
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise MotleyError(f"{self.option} {path}: {error.strerror}") from None
+            raise self._unreadable(path, error) from None
         except UnicodeDecodeError as error:
             raise MotleyError(
                 f"{self.option} {path} is no text in UTF-8 (byte {error.start}); convert it, as "
@@ -301,6 +305,7 @@ class Sources:
             raise MotleyError(
                 f"{name} has no field {self.column}{did_you_mean(self.column, row)}; its fields "
                 f"are {', '.join(row) or 'none'}; name one with --text-field"
+                f"{', or give --chat for conversations' if MESSAGES in row else ''}"
             )
         value = row[self.column]
         if self.chat:

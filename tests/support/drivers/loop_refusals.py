@@ -8,6 +8,7 @@ A case that begins with "fsdp: " has models in parts.
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import timm
@@ -131,7 +132,9 @@ def main(case: str) -> None:
             case "exit":
                 if rank == 1 and lab.batch == 2:
                     sys.exit(0)
-        lab.backward(loss)
+        (loss.backward if case == "bare backward" else partial(lab.backward, loss))()
+        if case == "bare backward too" and lab.batch:
+            model(rows).mean().backward()
         if case == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         if case == "steps apart" and rank == 0 and lab.batch == 0:

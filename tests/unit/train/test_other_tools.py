@@ -98,7 +98,7 @@ ANSWERED = {
     "--wieght-decay 3": "(nearest: --weight-decay)",
 }
 # No option does the same, so none is named.
-UNKNOWN = ("--lora_dropout", "--nodes", "--push_to_hub", "--config_name")
+UNKNOWN = ("--lora_dropout", "--nodes", "--push_to_hub")
 
 
 def read(words: str) -> dict[str, object]:

@@ -609,7 +609,8 @@ class TextTask(HfOptions):
         what = self.named.title() if self.named else f"GPT of {self.depth} blocks of {self.width}"
         if self.lora is not None:
             what += f", LoRA of rank {self.lora},"
-        return f"{what} on {self.length} {self.tokens} of {', '.join(self.text)}"
+        tokens = "tokens" if self.tokens == TOKENIZER else self.tokens
+        return f"{what} on {self.length} {tokens} of {', '.join(self.text)}"
 
 
 TASKS = (("text", TextTask),)
