@@ -178,9 +178,9 @@ def test_a_lost_rank_costs_no_step(
                     **SURVIVE, MOTLEY_SHARES="5,2,3")  # fmt: skip
     assert done.code == 0 and f"on with {ranks - 1} of {ranks} ranks" in done.output, done.output
     assert difference(whole, json.loads(out.read_text())) < 2e-6
-    assert [each["event"] for each in RunFolder(jobs.logs / "lost").read_events()] == [
-        "lost", "regroup", "finished",
-    ]  # fmt: skip
+    events = [each["event"] for each in RunFolder(jobs.logs / "lost").read_events()]
+    quiet = ("silent", "heard_again")  # as a busy machine may make a rank
+    assert [each for each in events if each not in quiet] == ["lost", "regroup", "finished"]
 
 
 def test_an_error_in_the_loop_ends_all_ranks_and_is_the_last_word(jobs: Jobs) -> None:

@@ -36,6 +36,7 @@ from motley.train.recorder import console
 from motley.train.setup import Job
 
 _JUDGED = 10  # steps; a shorter run is not judged
+_MUCH = 2**24  # bytes of step records
 
 
 def make_records(
@@ -104,7 +105,9 @@ def make_records(
 def print_verdict(run: Run) -> None:
     """Print the speed that a run reached, and faster alternatives; rank 0 calls it."""
     try:
-        training = read_training(run.folder, last=True).last_launch()
+        files = run.folder.step_files().values()
+        is_long = sum(path.stat().st_size for path in files) > _MUCH  # takes seconds to read
+        training = read_training(run.folder, last=is_long).last_launch()
     except MotleyError:
         return  # there was no step left to train
     if training is None or len(training.lead) < _JUDGED:
