@@ -29,6 +29,15 @@ from motley.tasks.builtin import get_task
 from motley.tasks.net import build_net
 
 
+def clip(trained: list[torch.nn.Parameter], most: float, mode: str) -> None:
+    """As timm does; torch's function does not take complex numbers, so their parts are clipped."""
+    if mode != "value":
+        dispatch_clip_grad(trained, most, mode)
+        return
+    for grad in (each.grad for each in trained if each.grad is not None):
+        (torch.view_as_real(grad) if grad.is_complex() else grad).clamp_(-most, most)
+
+
 @dataclass
 class Step:
     """One step of the reference.
@@ -168,7 +177,7 @@ class Reference:
         trained = [each for each in self._net.parameters() if each.grad is not None]
         norm = torch.nn.utils.get_total_norm([each.grad for each in trained])
         if config.clip_grad is not None:
-            dispatch_clip_grad(trained, most, config.clip_mode)
+            clip(trained, most, config.clip_mode)
         for parameter in trained if self._noise else ():
             noise = torch.empty_like(parameter.grad).normal_(generator=self._dice)
             parameter.grad.add_(noise * (self._noise * parameter.grad.abs().max()))
