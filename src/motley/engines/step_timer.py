@@ -41,7 +41,7 @@ class Clock:
     at_once = False
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self.on_phase: Callable[[Phase], None] = lambda phase: None
         self._host_s: deque[float] = deque(maxlen=_REMEMBERED)  # of the last steps
         self.restart()
@@ -103,11 +103,7 @@ class Clock:
         return self._last
 
     def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return mark_time(self._device)
 
 
 class Laps:
@@ -136,12 +132,22 @@ class Laps:
         if len(times) > 1 and not isinstance(times[-1], float):
             times[-1].synchronize()
         return [
-            (name, _between(start, end))
+            (name, seconds_between(start, end))
             for (name, end), start in zip(self._marks[1:], times, strict=False)
         ]
 
 
-def _between(start: Any, end: Any) -> float:
+def mark_time(device: torch.device) -> Any:
+    """Return a mark of the present time: seconds, or an event in the stream of a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks of :func:`mark_time`, which a GPU has passed."""
     if isinstance(start, float):
         return float(end - start)
     return float(start.elapsed_time(end)) / 1000

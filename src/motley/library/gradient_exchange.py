@@ -80,6 +80,11 @@ class SumOutcome:
     totals: tuple[float, ...]
 
 
+def list_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer, in order."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 class OptimizerSum:
     """One optimizer, and the sum of its parameters' gradients over all ranks.
 
@@ -101,7 +106,7 @@ class OptimizerSum:
         self, optimizer: Optimizer, begin: Callable[[Bucket], torch.futures.Future[Tensor]]
     ) -> None:
         self._optimizer, self._begin = optimizer, begin
-        self._known = [id(each) for group in optimizer.param_groups for each in group["params"]]
+        self._known = list(map(id, list_parameters(optimizer)))
         self._trained: list[Tensor] = []
         self._sum = EarlySum((), begin)
         self.summed: int | None = None
@@ -110,7 +115,7 @@ class OptimizerSum:
 
     def all_parameters(self) -> list[Tensor]:
         """Return all parameters of the optimizer, frozen ones included."""
-        return [each for group in self._optimizer.param_groups for each in group["params"]]
+        return list_parameters(self._optimizer)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that are trained now."""
@@ -161,9 +166,7 @@ class OptimizerSum:
 
     def _check_known(self) -> None:
         """Raise MotleyError if the optimizer has got other parameters."""
-        if [id(each) for group in self._optimizer.param_groups for each in group["params"]] != (
-            self._known
-        ):
+        if list(map(id, list_parameters(self._optimizer))) != self._known:
             raise MotleyError(
                 "the optimizer has other parameters than when lab.prepare() got it, and new ones "
                 "may differ between ranks: call lab.prepare(model, optimizer) again after the "

@@ -16,6 +16,7 @@ from motley.engines.gradient_sum import broadcast
 from motley.engines.named_state import snapshot
 from motley.engines.out_of_memory import out_of_memory, shortage
 from motley.errors import MotleyError, NoMemoryError
+from motley.library.gradient_exchange import list_parameters
 from motley.library.lab_loader import LabLoader
 from motley.library.loop_checkpoints import LoopSaver
 from motley.library.loop_position import LoopPosition
@@ -254,7 +255,7 @@ class Lab:
         if any(each is optimizer for each in self._state.optimizers):
             return
         known = {id(p) for model in self._state.models for p in model.parameters()}
-        own = [each for group in optimizer.param_groups for each in group["params"]]
+        own = list_parameters(optimizer)
         if self._state.shards:
             own = self._state.shards.find_whole(own)
         if any(id(each) in known for each in own):
@@ -266,7 +267,7 @@ class Lab:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         known = {id(p) for model in self._state.models for p in model.parameters()}
-        own = [each for group in optimizer.param_groups for each in group["params"]]
+        own = list_parameters(optimizer)
         unknown = sum(id(each) not in known for each in own)
         if unknown:
             raise MotleyError(

@@ -7,7 +7,6 @@ through the models equally often, also a rank that has no rows.
 
 import contextlib
 import inspect
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
@@ -30,8 +29,9 @@ from motley.engines.fsdp import (
 )
 from motley.engines.gradient_sum import broadcast
 from motley.engines.optimizer import TRIAL_RATE, steps_elementwise
+from motley.engines.step_timer import mark_time, seconds_between
 from motley.errors import MotleyError
-from motley.library.gradient_exchange import OptimizerSum
+from motley.library.gradient_exchange import OptimizerSum, list_parameters
 from motley.tasks.net import find_blocks
 from motley.text import name_some
 
@@ -63,10 +63,6 @@ class ShardedSum(OptimizerSum):
     def all_parameters(self) -> list[Tensor]:
         """Return all DTensors of the optimizer, frozen ones included."""
         return list(self.shards.whole)
-
-    def end_backward(self) -> None:
-        """Show the optimizer its parts of the gradients, which may still be scaled."""
-        self.shards.with_gradients()
 
     def open(self) -> None:
         """Do nothing: the backward pass sends the gradients by itself."""
@@ -244,7 +240,7 @@ class ModelShards:
             calls.start()
             self._silence.enter_context(silenced(model, is_empty))
 
-    def end_backward(self) -> None:
+    def check_blocks(self) -> None:
         """Check that the passes have called all blocks of a model or none.
 
         Raises:
@@ -257,8 +253,11 @@ class ModelShards:
                     f"the forward pass has left out {name_some(left_out, 3)}, and {ENGINE} has all "
                     f"ranks gather each block together: call every block, or take {INSTEAD}"
                 )
+
+    def show_gradients(self) -> None:
+        """Show the optimizers their parts of the gradients, which may still be scaled."""
         for each in self._sums.values():
-            each.end_backward()
+            each.shards.with_gradients()
 
     def end_step(self) -> None:
         """End the passes of a step."""
@@ -275,22 +274,20 @@ class ModelShards:
         Args:
             at_once: of the present step; False: of the step before, as on a GPU.
         """
-        return _PASSES * sum(_between(*span) for span in (self._spans if at_once else self._last))
+        spans = self._spans if at_once else self._last
+        if spans and self._device.type == "cuda":
+            spans[-1][1].synchronize()
+        return _PASSES * sum(seconds_between(*span) for span in spans)
 
     def _begin_block(self, module: nn.Module, _: Any) -> None:
-        self._start = self._now() if module.training and torch.is_grad_enabled() else None
+        self._start = (
+            mark_time(self._device) if module.training and torch.is_grad_enabled() else None
+        )
 
     def _end_block(self, module: nn.Module, *_: Any) -> None:
         if self._start is not None:
-            self._spans.append((self._start, self._now()))
+            self._spans.append((self._start, mark_time(self._device)))
             self._start = None
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     # -- state
 
@@ -308,7 +305,7 @@ class ModelShards:
             tensors = dict(owner.state_dict(keep_vars=True))
             return {name: _share(value, tensors.get(name)) for name, value in state.items()}
         if isinstance(owner, Optimizer):
-            parameters = [each for group in owner.param_groups for each in group["params"]]
+            parameters = list_parameters(owner)
             parts = {
                 number: {name: _share(value, parameters[number]) for name, value in slots.items()}
                 for number, slots in state["state"].items()
@@ -341,13 +338,6 @@ def combine_norms(norms: Sequence[float], kind: float) -> float:
 
 def _share(value: Any, own: Any) -> Any:
     return share_tensor(value, own) if isinstance(value, Tensor) else value
-
-
-def _between(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:

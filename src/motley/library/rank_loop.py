@@ -99,9 +99,10 @@ class RankLoop:
         folder = session.world.from_first(lambda: folder)
         self.records = LoopRecords(session.world, group, *folder, strategy)
         session.before_end, session.finish = self.records.end, self.records.finish
+        is_sharded = strategy == "fsdp"
         self.schedule = ShareSchedule(
             (1.0,) * self.size if shares is None else shares.for_ranks(self.size), micro_batch,
-            bn_group or 1, equal_pieces=strategy == "fsdp",
+            bn_group or 1, equal_pieces=is_sharded,
         )  # fmt: skip
         self._micro_batch = micro_batch
         self._follows = shares is None and self.size > 1
@@ -111,13 +112,12 @@ class RankLoop:
         mode = parse_wire(wire)
         if mode is None or mode.addition is Addition.LOCAL_STEPS:
             raise MotleyError(f"wire={wire!r}: give exact, bf16, fp16 or powersgd:RANK")
-        if strategy == "fsdp" and mode.addition is not Addition.NUMBERS:
+        if is_sharded and mode.addition is not Addition.NUMBERS:
             raise MotleyError(
                 f'wire={wire!r} sends no plain gradients, and strategy="fsdp" scatters them: give '
                 "exact, bf16 or fp16"
             )
         self._mode = mode
-        is_sharded = strategy == "fsdp"
         self.shards = (
             ModelShards(self.device, self.size, AUTOCAST[mode.dtype]) if is_sharded else None
         )

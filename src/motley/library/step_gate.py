@@ -325,7 +325,7 @@ class StepGate:
             with self.statistics.paused():
                 (loss if factor == 1.0 else loss * factor).backward(**options)  # type: ignore[no-untyped-call]
         if self._shards:
-            self._shards.end_backward()
+            self._shards.check_blocks()
         if sending:
             sending.flush()
         self.clock.lap("compute")
@@ -397,6 +397,7 @@ class StepGate:
         self._versions = [(each, each._version) for each in gradients]
         self._known.update(map(id, gradients))
         if self._shards:  # an operation on a list of DTensors changes no version
+            self._shards.show_gradients()
             with torch.no_grad():
                 self._parts = [each for each in map(own_rows, gradients) if each.numel()]
             self._norm = float(torch.nn.utils.get_total_norm(self._parts))

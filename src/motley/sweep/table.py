@@ -13,6 +13,7 @@ from typing import Any
 from motley.records.costs import Steps, joules, lead, leak, mean_rate, warm
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder
+from motley.records.training import EpochRecord
 from motley.sweep.matrix import REFERENCE, Cell
 from motley.sweep.results import DONE, BaselineFolder, Outcome
 from motley.text import format_rate
@@ -209,18 +210,17 @@ def _row(
     )  # fmt: skip
 
 
-_NO_SCORES = ("step", "epoch", "samples", "seconds", "time")  # fields of an evaluation
-
-
 def _get_score(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """Return the fields of the score of some runs; none if a run has no evaluation."""
-    last = [evaluations[-1] for run in runs if (evaluations := run.read_epochs())]
-    names = [name for name in last[0] if name not in _NO_SCORES] if last else []
-    if len(last) < len(runs) or not names:
+    last = [
+        EpochRecord.read_metrics(evaluations[-1])
+        for run in runs if (evaluations := run.read_epochs())
+    ]  # fmt: skip
+    if len(last) < len(runs) or not (name := next(iter(last[0] if last else ()), "")):
         return {}
-    values = [float(each[names[0]]) for each in last]
+    values = [each[name] for each in last]
     spread = max(values) - min(values) if len(values) > 1 else None
-    return {"score": statistics.median(values), "score_name": names[0], "score_spread": spread}
+    return {"score": statistics.median(values), "score_name": name, "score_spread": spread}
 
 
 # Options that have to be equal, besides the task, for losses equal to those of the fp32 run.

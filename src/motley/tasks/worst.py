@@ -51,13 +51,10 @@ class WorstSamples:
         new["index"] = torch.tensor(indices, device=device)
         if pictures is not None:
             new["picture"] = pictures
-        # A stable order: of equal losses, the first sample stays.
-        order = new["score.loss"].float().argsort(descending=True, stable=True)[: self._most]
-        rows = {name: value[order.to(value.device)] for name, value in new.items()}
+        rows = _select_worst(new, self._most)  # before two batches of pictures are joined
         if self._rows:
-            rows = {name: torch.cat([self._rows[name], value]) for name, value in rows.items()}
-            order = rows["score.loss"].float().argsort(descending=True, stable=True)[: self._most]
-            rows = {name: value[order.to(value.device)] for name, value in rows.items()}
+            both = {name: torch.cat([self._rows[name], value]) for name, value in rows.items()}
+            rows = _select_worst(both, self._most)
         self._rows = rows
 
     def describe(self, task: Task) -> list[dict[str, Any]]:
@@ -80,6 +77,12 @@ class WorstSamples:
         return result
 
 
+def _select_worst(rows: Tensors, most: int) -> Tensors:
+    """Return the rows with the largest loss; among equal losses, the first rows stay."""
+    order = rows["score.loss"].float().argsort(descending=True, stable=True)[:most]
+    return {name: value[order.to(value.device)] for name, value in rows.items()}
+
+
 def merge(parts: Sequence[Sequence[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
     """Return the records with the largest loss of all ranks, in order; not finite is largest."""
     every = [record for part in parts for record in part]
@@ -90,12 +93,8 @@ def merge(parts: Sequence[Sequence[dict[str, Any]]], most: int) -> list[dict[str
 
 def _encode(pixels: Tensor) -> dict[str, str]:
     """Return a small picture of an image, uint8 [channels, height, width], in base64."""
-    if pixels.shape[0] != 3:
-        pixels = pixels[:1]
-    array = pixels.permute(1, 2, 0).squeeze(2).numpy() if len(pixels) == 1 else (
-        pixels.permute(1, 2, 0).numpy()
-    )  # fmt: skip
-    image, buffer = Image.fromarray(array), io.BytesIO()
+    array = pixels.permute(1, 2, 0) if pixels.shape[0] == 3 else pixels[0]
+    image, buffer = Image.fromarray(array.numpy()), io.BytesIO()
     is_small = max(image.size) <= _SMALL
     image.thumbnail((_SIDE, _SIDE))
     image.save(buffer, "PNG" if is_small else "JPEG", quality=85)

@@ -30,7 +30,10 @@ from motley.tasks.net import build_net
 
 
 def clip(trained: list[torch.nn.Parameter], most: float, mode: str) -> None:
-    """As timm does; torch's function does not take complex numbers, so their parts are clipped."""
+    """Clip gradients as timm does.
+
+    torch's function does not take complex numbers, so their parts are clipped here.
+    """
     if mode != "value":
         dispatch_clip_grad(trained, most, mode)
         return
