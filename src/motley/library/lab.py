@@ -17,13 +17,11 @@ from motley.engines.named_state import snapshot
 from motley.engines.out_of_memory import out_of_memory, shortage
 from motley.errors import MotleyError, NoMemoryError
 from motley.library.gradient_exchange import list_parameters
-from motley.library.lab_loader import LabLoader
+from motley.library.lab_loader import LabLoader, check_loader
 from motley.library.loop_checkpoints import LoopSaver
-from motley.library.loop_position import LoopPosition
-from motley.library.loop_state import LoopState
+from motley.library.loop_state import LoopPosition, LoopState
 from motley.library.made_batches import MadeBatches
 from motley.library.model_shards import combine_norms, discard
-from motley.library.piece_loader import check_loader
 from motley.library.rank_loop import RankLoop
 from motley.library.refusals import check_model, check_optimizers, check_same, check_statistics
 from motley.library.sample_order import Batches

@@ -19,9 +19,8 @@ from motley.config.option import Duration, steps_or_time
 from motley.engines.named_state import snapshot
 from motley.errors import MotleyError
 from motley.library.lab_loader import LabLoader
-from motley.library.loop_position import LoopPosition
 from motley.library.loop_records import make_config
-from motley.library.loop_state import Keep, LoopState, put_together, take_apart
+from motley.library.loop_state import Keep, LoopPosition, LoopState, put_together, take_apart
 from motley.library.model_shards import discard
 from motley.library.rank_loop import RankLoop
 from motley.library.sample_order import RandomState

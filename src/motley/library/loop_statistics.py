@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from motley.library.share_schedule import Piece
+from motley.library.loop_shares import Piece
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms
 
 

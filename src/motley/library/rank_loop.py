@@ -22,14 +22,12 @@ from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
 from motley.library.gradient_exchange import SumOutcome
 from motley.library.loop_records import LoopRecords
+from motley.library.loop_shares import Piece, RankTime, ShareFollower, ShareSchedule, SpeedMemory
 from motley.library.loop_state import LoopState
 from motley.library.loop_statistics import LoopStatistics
 from motley.library.model_shards import ModelShards
 from motley.library.sample_order import Batches, SampleOrder, count_most_rows
 from motley.library.session import Session
-from motley.library.share_follower import RankTime, ShareFollower
-from motley.library.share_schedule import Piece, ShareSchedule
-from motley.library.speed_memory import SpeedMemory
 from motley.library.step_gate import FinishedStep, GroupChangedError, StepGate
 from motley.membership.survivors import RankLostError, Survivors
 from motley.plan.plan import Plan

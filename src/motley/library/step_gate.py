@@ -29,9 +29,9 @@ from motley.engines.step import unscale_and_clip
 from motley.engines.step_timer import HOST, Clock, Laps
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.library.gradient_exchange import CALLS, OptimizerSum, RankNumbers, SumOutcome
+from motley.library.loop_shares import Piece
 from motley.library.loop_statistics import LoopStatistics
 from motley.library.model_shards import ModelShards
-from motley.library.share_schedule import Piece
 from motley.plan.precision import LossScale
 
 _BY_SCHEDULER = "_wrapped_by_lr_sched"  # torch's mark of a step() that its schedulers know

@@ -19,8 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import motley
-from motley.library.loop_position import LoopPosition
-from motley.library.loop_state import LoopState
+from motley.library.loop_state import LoopPosition, LoopState
 from motley.library.sample_order import SampleOrder
 
 WORDS = 23

@@ -27,7 +27,7 @@ from motley.library.integrations.accelerate_rows import (
 )
 from motley.library.integrations.framework_loader import check_folder
 from motley.library.lab import Lab
-from motley.library.piece_loader import check_loader
+from motley.library.lab_loader import check_loader
 from motley.registry import import_extra
 
 accelerate = import_extra("accelerate", "lab.accelerate()")

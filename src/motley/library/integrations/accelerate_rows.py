@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from motley.errors import MotleyError
 from motley.library.integrations.framework_loader import FrameworkLoader
 from motley.library.lab import Lab
+from motley.library.loop_shares import Piece
 from motley.library.loop_state import put_together, take_apart
 from motley.library.rank_loop import RankLoop
 from motley.library.sample_order import RandomState
-from motley.library.share_schedule import Piece
 from motley.registry import import_extra
 
 accelerate = import_extra("accelerate", "lab.accelerate()")

@@ -10,11 +10,10 @@ from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.library import join
 from motley.library.lab import Lab
-from motley.library.lab_loader import LabLoader
-from motley.library.piece_loader import check_loader
+from motley.library.lab_loader import LabLoader, check_loader
+from motley.library.loop_shares import Piece
 from motley.library.rank_loop import RankLoop
 from motley.library.sample_order import RandomState
-from motley.library.share_schedule import Piece
 
 
 def get_lab(caller: str) -> Lab:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from motley.errors import MotleyError
 from motley.library.integrations.framework_loader import FrameworkLoader
 from motley.library.lab import Lab
+from motley.library.loop_shares import Piece
 from motley.library.rank_loop import RankLoop
-from motley.library.share_schedule import Piece
 
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}  # by name of the reduction
 

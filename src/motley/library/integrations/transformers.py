@@ -28,8 +28,8 @@ from motley.errors import MotleyError
 from motley.library.integrations.accelerate_rows import skip_first_batches
 from motley.library.integrations.framework_loader import get_lab
 from motley.library.integrations.trainer_parts import TrainerParts, check_trainer
+from motley.library.loop_shares import Piece
 from motley.library.sample_order import kept_random_state
-from motley.library.share_schedule import Piece
 from motley.registry import import_extra
 
 transformers = import_extra("transformers", "motley's Trainer", "transformers[torch]")

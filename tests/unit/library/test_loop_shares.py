@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from motley.library.share_follower import RankTime, ShareFollower, make_table
+from motley.library.loop_shares import RankTime, ShareFollower, make_table
 from motley.plan.replan import Device
 
 ROWS = 180
