@@ -2,10 +2,11 @@
 
     python benchmarks/own_loop.py --json benchmarks/results/own_loop.json
     python benchmarks/own_loop.py --ranks 2 --workers 8 --json benchmarks/results/own_loop_x2.json
+    python benchmarks/own_loop.py --ranks 2 --workers 8 --strategy fsdp --json own_loop_fsdp.json
     python benchmarks/own_loop.py --quick --json /tmp/own_loop.json
 
 One process: the bare loop, the loop with ``motley.join()`` alone, and the same with one rank's
-whole machinery (MOTLEY_SHARES=1). Several GPUs: with the library, with DistributedDataParallel by
+whole machinery (MOTLEY_SHARES=1). Several GPUs: with the library, with torch's DDP or FSDP2 by
 hand, and the bare loop on one of them. Repeats are interleaved; a rate is their median, its spread
 (largest - smallest) / median. Without a GPU it trains a small model.
 """
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--workers", type=int, default=0, help="loader processes, default 0")
+    parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one repeat of ten steps")
     parser.add_argument("--json", type=Path, required=True)
@@ -59,7 +61,8 @@ def main() -> None:
         more, batch = more + SMALL, 64
     python, ranks = sys.executable, str(options.ranks)
     alone = [python, str(SCRIPT), "bare", *more]
-    lab = [python, str(SCRIPT), "lab", *more]
+    sharded = options.strategy == "fsdp"
+    lab = [python, str(SCRIPT), "lab-fsdp" if sharded else "lab", *more]
     one = {"CUDA_VISIBLE_DEVICES": "0"}
     ways = {"bare": (alone, one)}
     if options.ranks == 1:
@@ -69,7 +72,10 @@ def main() -> None:
         torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
         ways |= {
             f"lab, {ranks} ranks": ([*mpirun, *lab], {}),
-            f"DDP, {ranks} ranks": ([*torchrun, str(SCRIPT), "ddp", *more], {}),
+            f"{'FSDP2' if sharded else 'DDP'}, {ranks} ranks": (
+                [*torchrun, str(SCRIPT), options.strategy, *more],
+                {},
+            ),
         }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(1 if options.quick else options.repeats):

@@ -1,4 +1,4 @@
-"""A training loop of one's own: bare, with the library, or with DistributedDataParallel by hand.
+"""A training loop of one's own: bare, with the library, or with torch's DDP or FSDP2 by hand.
 
     python benchmarks/own_loop_script.py bare --steps 120
 
@@ -16,6 +16,7 @@ from typing import Any
 import timm
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 import motley
@@ -46,9 +47,9 @@ class OneBatch:
 
 
 def main() -> None:
-    """Train a ViT in one of three ways."""
+    """Train a ViT in one of the ways."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=("bare", "lab", "ddp"))
+    parser.add_argument("way", choices=("bare", "lab", "lab-fsdp", "ddp", "fsdp"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--batch", type=int, default=256)
@@ -57,9 +58,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    lab = motley.join(logs="/tmp/own_loop_logs") if options.way == "lab" else None
+    strategy = "fsdp" if "fsdp" in options.way else "ddp"
+    is_lab = options.way.startswith("lab")
+    lab = motley.join(strategy=strategy, logs="/tmp/own_loop_logs") if is_lab else None
     batch, device = options.batch, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.way == "ddp":
+    if options.way in ("ddp", "fsdp"):
         torch.distributed.init_process_group()
         batch //= torch.distributed.get_world_size()
         if device.type == "cuda":
@@ -70,6 +73,9 @@ def main() -> None:
     torch.manual_seed(0)
     model: Any = timm.create_model(options.model, num_classes=10, img_size=options.size)
     model.to(device)
+    if options.way == "fsdp":
+        for block in (*model.blocks, model):
+            fully_shard(block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda")
     if lab:
         lab.prepare(model, optimizer)
@@ -100,7 +106,8 @@ def main() -> None:
         ends.append(time.perf_counter())
     ends = ends[options.warm_up :]
     took = [end - begin for begin, end in itertools.pairwise(ends)]
-    if lab is None or lab.is_main:
+    is_first = lab.is_main if lab else os.environ.get("RANK", "0") == "0"
+    if is_first:
         print(f"seconds {statistics.median(took):.6f}", flush=True)
 
 

@@ -1,6 +1,7 @@
 """Draw loops of users' own, and compare each on several ranks with the bare one on one machine.
 
-python tests/fuzz_loop.py --count 60 --seed 1
+    python tests/fuzz_loop.py --count 60 --seed 1
+    python tests/fuzz_loop.py --count 20 --seed 2 --ranks 2     # two GPUs
 
 A loop may save, stop, and continue on other ranks. The exit status is 1 if any differs. A refusal
 counts as right if it names the cause; the refusals are printed.
@@ -57,9 +58,9 @@ def draw(random_state: random.Random) -> dict[str, Any]:
     return case
 
 
-def draw_shares(random_state: random.Random) -> tuple[int, str]:
+def draw_shares(random_state: random.Random, most: int) -> tuple[int, str]:
     """Return a number of ranks and their shares."""
-    ranks = random_state.randint(1, 4)
+    ranks = random_state.randint(1, most)
     shares = [random_state.randint(0, 5) for _ in range(ranks)]
     return ranks, ",".join(map(str, shares if any(shares) else [1] * ranks))
 
@@ -77,13 +78,15 @@ def play(ranks: WarmRanks, case: dict[str, Any], size: int, shares: str, folder:
     return json.loads(out.read_text()) if out.exists() else {}
 
 
-def judge(ranks: WarmRanks, case: dict[str, Any], state: random.Random, folder: Path) -> str:
+def judge(
+    ranks: WarmRanks, most: int, case: dict[str, Any], state: random.Random, folder: Path
+) -> str:
     """Return a description of what is wrong with a case; empty if nothing is."""
     alone = {"bare": True} if not case.get("bn_group") else {"run": "alone"}
     bare = play(ranks, case | alone, 1, "", folder)
     if isinstance(bare, str):
         return f"the bare loop fails: {bare[-300:]}"
-    size, shares = draw_shares(state)
+    size, shares = draw_shares(state, most)
     stopped = ""
     if len(bare["losses"]) > 1 and state.random() < 0.4:
         save_at = state.randint(1, len(bare["losses"]) - 1)
@@ -92,7 +95,7 @@ def judge(ranks: WarmRanks, case: dict[str, Any], state: random.Random, folder: 
         if isinstance(first, str):
             return _judge_refusal(first, size, shares)
         case, stopped = case | {"run": "kept"}, f"stopped after {save_at} on {shares}, then "
-        size, shares = draw_shares(state)
+        size, shares = draw_shares(state, most)
     result = play(ranks, case, size, shares, folder)
     if isinstance(result, str):
         return _judge_refusal(result, size, shares)
@@ -115,6 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=4, help="most ranks of a loop")
     options = parser.parse_args()
     wrong = 0
     with WarmRanks(MODULES) as ranks:
@@ -122,7 +126,7 @@ def main() -> int:
             state = random.Random(f"{options.seed} {number}")
             case = draw(state)
             with tempfile.TemporaryDirectory() as folder:
-                text = judge(ranks, case, state, Path(folder))
+                text = judge(ranks, options.ranks, case, state, Path(folder))
             if text:
                 wrong += 1
                 print(f"{number}: {json.dumps(case)}\n  {text}", flush=True)

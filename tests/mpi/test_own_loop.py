@@ -234,6 +234,7 @@ REFUSED = {
     "uneven batches": "batch 1 of lab.batches() has 3 rows, and batch 0 has 4",
     "no rows": "return tensors whose dimension 0 counts the rows",
     "strategy": "give ddp or fsdp",
+    "changed rows": "change the rows inside the function",
     "fsdp: bare backward": "write lab.backward(loss) in place of loss.backward()",
     "fsdp: model": "the model differs between ranks: 0.weight is",
     "fsdp: no model": "2 of the 2 parameters of SGD belong to no model",

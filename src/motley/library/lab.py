@@ -461,13 +461,15 @@ class Lab:
 
         Args:
             compute: returns the loss of rows, or the loss and its weight; see :meth:`backward`.
-            rows: the rows that the loader has yielded last.
+            rows: the rows that the loader has yielded last, on any device. ``compute`` makes all
+                other changes to them, since it also gets rows that are read once more.
             options: further arguments of :meth:`backward`.
 
         Returns:
             The loss of the last piece, detached.
 
         Raises:
+            MotleyError: the rows were changed after the loader yielded them.
             NoMemoryError: not even one row fits, or a process that is alone has no ``micro_batch``.
         """
         loss: Tensor | None = None

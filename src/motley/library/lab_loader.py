@@ -20,6 +20,7 @@ from motley.library.loop_state import LoopPosition, list_generators
 from motley.library.made_batches import MadeBatches
 from motley.library.rank_loop import RankLoop
 from motley.library.sample_order import Batches, RandomState, is_consecutive, kept_random_state
+from motley.library.yielded_rows import YieldedRows
 
 MOST_ROWS = 2**27  # in the order of an epoch, which takes 8 bytes a row
 Key = tuple[Any, int]  # index of a row, and the seed of its random numbers
@@ -353,6 +354,7 @@ class LabLoader:
     def _train_pass(self, loop: RankLoop) -> Iterator[Any]:
         for piece, rows in self._read_pass(loop):
             loop.begin_piece(piece)
+            loop.yielded = YieldedRows(rows)
             self._position.mark_rows()
             yield rows
 

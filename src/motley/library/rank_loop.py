@@ -29,6 +29,7 @@ from motley.library.model_shards import ModelShards
 from motley.library.sample_order import Batches, SampleOrder, count_most_rows
 from motley.library.session import Session
 from motley.library.step_gate import FinishedStep, GroupChangedError, StepGate
+from motley.library.yielded_rows import YieldedRows, move_rows
 from motley.membership.survivors import RankLostError, Survivors
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale, PerRank
@@ -73,6 +74,7 @@ class RankLoop:
         read_rows: reads rows of these indices once more, and returns them collated.
         is_evaluating: True from a pass over held-out data to the next training step.
         piece: the present piece; None outside of a loop over training data.
+        yielded: rows of the present piece as the loader has yielded them.
         seed: seed of the random numbers of rows and of drop-out.
     """
 
@@ -92,6 +94,8 @@ class RankLoop:
         self.session, self.seed, self.state = session, seed, state
         self.device = group.device
         self.piece: Piece | None = None
+        self.yielded = YieldedRows(None)
+        self._are_rows_checked = False
         self.order = SampleOrder()
         # Only rank 0 may have the variables of keep_training.sh.
         folder = session.world.from_first(lambda: folder)
@@ -288,9 +292,10 @@ class RankLoop:
 
         Args:
             run: computes the loss of some rows, and its gradient.
-            rows: the rows of the present piece.
+            rows: the rows of the present piece, which the script may have moved to a device.
 
         Raises:
+            MotleyError: the script has changed the rows in another way.
             NoMemoryError: not even one row fits.
         """
         piece, most = self.piece, self.schedule.most_rows
@@ -303,14 +308,20 @@ class RankLoop:
                     f"below {piece.rows}, or this rank a smaller share in MOTLEY_SHARES"
                 )
             return
+        devices = self.yielded.find_devices(rows, by_value=not self._are_rows_checked)
+        self._are_rows_checked = True
         size, failure, group = piece.rows, "", self.schedule.group
         if most is None or size <= most:
             if not (failure := self._try(lambda: run(rows))):
                 return
             size //= 2
+
+        def run_moved(part: Any) -> None:
+            run(move_rows(part, devices))
+
         while (size := min(size, most or size)) >= group:
             self.gate.repeat_pieces()
-            if not (failure := self._try(partial(self._run_parts, run, piece, size))):
+            if not (failure := self._try(partial(self._run_parts, run_moved, piece, size))):
                 self.schedule.limit(size)
                 return
             size //= 2

@@ -84,7 +84,8 @@ class Log:
 class Bare:
     """The library's methods in a script that does not use it."""
 
-    device, epoch, batch, stepped = torch.device("cpu"), 0, 0, True
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    epoch, batch, stepped = 0, 0, True
     loss: float | None = None
     zero = False  # whether a step was taken
     _losses = 0.0
@@ -342,12 +343,12 @@ def main(case: Loop, out: Path) -> None:
         )
     )
     data = Texts(case.rows, case.augment)
-    model = Network(case.parts)
+    model = Network(case.parts).to(lab.device)
     optimizer = make_optimizer(case.opt, list(model.parameters()))
     steps = (case.rows + 8) * case.epochs if case.batch == 1 else 24 * case.epochs
     schedule = make_schedule(case.schedule, optimizer, steps)
     average = torch.optim.swa_utils.AveragedModel(model) if "average" in case.parts else None
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if case.scaler else None
+    scaler = torch.amp.GradScaler(lab.device.type, init_scale=2.0**10) if case.scaler else None
     lab.prepare(*(each for each in (model, optimizer, schedule, average, scaler) if each))
     if case.sampler == "own":
         loader = DataLoader(data, batch_sampler=Longest(case.rows), collate_fn=collate)
@@ -370,6 +371,7 @@ def main(case: Loop, out: Path) -> None:
         if "freeze" in case.parts:
             model.embedding.requires_grad_(epoch > 0)
         for tokens in train:
+            tokens = tokens.to(lab.device)
             if case.most_rows:
                 lab.step(lambda rows: compute(model, rows, case), tokens)
             more = case.more_every and lab.batch % case.more_every == case.more_every - 1
@@ -410,6 +412,7 @@ def main(case: Loop, out: Path) -> None:
             model.eval()
             with torch.no_grad():
                 for tokens in held_out:
+                    tokens = tokens.to(lab.device)
                     total += float(count_loss(model(tokens), tokens, "")[0]) * len(tokens)
                     count += len(tokens)
             total, count = lab.reduce((total, count))
