@@ -202,9 +202,12 @@ class CompileArchive:
                         os.link(new.name, to)
 
     def has_newer(self, since: float) -> bool:
-        """Return True if the node compiled any file after ``since``, in seconds since 1970."""
-        folders = _folders(self._folder, self._below)
-        return any(_newest(files) >= since for files in folders.values())
+        """Return True if the node compiled any file after ``since``, in seconds since 1970.
+
+        A new file changes the time of its folder. Only folders are examined: to examine thousands
+        of files would hold Python's lock while the training thread launches kernels.
+        """
+        return any(_has_newer(self._folder / part, since, _DEPTH) for part in self._below)
 
     def save(self, since: float = 0.0) -> Carried | None:
         """Replace the archive by the node's present files; return None if none is new.
@@ -337,6 +340,25 @@ def _is_fresh(files: Mapping[str, os.stat_result]) -> bool:
     return abs(time.time() - _newest(files)) < _WHOLE_S
 
 
+def _has_newer(folder: Path, since: float, depth: int) -> bool:
+    """Return True if a folder, or one at most ``depth`` levels below it, has changed.
+
+    Args:
+        folder: the folder.
+        since: seconds since 1970.
+        depth: number of levels.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        info = folder.stat()
+        if info.st_mtime >= since:
+            return True
+        if depth and info.st_nlink != 2:  # a folder with two links has no folders in it
+            with os.scandir(folder) as entries:
+                inner = [Path(each) for each in entries if each.is_dir(follow_symlinks=False)]
+            return any(_has_newer(each, since, depth - 1) for each in inner)
+    return False
+
+
 def _folders(folder: Path, below: Sequence[str]) -> dict[str, dict[str, os.stat_result]]:
     """Return the files of each folder below ``folder``, by their relative paths."""
     folders: defaultdict[str, dict[str, os.stat_result]] = defaultdict(dict)
@@ -365,6 +387,7 @@ if __name__ == "__main__":
 FOLDER = ".compiled"  # in the folder of all runs
 _FIRST_STEPS = 8
 _LOOK_S = 1.0
+_DEPTH = 2  # Compilers make a folder for each kernel or graph at most this deep.
 _SAVE_LIMIT_S = 600.0
 _LAST_S = 30.0  # that the last save may take; an archive is complete or missing
 

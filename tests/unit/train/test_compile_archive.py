@@ -86,12 +86,14 @@ def test_a_node_that_has_nothing_gets_all_and_one_that_has_all_gets_nothing(
 
 
 def test_a_run_that_compiles_nothing_keeps_nothing(full: Node, place: Path) -> None:
-    now = time.time()
-    assert full.archive.save(since=now) is None and not place.exists()
-    assert not full.archive.has_newer(now)  # so that no process is started
-    full.write("triton/NEW/kernel.cubin", b"new", age_s=5.0)
-    assert full.archive.has_newer(now - 10.0)
-    assert full.archive.save(since=now - 10.0) is not None
+    for folder in full.folder.rglob("*"):
+        os.utime(folder, (time.time() - 60.0,) * 2)
+    since = time.time() - 10.0
+    assert full.archive.save(since=since) is None and not place.exists()
+    assert not full.archive.has_newer(since)  # so that no process is started
+    full.write("inductor/fxgraph/xy/new/graph", b"new", age_s=5.0)
+    assert full.archive.has_newer(since)
+    assert full.archive.save(since=since) is not None
 
 
 def test_files_keep_the_times_at_which_they_were_written(full: Node, empty: Node) -> None:
