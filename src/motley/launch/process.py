@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import platform
 import resource
 import signal
 import socket
@@ -130,11 +131,16 @@ def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def stop_usage(message: str) -> NoReturn:
-    """Print a usage error once, whatever the number of ranks, and exit with status 2."""
-    if launched_rank() == 0:
-        print(f"motley: {typed_command(message)}", file=sys.stderr, flush=True)
-    else:
+    """Print a usage error, and exit with status 2.
+
+    All ranks read the same command line, and rank 0 prints the error of all. The launcher then ends
+    the others. A rank that outlives its pause has an error of its own, such as a missing file.
+    """
+    rank, where = launched_rank(), ""
+    if rank:
         time.sleep(_FIRST_SAYS_S)
+        where = f"rank {rank} on {platform.node()}: "
+    print(f"motley: {where}{typed_command(message)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

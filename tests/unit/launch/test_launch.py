@@ -11,7 +11,8 @@ from project import ROOT, environment
 
 from motley.cluster.facts import read_node
 from motley.errors import MotleyError
-from motley.launch.process import keep_caches_local, launched_rank
+from motley.launch import process
+from motley.launch.process import keep_caches_local, launched_rank, stop_usage
 from motley.launch.ranks import check_size
 from motley.launch.world import (
     port_of_user,
@@ -163,3 +164,15 @@ end_at_once(lambda: print("finalized", end=""))
         env=environment(PYTHONPATH=str(ROOT / "src")),
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("thread\natexit\nfinalized", "")
+
+
+@pytest.mark.parametrize(("rank", "where"), [("0", ""), ("1", "rank 1 on ")])
+def test_a_rank_with_an_error_of_its_own_names_itself(
+    rank: str, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+    monkeypatch.setattr(process, "_FIRST_SAYS_S", 0.0)
+    with pytest.raises(SystemExit) as stopped:
+        stop_usage("there is no such file")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"motley: {where}")
