@@ -56,10 +56,10 @@ class CanRegroup(Message):
 
 @dataclass(frozen=True)
 class StateKept(Message):
-    """A report that the sender has copied its state to memory that needs no process group.
+    """A report that the sender has tried to copy its state to memory that needs no process group.
 
     Attributes:
-        problem: the reason why it could not; empty if it could.
+        problem: the reason why the state could not be copied; empty if the copy succeeded.
     """
 
     problem: str
@@ -101,12 +101,12 @@ class HostLeaves(Message):
 
 @dataclass(frozen=True)
 class PauseRequest(Message):
-    """A request to pause the job, which a user has sent to the sender."""
+    """A request to pause the job, because a user has signalled the sender."""
 
 
 @dataclass(frozen=True)
 class StepBegun(Message):
-    """The last step that the sender has started; None before the first."""
+    """An answer to AskStep: the last step that the sender has started; None before step 1."""
 
     step: int | None
 
@@ -189,7 +189,7 @@ class CoordinatorHeartbeat(Message):
 
 @dataclass(frozen=True)
 class Hold(Message):
-    """An order to wait for Stop, while another rank saves the state."""
+    """An order to wait for the message Stop, while another rank saves the state."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class GoOn(Message):
 
 @dataclass(frozen=True)
 class Gathered(Message):
-    """Values of consecutive ranks, by rank. Several of these messages may hold all values."""
+    """The gathered values of consecutive ranks. Several messages may carry those of all ranks."""
 
     values: list[str]
 

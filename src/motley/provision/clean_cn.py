@@ -63,7 +63,7 @@ def ask(host: str, *words: object) -> str:
 
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
-    """Return the survey of each host, or its trouble; all hosts are asked at once."""
+    """Return each host's survey of its processes, or its trouble; all hosts are asked at once."""
     return setup_command.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
 
 
