@@ -72,11 +72,11 @@ class Account:
     Attributes:
         user: name of the account.
         shell: its present login shell.
-        facts: names of the statements that are true for the account. ``local``: the account is in
-            /etc/passwd. ``root``: it is root's. ``same``: its shell is the wanted one, perhaps
-            under another path. ``exists``: the host has the wanted shell. ``listed``: /etc/shells
-            lists the wanted shell. ``listed_now``: /etc/shells lists the present shell. ``chsh``:
-            the host has the program chsh.
+        facts: names of the statements that are true on the host. Name ``local``: the account is in
+            /etc/passwd. Name ``root``: the account is root's. Name ``same``: the present shell is
+            the wanted one, perhaps under another path. Name ``exists``: the host has the wanted
+            shell. Name ``listed``: /etc/shells lists the wanted shell. Name ``listed_now``:
+            /etc/shells lists the present shell. Name ``chsh``: the host has the program chsh.
     """
 
     user: str
