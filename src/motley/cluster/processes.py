@@ -1,8 +1,8 @@
 """Processes of this machine.
 
-The module starts programs and waits for them, each with a time limit. It also sets handlers of
-signals that end this process, and sends signals to other processes. A process is identified by its
-pid and start time, because pids are used again.
+The module starts programs and waits for them, each with a time limit. The module also sets handlers
+of signals that end this process, and sends signals to others. A process is identified by its pid
+and start time, because pids are used again.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def ticks(pid: int) -> int:
 
 
 def end(targets: Sequence[tuple[int, int]]) -> dict[int, str]:
-    """End processes by SIGTERM. Those that live after PATIENCE_S seconds get SIGKILL.
+    """End processes by SIGTERM. Processes that live after PATIENCE_S seconds get SIGKILL.
 
     Args:
         targets: pid and ticks of each process. Processes of other users are left alone.
