@@ -20,7 +20,7 @@ _LONGEST = 2000  # most characters of a text
 
 
 def plain(text: object) -> str:
-    """Return a text on one line, without control characters and marks of writing direction.
+    """Return a text on one line, without control characters and Unicode marks of writing direction.
 
     None becomes an empty text.
     """
@@ -29,7 +29,7 @@ def plain(text: object) -> str:
 
 
 def part(share: float) -> str:
-    """Return a share in words, as in ``34 %``."""
+    """Return a fraction as a percentage, as in ``34 %``."""
     return f"{100 * share:.0f} %"
 
 
@@ -117,13 +117,16 @@ class Mood(StrEnum):
 
 @dataclass(frozen=True)
 class Silence:
-    """The parts of a run whose records are overdue.
+    """The ranks and hosts of a run whose records are overdue.
 
     Attributes:
-        stalled_s: seconds since any rank wrote a step, if that is long for this run; else None.
-        hosts: seconds since the GPU logger of a host wrote, by host.
-        ranks: seconds since a rank wrote a step, if others have written later ones, by rank.
-        unreported: seconds since the first rank received a message from a silent rank, by rank.
+        stalled_s: seconds since any rank wrote a step, if this is unusually long for the run; else
+            None.
+        hosts: for each silent host, the seconds since its GPU logger wrote.
+        ranks: for each rank that has not written steps that others have written, the seconds since
+            its last one.
+        unreported: for each rank whose heartbeats are missing, the seconds since the first rank
+            received a message from it.
     """
 
     stalled_s: float | None = None
@@ -137,7 +140,7 @@ class Silence:
 
 
 def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
-    """Return the silent parts of a run that is running by its run.json."""
+    """Return the silent ranks and hosts of a run whose run.json has the status running."""
     interval = mapping(followed.about, "config").get("gpu_log_interval")
     interval = interval if isinstance(interval, int | float) and interval > 0 else _INTERVAL_S
     late = _LATE_SAMPLES * interval + _LATE_S
@@ -271,7 +274,7 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
 
 
 def _and_for(followed: RunFollower, waits: Waits) -> str:
-    """Return the straggler as a cause besides the first one, or an empty string.
+    """Return a phrase that names the straggler as a second cause, or an empty string.
 
     A slow host makes the wire slow too.
     """
