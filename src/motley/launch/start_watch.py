@@ -1,13 +1,14 @@
-"""The watch over the start of a job, and the clock of the parts of a start.
+"""The watch over the start of a job, and a clock that measures the parts of a start.
 
 A process beside each rank ends the rank if not all ranks start.
 
-A rank may be stopped, or its host frozen, before it has joined the others. A launcher waits for it
-without end. MPI does too, and no thread of Python's runs inside MPI. Each rank that is ready to
-join therefore starts a process that watches the time. The watching process sees the other ranks of
-its machine in /proc, and nothing of other machines. A process that can name a late rank reports
-first, and on each machine the lowest rank's process. If all ranks are stopped while they import,
-none is ready to report. A rank has another process watch it until it is ready.
+A rank may be stopped, or its host frozen, before it has joined the others. The launcher then waits
+for this rank without end. MPI waits too, and no Python thread runs while it waits. Each rank that
+is ready to join therefore starts a process that watches the time. The watching process sees the
+other ranks of its machine in /proc, and nothing of other machines. Processes that can name a late
+rank report first. On each machine, only the process of the lowest rank reports. If all ranks are
+stopped while they import, none of them is ready to report. Each rank therefore has another process
+that watches it until it is ready.
 
     imports      since the process started, its environment included, until all ranks have imported
                  and are joined by MPI
@@ -52,8 +53,8 @@ class StartClock:
     """A clock that divides one rank's start into parts, in the order in which they ended.
 
     Args:
-        before_s: age of this process in seconds, all of which it spent on imports; None: not
-            counted.
+        before_s: age of this process in seconds, which counts as the part ``imports``; None: the
+            age does not count.
     """
 
     def __init__(self, before_s: float | None = None) -> None:
@@ -67,7 +68,7 @@ class StartClock:
         return cls(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
     def lap(self, part: str) -> None:
-        """End a part: add the time since the end of the last one to ``part``."""
+        """End a part: add the time since the end of the previous part to ``part``."""
         now = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
@@ -95,7 +96,9 @@ _LOOK_S = 1.0
 
 
 class StartWatch:
-    """A rank's end of the watch, which runs until :meth:`joined`. A rank alone has none.
+    """A rank's process that watches the start of the job, from the creation to :meth:`joined`.
+
+    A job of one rank has no such process.
 
     Raises:
         MotleyError: the variable holds no number of seconds.
@@ -163,7 +166,7 @@ class Sibling:
         rank: number of the rank.
         pid: process id of the rank.
         stopped: True if a signal or a debugger has stopped it.
-        ready: True if it has started to join the others.
+        ready: True if the rank has started to join the others.
     """
 
     rank: int
@@ -197,7 +200,7 @@ def words(
 
     Args:
         here: ranks of this machine.
-        local_size: number of ranks on this machine if all are there.
+        local_size: number of ranks that this machine should have.
         size: number of ranks of the job.
         host: name of this machine.
         hosts: names of the other hosts, if they are available.
@@ -282,7 +285,7 @@ def _watches_start(process: psutil.Process) -> bool:
 
 
 def _ends_within(seconds: float) -> bool:
-    """Return True if the watched rank ends in time: then this process's standard input closes."""
+    """Return True if the watched rank ends in time, which closes this process's standard input."""
     return bool(select.select([0], [], [], seconds)[0])
 
 
