@@ -225,7 +225,7 @@ class Length:
         )
 
     def full_batch(self, position: TrainState) -> int:
-        """Return the samples in the next step, not counting that the epoch may have fewer left."""
+        """Return the samples of a full batch in the next step. The epoch may have fewer left."""
         used = position.epoch * self.epoch_samples + position.consumed
         return self._growth.at(used)
 
