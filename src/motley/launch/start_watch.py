@@ -10,18 +10,18 @@ rank report first. On each machine, only the process of the lowest rank reports.
 stopped while they import, none of them is ready to report. Each rank therefore has another process
 that watches it until it is ready.
 
-    imports      since the process started, its environment included, until all ranks have imported
-                 and are joined by MPI
-    connect      code, facts and addresses of all hosts; the supervisor
+    imports      the time from the start of the process, its environment included, until all ranks
+                 have imported their modules and MPI has joined them
+    connect      comparison of code, exchange of facts and addresses of all hosts, the supervisor
     prepare      the run's folder, and the data on each host's disk
     group        the process group, and the precision of each rank
-    model        built, with the data opened and the initial weights read
-    speeds       of all devices, measured, or remembered and tried
-    links        between machines, and
-    wires        adding up gradients, measured where they are not remembered
+    model        the model is built, the data is opened, and the initial weights are read
+    speeds       the speeds of all devices are measured, or stored speeds are checked
+    links        the links between machines are measured, unless stored by an earlier run
+    wires        the wire modes (ways to add up gradients) are measured, unless stored
     compile      the trial of compiling the model
-    plan         the arithmetic between them
-    engine       the loader, the loss scale, the engine, the resumed state
+    plan         the computation of the plan from these measurements
+    engine       the loader, the loss scale, the engine and the resumed state are set up
 
 A part that did not take place has no entry.
 """

@@ -308,8 +308,8 @@ def parse(words: Sequence[str]) -> Namespace:
 def look(host: str, known: HostKey | None = None) -> str:
     """Return how this user can log in to a host now.
 
-    HERE: the host is this machine. OPEN: ssh works. KEYED: our key works, but ~/.ssh/config does
-    not name it for the host. CLOSED: no key works.
+    The result is HERE for this machine, and OPEN if ssh works. With KEYED, our key works, but
+    ~/.ssh/config does not name it for the host. With CLOSED, no key works.
 
     Raises:
         HostTrouble: the host cannot be reached.

@@ -119,7 +119,7 @@ class StepRecord:
             otherwise null.
         loss_scale: factor on this step's loss.
         overflow: True if the gradient was not finite, and all ranks skipped the step. With Local
-            SGD: this rank alone skipped the step.
+            SGD, only this rank skipped the step.
         grad_norm: norm of the unscaled gradient, before clipping; null after an overflow.
         n_local: samples of this rank.
         n_global: samples of all ranks together.
