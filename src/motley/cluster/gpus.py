@@ -40,7 +40,7 @@ class DeviceFacts:
     """One GPU.
 
     Attributes:
-        index: number on its machine, in PCI order as nvidia-smi counts.
+        index: number of the GPU on its machine, in PCI order as nvidia-smi counts.
         uuid: unique id of the GPU.
         name: product name.
         capability: CUDA compute capability, for example (8, 6).
@@ -77,7 +77,7 @@ class GpuProcess:
         gpu: index of the GPU, as in :class:`DeviceFacts`.
         uuid: unique id of the GPU.
         pid: process id.
-        user: name of its owner; "?" if that is hidden.
+        user: name of the user who owns the process; "?" if the name is hidden.
         mib: GPU memory of the process, MiB; None if the driver does not report it.
     """
 
@@ -372,7 +372,7 @@ class GpuSampler:
         self._amd.close()
 
     def sample(self) -> tuple[DeviceFacts, ...]:
-        """Return all GPUs at this moment; () if there is none, or none answers."""
+        """Return all GPUs with their present load; () if no GPU exists or answers."""
         if time.monotonic() >= self._asked + self._every_s:
             self._ask_gputil()
         for _ in range(2):  # NVML has to be opened again after a restart of the driver

@@ -45,7 +45,7 @@ WITHOUT_MPI = "MOTLEY_WITHOUT_MPI"
 
 @dataclass(frozen=True)
 class Launch:
-    """The start of this process as its launcher describes it.
+    """The start of this process, as the launcher's variables describe it.
 
     Attributes:
         by: the launcher.
@@ -156,7 +156,7 @@ def choose_node(
     local_size: int,
     allowed: Collection[int],
 ) -> MemoryNode | None:
-    """Return the memory node to bind a rank to; None leaves its cores as they are.
+    """Return the memory node to which to bind a rank; None: leave the rank's cores unchanged.
 
     A rank with a GPU gets the node of that GPU. Ranks without a GPU are spread over the nodes if
     each node gets equally many ranks. A single rank needs the cores of all nodes.

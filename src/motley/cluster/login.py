@@ -41,7 +41,7 @@ class UnknownHostKey(HostTrouble):
     """An error: the host's key is in no known_hosts file.
 
     Attributes:
-        key: the key of the host: type, base64, and its SHA256 fingerprint.
+        key: the key that the host presented: its type, base64 text and SHA256 fingerprint.
     """
 
     def __init__(self, host: str, key: HostKey) -> None:
@@ -59,8 +59,8 @@ class Login:
 
     Attributes:
         address: address of the host.
-        port: port of its sshd.
-        user: name of the user there.
+        port: port on which the host's sshd listens.
+        user: name of the user's account on the host.
         known_as: the host's name in known_hosts.
         keys: paths of the private keys that exist.
         known_files: paths of files with known host keys.

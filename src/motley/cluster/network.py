@@ -71,7 +71,8 @@ def list_networks(
             gloo or NCCL, no other interface is used.
 
     Raises:
-        MotleyError: there is no subnet, or a machine lacks the user's interface.
+        MotleyError: the machines share no subnet, or a machine lacks the interface that the user
+            has set.
     """
     wanted = named_interfaces(machines, names, environs)
     if len(machines) == 1:

@@ -172,7 +172,7 @@ def _line(each: Mapping[str, Any]) -> list[str] | None:
 
 
 def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
-    """Yield the parent of a process, the parent's parent and so on, while they are this user's."""
+    """Yield the parent of a process, the parent's parent and so on, if they are this user's."""
     while (pid := own[pid]["ppid"]) in own:
         yield pid
 

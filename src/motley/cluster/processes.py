@@ -26,10 +26,10 @@ class ChildTimeoutError(MotleyError):
 def run_child(
     words: Sequence[object], limit_s: float, fix: str, cwd: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program with empty stdin to its end, and return its exit status and output.
+    """Run a program with empty stdin until it ends, and return its exit status and output.
 
     Args:
-        words: its command line.
+        words: command line of the program.
         limit_s: seconds that it may take.
         fix: instruction to the user for the case that the program takes longer.
         cwd: working directory; None: that of this process.

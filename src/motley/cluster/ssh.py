@@ -84,8 +84,8 @@ class Remote:
         """Run a POSIX sh script on the host, whatever its login shell is, and return the output.
 
         Args:
-            script: the script. Without a payload its stdin is empty, and all processes that it
-                starts end with it, or with the connection.
+            script: the script. Without a payload, its stdin is empty. All processes that the script
+                starts then end when the script or the connection ends.
             *words: arguments of the script, ``$1 $2 ...``.
             payload: stdin of the script, or a file with it. Secrets belong here, because arguments
                 appear in lists of processes.

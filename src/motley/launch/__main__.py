@@ -30,8 +30,8 @@ def report_failed_import(
 ) -> None:
     """Print an uncaught exception. For a failed import, also print the host and a remedy.
 
-    An error that the user can correct is one line. A registry raises such an error during an import
-    if an added file has the wrong form.
+    An error that the user can correct is one line. The registry of datasets, tasks and other parts
+    raises such an error during an import if an added file has the wrong form.
     """
     from motley.errors import MotleyError
 

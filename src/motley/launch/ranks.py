@@ -102,8 +102,8 @@ class MpiRanks:
 def _wait_for(look: Callable[[], Any]) -> Any:
     """Call ``look`` until it returns a true value, and return that value.
 
-    MPI's own waiting never sleeps. Such waiting would take processor time from the ranks that it
-    waits for, if ranks share a processor, or from other users.
+    MPI's own waiting never sleeps. Such waiting would take processor time from other users, and
+    from the late ranks if ranks share a processor.
     """
     looks, pause_s = 0, _SHORTEST_S
     while not (result := look()):

@@ -160,7 +160,7 @@ def start_timeout(environ: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class Sibling:
-    """A rank of this machine, as its kernel sees it.
+    """A rank of this machine, as /proc describes it.
 
     Attributes:
         rank: number of the rank.
@@ -271,7 +271,7 @@ def _is_stopped_early(pid: int, seconds: float) -> bool:
 
 
 def _is_ready(pid: int) -> bool:
-    """Return True if the rank has started to join the others, shown by its watching process."""
+    """Return True if the rank has a watching process, started when the rank is ready to join."""
     with contextlib.suppress(psutil.Error):  # the process has just ended
         return any(map(_watches_start, psutil.Process(pid).children()))
     return False
@@ -290,7 +290,7 @@ def _ends_within(seconds: float) -> bool:
 
 
 def _end(pid: int, seconds: float) -> None:
-    """Print what is wrong, and kill the ranks of this machine; the launcher then ends the job."""
+    """Print the problem, and kill the ranks of this machine. The launcher then ends the job."""
     here, launcher = siblings(pid), _stat(pid)[1]
     launch, hosts = read_launch(), [*find_sessions(launcher).values()]
     local = launch.local_size or len(here)

@@ -157,7 +157,7 @@ def run(
 
 
 def start_rank(launched: Launched | None = None, packages: Sequence[str] = ()) -> "World":
-    """Connect this rank to all others, and start its supervisor; all ranks call it.
+    """Connect this rank to all others, and start its supervisor. All ranks call this function.
 
     An error in the environment, which all ranks have, ends the process with status 2.
 
@@ -280,7 +280,7 @@ class World:
         return self._launched.allgather(value)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on rank 0; all ranks return its value or raise what it raised."""
+        """Call ``make`` on rank 0. All ranks return its result, or raise its error."""
         return self._from_some(make, self.rank == 0)[0]
 
     def once_per_node(self, work: Callable[[], T]) -> list[T]:
@@ -493,10 +493,10 @@ def port_of_user(said: Sequence[str | None]) -> int | None:
     All ranks use this port.
 
     Args:
-        said: value on each rank, by rank; None: unset.
+        said: value of MASTER_PORT on each rank, by rank; None: unset.
 
     Raises:
-        MotleyError: a value is no port, or ranks have different ones.
+        MotleyError: a value is no port, or ranks have different ports.
     """
     ports = {text: rank for rank, text in enumerate(said) if text is not None}
     for text, rank in ports.items():

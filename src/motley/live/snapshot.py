@@ -202,7 +202,7 @@ class RankHistory:
         rank: number of the rank.
         steps: number of the first step of each group of steps over which a mean is taken.
         parts: mean seconds of each part, as in :class:`Row`, for each of these groups.
-        load: load in the last samples of its device, 0 to 1.
+        load: load of the rank's device, 0 to 1, in each of the last samples.
         memory_mib: used memory in these samples, in MiB.
         temperature_c: temperature in these samples, in degrees Celsius.
         power_w: power in these samples, in watts.

@@ -207,8 +207,8 @@ def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
 def _usual(training: Training) -> Callable[[Array], float]:
     """Return the function that averages the times of steps.
 
-    The function is the median. With Local SGD it is the mean, because one step in many waits for
-    the wire.
+    The function is the median. With Local SGD the function is the mean, because only one step in
+    many waits for communication.
     """
     wire = str((training.run.get("plan") or {}).get("wire", ""))
     return _mean_without_first if wire.startswith("local") else median
@@ -256,7 +256,7 @@ def _slowest(training: Training) -> str:
 
 
 def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None, str]:
-    """Return the rank whose time for its samples is largest relative to the forecast.
+    """Return the rank whose compute time exceeds the forecast by the largest factor.
 
     If every pass waits for all ranks, as in FSDP, no rank's own time is known.
 

@@ -197,7 +197,7 @@ def headline(
 
 
 def name_rank(followed: RunFollower, rank: int) -> str:
-    """Return a rank's name for the user, as in ``ecetesla3 (rank 3)``."""
+    """Return the name by which a user knows a rank, as in ``ecetesla3 (rank 3)``."""
     for worker in workers(followed.about):
         if worker["rank"] == rank:
             return f"{plain(worker.get('host'))} (rank {rank})"
@@ -276,7 +276,7 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
 def _and_for(followed: RunFollower, waits: Waits) -> str:
     """Return a phrase that names the straggler as a second cause, or an empty string.
 
-    A slow host makes the wire slow too.
+    A slow host also makes communication slow.
     """
     ranks = {rank: share for rank, share in waits.by_rank.items() if rank is not None}
     most = max(ranks, key=lambda rank: ranks[rank], default=None)

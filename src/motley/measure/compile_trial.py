@@ -73,8 +73,9 @@ class Promise:
 
         Args:
             passes_s: sum of the seconds of one micro-batch of each timed size, without compiling.
-            kinds: number of kinds of blocks. Blocks are of one kind if they have the same modules
-                with tensors of the same shapes, so the stages of a Swin usually count as several.
+            kinds: number of kinds of blocks. Blocks are of one kind if their modules and the shapes
+                of their tensors are equal. The stages of a Swin therefore usually count as several
+                kinds.
         """
         least_s = PASSES * passes_s / _MOST_FASTER + kinds * _KIND_LEAST_S
         return self.cost_s if self.known else least_s

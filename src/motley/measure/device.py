@@ -66,7 +66,7 @@ def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> 
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all its queued work."""
+    """Wait until a device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -132,7 +132,7 @@ class Traffic:
 
 
 def look_at(interface: str) -> Port:
-    """Return the properties of an interface, and the name of a faster one if there is one."""
+    """Return the properties of a network interface, and the name of a faster interface, if any."""
     says = {
         name: each.speed for name, each in psutil.net_if_stats().items()
         if each.isup and (name == interface or not name.startswith(VIRTUAL))
@@ -183,7 +183,7 @@ def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> t
 
 
 def answer(listener: socket.socket, token: bytes, seconds: float = _SECONDS) -> None:
-    """Accept the caller that knows the token, receive its data, and send for ``seconds``."""
+    """Accept a connection that sends the token, receive its data, and send data for ``seconds``."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         try:

@@ -176,8 +176,8 @@ def _with_long(
 def _sizes_of_like_parts(count: int, grain: int, limit: int) -> list[int]:
     """Return the sizes of micro-batches into which ``count`` samples can be cut evenly.
 
-    Each way to cut into nearly equal parts of at most ``limit`` samples adds its larger size. The
-    sizes descend.
+    For each possible number of nearly equal parts of at most ``limit`` samples, the result contains
+    the size of the larger parts. The sizes descend.
     """
     groups, most = count // grain, limit // grain
     parts = range(-(-groups // most), groups + 1) if most else ()
@@ -218,7 +218,7 @@ class Planned:
         return self.speeds[rank].compiled if self.speeds else asked == "on"
 
     def with_note(self, mode: WireMode) -> "Planned":
-        """Return the plan with a note on the cost of its wire mode as the first advice."""
+        """Return the plan, with a note on the disadvantage of its wire mode as the first advice."""
         text = Advice(f"--wire {mode}: {mode.price}")
         return replace(self, advice=(text, *self.advice))
 
@@ -401,7 +401,7 @@ def _beside(
 
 
 def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
-    """Return the ranks that should train, by wire mode.
+    """Return for each measured wire mode the ranks that should train.
 
     Only rank 0 computes them, because ranks may share processors.
     """

@@ -145,7 +145,7 @@ def _check(
     traits: EngineTraits,
     room: float | None,
 ) -> None:
-    """Raise NoMemoryError if a rank needs more than its GPU or its host has."""
+    """Raise NoMemoryError if a rank needs more memory than its GPU or its host has."""
     if traits.shards_optimizer and not traits.fills_model:
         return  # the memory that such an engine needs is unknown
     assert group.rank is not None
@@ -242,7 +242,7 @@ def plan_batch(
     config: Config,
     traits: EngineTraits | None = None,
 ) -> tuple[ProcessGroup, Planned]:
-    """Plan the share of each rank in every global batch. Every launched rank calls it.
+    """Plan how many samples of each global batch every rank takes. Every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -339,7 +339,7 @@ def _other_group(task: Task, batch_size: int, ranks: int) -> str:
 
 
 def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTraits) -> None:
-    """Raise MotleyError if the engine does not support these devices, or ``--wire`` with them."""
+    """Raise MotleyError if the engine does not support these devices or the given ``--wire``."""
     if group.is_mixed and not traits.mixed:
         raise MotleyError(
             f"{traits.words}; {group.kinds} together cannot. Leave out one kind with --hosts, or "

@@ -40,7 +40,10 @@ def kept_workers(workers: Sequence[Rank], ranks: Collection[int]) -> tuple[Rank,
 
 
 def bind_to_device(world: World, device: torch.device) -> str:
-    """Bind this rank to the cores next to its device; return a description, empty if unbound."""
+    """Bind this rank to the cores of its GPU's memory node; return a description of these cores.
+
+    The result is empty if the rank stays unbound.
+    """
     has_gpu, near = device.type == "cuda", None
     if has_gpu:
         uuid = get_uuid(device)
@@ -60,7 +63,7 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
 
     Args:
         own: this rank.
-        device: its device.
+        device: the device of this rank.
         wanted: a value of ``--precision`` for one rank: the name of a precision, or auto.
 
     Raises:
@@ -152,7 +155,7 @@ class ProcessGroup:
     def is_mixed(self) -> bool:
         """True if some ranks have a GPU and some have none, or if GPUs are of two makers.
 
-        In such a group a rank cannot send from its GPU's memory to all others.
+        In such a group no backend can send tensors from the memory of every device.
         """
         return len({worker.maker for worker in self.workers}) > 1
 
@@ -214,7 +217,7 @@ def join_process_group(
         world: the ranks.
         precision: value of ``--precision``; None: auto.
         hosts: value of ``--hosts``.
-        bind: True: bind ranks to the cores next to their GPUs.
+        bind: True: bind each rank to the cores of its GPU's memory node.
     """
     check_nccl(world)
     known = range(torch.cuda.device_count())

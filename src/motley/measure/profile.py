@@ -53,7 +53,7 @@ def with_reading(
 
     All ranks of a host call this function at once, as they read at once in training.
 
-    Samples in memory are not timed, since reading them takes no time that counts.
+    Samples that are in memory are not timed, since reading them takes hardly any time.
     """
     samples = samples_on(samples, config, device)
     if not samples.needs_workers and not config.workers:
@@ -215,7 +215,7 @@ def measure_between(
         asked: the wire mode that the user wants; None: auto.
         speeds: speed of each rank.
         traffic: see :func:`measure_links`.
-        remembered: figures of an earlier run; None: measure all.
+        remembered: links and wire modes that an earlier run has stored; None: measure all.
     """
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = None
@@ -342,7 +342,8 @@ def measure_wires(
         wanted: modes to measure.
         traits: traits of the engine.
         known: costs of other modes, which become part of the result.
-        remembered: figures of an earlier run. Modes in them are not measured.
+        remembered: links and wire modes that an earlier run has stored. These modes are not
+            measured.
         tries: see :func:`measure_wire`.
     """
     old = remembered.wires if remembered else {}

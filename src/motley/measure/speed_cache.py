@@ -267,7 +267,7 @@ class WireCache:
 
     Attributes:
         path: path of the file.
-        key: all facts that the figures depend on.
+        key: all facts on which the figures depend.
         machines: machine of each rank; see World.
     """
 
@@ -276,7 +276,7 @@ class WireCache:
     machines: Sequence[int]
 
     def take(self) -> WireFigures | None:
-        """Remove the remembered figures from the disk and return them; None if they are unusable.
+        """Remove the stored figures from the disk and return them; None if they are unusable.
 
         Usable figures are recent and complete, and have the key of this job.
         """

@@ -36,7 +36,7 @@ _ASKED = ("Name", "Seat", "Class", "Active", "Remote", "IdleHint", "LockedHint",
 
 
 def find_other_user() -> str:
-    """Return a phrase that names another user who needs this machine; empty if there is none."""
+    """Return a phrase that names another user who needs this machine; empty: no other user does."""
     return _at_console() or _on_gpu()
 
 

@@ -68,7 +68,7 @@ class BackgroundWriter:
         threading.Thread(target=self._run, name="background writer", daemon=True).start()
 
     def write(self, work: Callable[[], None]) -> None:
-        """Queue ``work``, to be run after all functions that were queued before."""
+        """Queue ``work``, which runs after all functions that were queued earlier."""
         self._queue.put(work)
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -184,13 +184,13 @@ class Coordinator:
 
     Args:
         own: state of this rank.
-        handshakes: connections of the other ranks.
+        handshakes: receiver of the connections of all other ranks.
         writer: the thread that writes records.
         on_fault: records the first cause.
         on_event: records an event that a rank reports.
         standby: the rank that takes over when rank 0 fails.
-        regrouping: the state of a regroup without lost ranks.
-        lost: the fault of the former rank 0, if this rank takes its place.
+        regrouping: the lost ranks, and which ranks are ready to continue without them.
+        lost: the fault of the former rank 0, if this rank replaces it; else None.
     """
 
     def __init__(

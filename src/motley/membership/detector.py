@@ -127,7 +127,7 @@ class Heartbeat:
 
     @property
     def waits(self) -> bool:
-        """True if the rank has done its own part of the step, and waits for the others."""
+        """True if the rank has finished its part of the step, and waits for other ranks."""
         return self.phase is Phase.ALL_REDUCE
 
     def message(self) -> list[Any]:
@@ -153,15 +153,15 @@ class RankStatus:
         rank: number of the rank in the present group.
         number: number of the rank in the launch.
         host: name of the rank's host.
-        received_s: time of its last message, in seconds that rank 0 was awake.
+        received_s: time of the rank's last message, in seconds that rank 0 was awake.
         wrote: time at which the last bytes came on its connection, in seconds that rank 0 was
             awake. The rank's fault handler writes to this connection too (see
             motley.membership.messages).
-        heartbeat: its last heartbeat.
+        heartbeat: last heartbeat of the rank.
         done: True once the rank has finished its training.
         rescues: True if the rank can save the state before the job ends, in place of rank 0.
         regroups: True if the rank can continue after another rank is lost.
-        address: address of its machine, in the network that all ranks share.
+        address: address of the rank's machine in the network that all ranks share.
         left: True once the rank has no work left, because its host leaves the job.
         messages: decoder of the bytes that the rank sends.
     """
@@ -247,7 +247,7 @@ class Watchdog:
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
         """Return the fault of two machines that do not reach each other, or None.
 
-        Rank 0's machine receives from both of them.
+        Rank 0 receives messages from both of these machines.
 
         Args:
             ranks: status of each rank, rank 0 included.

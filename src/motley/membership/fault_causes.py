@@ -110,7 +110,7 @@ def make_pause_fault(step: int | None) -> Fault:
 
 
 def make_launcher_fault(host: str, launcher: str, step: int | None) -> Fault:
-    """Return the fault of a launcher that ended before its ranks, and thereby ended them.
+    """Return the fault of a launcher whose end has ended the ranks.
 
     An mpirun that loses a host also ends at once, with status 0. See :func:`make_daemon_fault`.
 
@@ -149,7 +149,7 @@ def make_silent_fault(
         rank: number of the rank in the launch.
         host: host of the rank.
         step: last step that the rank reported; None: before step 1.
-        seconds: seconds since its last message.
+        seconds: seconds since the last message of the rank.
         like: phrase that names other silent ranks, as in ", and so are ranks 4, 5".
     """
     return Fault(

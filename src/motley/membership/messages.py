@@ -87,7 +87,7 @@ _NO_FILES_S = 0.05  # to wait where this process can open no more
 
 
 def greeting(token: str, rank: int, host: str) -> bytes:
-    """Return the first bytes that a rank sends; they begin with the token.
+    """Return the first bytes that a rank sends, which begin with the token.
 
     Args:
         token: shared token of the job.
@@ -168,7 +168,7 @@ class Handshakes:
         self._strangers: dict[socket.socket, _Stranger] = {}  # in order of arrival
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Set the ranks that are going to connect, each of them once."""
+        """Set the ranks that are going to connect. Each rank may connect once."""
         self._awaited = set(ranks)
 
     @property

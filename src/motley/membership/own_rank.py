@@ -174,7 +174,7 @@ class GroupChange:
 
 
 class OwnRank:
-    """This rank, as the training thread and the watching thread share it.
+    """The state of this rank, which the training thread and the watching thread share.
 
     The training thread sets ``step``, ``heartbeat`` and ``hooks``, and adds messages. The watching
     thread sets everything else.
@@ -253,7 +253,7 @@ class OwnRank:
             print(f"{self.hooks.clear_line}{text}", file=sys.stderr, flush=True)
 
     def save_what_is_known(self) -> str:
-        """Call the hook ``rescue`` from the watching thread, and return a note on its result.
+        """Call the hook ``rescue`` from the watching thread, and return a note on the saved state.
 
         The note also describes an error of the hook, which is not raised.
         """
@@ -340,7 +340,7 @@ def _leave_to_watching_thread(number: int, frame: object) -> None:
 
 
 def _block_stops() -> None:
-    """Block stop signals in the thread that forks, until the child has handlers of its own."""
+    """Block stop signals in the thread that forks, until the child has set its own handlers."""
     _BLOCKED.before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
 
 

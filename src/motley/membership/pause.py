@@ -34,7 +34,7 @@ REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
 
 
 def read_request(number: int) -> Message | None:
-    """Return the message to rank 0 that a signal asks for; None if there is nothing to ask.
+    """Return the message that this rank has to send to rank 0 after a signal; None: no message.
 
     Args:
         number: number of the signal, one of ``REQUESTS``.
@@ -68,7 +68,7 @@ class OwnPause:
             return True
 
     def clear(self) -> None:
-        """Drop all requests to this rank: the group in which they were made is gone."""
+        """Drop all requests to this rank, since the group that made them no longer exists."""
         with self._changed:
             self._asked, self._at, self._begun = False, None, None
             self._changed.notify_all()
@@ -160,7 +160,7 @@ class PauseAgreement:
         """Return the fault that states why the job ends.
 
         Args:
-            step: last step that is saved; None: there was nothing to save.
+            step: last step whose state is saved; None: there was no state to save.
         """
         if not self._leaving:
             return make_pause_fault(step)

@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True)
 class MemberHeartbeat(Message):
-    """A sign of life of the sender, with its state."""
+    """A sign of life of the sender, with the sender's step and phase."""
 
     heartbeat: Heartbeat
 
@@ -85,7 +85,7 @@ class FirstRankLost(Message):
 
 @dataclass(frozen=True)
 class RankLeft(Message):
-    """A report that the sender ends now, because its host leaves."""
+    """A report that the sender ends now, because the sender's host leaves."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Rescued(Message):
     """A report that the sender has saved the state, in answer to Rescue.
 
     Attributes:
-        saved: note on what was saved, for the user.
+        saved: note for the user on the saved state.
     """
 
     saved: str

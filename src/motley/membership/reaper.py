@@ -308,8 +308,8 @@ def _end_unless_gone(launcher: psutil.Process, timeout_s: float) -> None:
 def _ends_within(process: psutil.Process, limit_s: float) -> bool:
     """Return True if a process ends within ``limit_s`` seconds.
 
-    A zombie counts as ended. Its parent may first read all of its output, and this process holds an
-    open end of that pipe.
+    A zombie counts as ended. The parent of a zombie may wait for the end of its output, while this
+    process holds an open end of the pipe.
     """
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(psutil.NoSuchProcess):  # it ended between two questions
@@ -345,7 +345,10 @@ def _main() -> None:
 
 
 def _print_line(line: str, terminal: str | None) -> None:
-    """Print a line where mpirun prints. Use its terminal instead if Ctrl-C has ended a ``tee``."""
+    """Print a line where mpirun prints.
+
+    If Ctrl-C has ended a ``tee`` there, print on mpirun's terminal.
+    """
     try:
         clear = CLEAR_LINE if sys.stderr.isatty() else ""
         print(f"{clear}{line}", file=sys.stderr, flush=True)

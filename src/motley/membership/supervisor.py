@@ -263,7 +263,7 @@ class Supervisor:
 
         Args:
             listening: result of :meth:`listen` on each rank, by rank.
-            survives: True if mpirun lets ranks outlive one of them.
+            survives: True if the launcher lets all other ranks live on when a rank dies.
         """
         own = self._own
         own.place = replace(own.place, listening=tuple(listening), survives=survives)
@@ -282,10 +282,7 @@ class Supervisor:
         self.on_event(event)
 
     def records_in(self, folder: Path) -> None:
-        """Pass the folder of the run's records to the reaper.
-
-        The reaper records the end of the run there if rank 0 is killed.
-        """
+        """Pass the folder of the run's records to the reaper."""
         if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.send(folder=str(folder.absolute()))
 
@@ -302,7 +299,7 @@ class Supervisor:
                 links".
 
         Raises:
-            RankLostError: the group of this rank is broken, so its present work is void.
+            RankLostError: the group of this rank is broken, so the present step must be repeated.
         """
         own = self._own
         self.check_group()

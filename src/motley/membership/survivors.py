@@ -73,7 +73,9 @@ class Survivors:
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """The place of this rank in its group. After a loss the rank gets a new group and a new place.
+    """The group of this rank, and the rank's number in it.
+
+    After a loss, each surviving rank gets a new group and a new number.
 
     Attributes:
         rank: number of this rank in the group.
@@ -83,7 +85,7 @@ class GroupPlace:
         machines: for each rank, the lowest rank on the same machine; empty before all have joined.
         listening: where each rank accepts connections when it is the first; empty before all have
             joined.
-        survives: True if mpirun lets ranks outlive one of them.
+        survives: True if the launcher lets all other ranks live on when a rank dies.
     """
 
     rank: int
@@ -185,7 +187,7 @@ class RegroupState:
 
     Args:
         machines: for each rank, the lowest rank on the same machine.
-        survives: True if ranks may outlive one of them.
+        survives: True if the launcher lets all other ranks live on when a rank dies.
     """
 
     def __init__(self, machines: Sequence[int], survives: bool) -> None:
@@ -220,7 +222,7 @@ class RegroupState:
         Args:
             rank: number of the lost rank in the present group.
             fault: fault of the lost rank.
-            left: status of all other ranks, this one among them.
+            left: status of all other ranks, including this rank.
         """
         ready = all(status.regroups for status in left)
         if not (self._survives and ready and fault.kind in _LOST):
@@ -233,7 +235,7 @@ class RegroupState:
         return True
 
     def note_host_alive(self, rank: int) -> None:
-        """Note that the host of a rank lives, and so does mpirun's daemon there."""
+        """Record that the host of a lost rank lives, and with it mpirun's daemon on the host."""
         self._witnessed.add(rank)
 
     def all_hosts_live(self, left: Collection[Status]) -> bool:

@@ -94,7 +94,7 @@ def fewer_hosts(
 
     Args:
         choice: the ranks that would train if all hosts were optional.
-        planned_s: seconds of a step with all of them.
+        planned_s: seconds of a step with all requested hosts.
         names: host of each rank.
         machines: number of each rank's host.
         links: measured links between the hosts; None: not measured.
@@ -145,7 +145,7 @@ def larger_batch(
     wire: AllReduceCost,
     links: Links | None = None,
 ) -> tuple[Advice, ...]:
-    """Advise a larger batch if all hosts together are hardly faster than the best of them.
+    """Advise a larger batch if all hosts together are hardly faster than the best host alone.
 
     The advice is empty if the batch is large enough, or if no larger batch would help.
 

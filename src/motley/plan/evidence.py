@@ -116,7 +116,7 @@ class Evidence:
     def is_due(self, window: int) -> bool:
         """Return True if a window of this many steps is to be checked now.
 
-        A window is checked four times within its own length.
+        A window of k steps is checked every k / 4 steps.
         """
         pause = max(1, window // 4)
         return self.steps >= window and self.steps % pause == 0 and self._known >= _FIRST

@@ -186,7 +186,7 @@ def split_and_forecast(
 def _longer(
     speeds: Sequence[SpeedTable], counts: Sequence[int], wire: AllReduceCost
 ) -> Iterator[tuple[SpeedTable, ...]]:
-    """Yield the speeds with larger micro-batches, so that each share needs few of them.
+    """Yield the speeds with larger micro-batches, of which each share needs fewer.
 
     The first candidate has one micro-batch per share. If each micro-step communicates, there are
     further candidates. Each of them has as many micro-batches on all ranks as the rank with the
@@ -234,8 +234,8 @@ def choose_machines(
     """Return the ranks with which a step is shortest.
 
     Ranks without samples are left out. Some hosts are left out too if this shortens the step by
-    more than the error of the clocks. Every subset of a few hosts is tried. With many hosts, the
-    fastest ones and those with the best links are tried.
+    more than the error of the clocks. Every subset of a few hosts is tried. If there are many
+    hosts, only subsets of the fastest hosts and of the hosts with the best links are tried.
 
     Args:
         global_batch: samples in a step.

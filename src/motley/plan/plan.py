@@ -162,7 +162,8 @@ def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     """Return the samples of each rank with which the slowest rank takes the shortest time.
 
-    The samples sum to the batch. They are multiples of the tables' grain, as the batch is.
+    The samples sum to the batch. Each rank's number is a multiple of the tables' grain, as the
+    batch must be.
 
     The algorithm is fast for thousands of ranks. The time is found by bisection. Surplus samples
     are then removed one by one, each from the rank that would finish last.
@@ -196,9 +197,9 @@ def _slowest(count: int, seconds: Floats) -> Sequence[int]:
 def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
     """Return the seconds of a step in which no rank waits and no data is sent.
 
-    Samples may be divided, and every rank computes each of its samples at its best rate. The result
-    is the smallest T with sum of rate_i * (T - step_s_i) = N, over the ranks whose step_s_i fits
-    into T.
+    The limit assumes that samples can be divided, and that every rank computes at its best rate.
+    The result is the smallest T with sum of rate_i * (T - step_s_i) = N, over the ranks whose
+    step_s_i fits into T.
     """
     rate, lost, shortest = 0.0, 0.0, math.inf
     for speed in sorted(_some(speeds), key=lambda speed: speed.step_s):

@@ -287,7 +287,7 @@ class ReplanMonitor:
     def _take_back(
         self, speeds: Speeds, load: "_Load", slowdown: Floats
     ) -> tuple[Proposal, _Move] | None:
-        """Update the saved time of the last move, and reverse the move if its gain is missing.
+        """Update the time that the last move has saved. Reverse the move if it saves too little.
 
         Returns:
             The reversal, or None.

@@ -30,7 +30,7 @@ class Addition(Enum):
 
 @dataclass(frozen=True)
 class WireMode(ABC):
-    """A wire mode, as ``--wire`` names it. Each kind of mode is a subclass.
+    """A wire mode, which ``--wire`` selects. Each kind of mode is a subclass.
 
     Attributes:
         slow_rank: rank whose link is far slower than all others. This rank sends its gradient once
@@ -186,9 +186,9 @@ class AllReduceCost:
         allreduces_per_micro_step: see EngineTraits.
         frozen: number of frozen parameters per trained parameter. Frozen parameters have no
             gradient, but are sent when parameters are gathered.
-        tensors: for each gradient, in the order of the backward pass, its fraction of all numbers
-            and of all bytes. The backward pass computes gradients in proportion to their numbers.
-            Empty: any division into buckets is possible.
+        tensors: for each gradient, in the order of the backward pass, the gradient's fraction of
+            all values and of all bytes. The backward pass computes gradients in proportion to their
+            numbers. Empty: any division into buckets is possible.
         fewer: cost without the rank behind the one slow link; None: there is no such rank, or the
             cost is not known.
     """
@@ -254,7 +254,7 @@ class AllReduceCost:
     def _cut(self, buckets: int) -> Iterator[tuple[float, float]]:
         """Yield each bucket's fraction of the backward pass's computation and of all bytes.
 
-        DDP fills each bucket with gradients until they are 1 / ``buckets`` of all numbers.
+        DDP fills each bucket with gradients until it has 1 / ``buckets`` of all values.
         """
         if not self.tensors:
             yield from [(1 / buckets, 1 / buckets)] * buckets
@@ -338,8 +338,8 @@ class EngineTraits:
         gathered: memory of gathered parameters; None: the engine does not gather them for a pass.
         flat_parts: True if the optimizer updates a copy of its part of the parameters, and
             gradients stay allocated between steps, as in DeepSpeed.
-        state_in_host: names out of "parameters", "gradients" and "optimizer" that are in the host's
-            memory.
+        state_in_host: parts of the state that are in the host's memory: any of "parameters",
+            "gradients" and "optimizer".
         fills_model: True if the engine draws the initial values that a model lacks when the engine
             shards the model.
         compiles: True if the model that the engine wraps may be compiled block by block.

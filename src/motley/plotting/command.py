@@ -124,5 +124,5 @@ def show_progress(message: str) -> None:
 
 
 def nothing(what: str, paths: list[Path]) -> MotleyError:
-    """Return the error that the paths contain no records of the kind ``what``."""
+    """Return the error that no records of the kind ``what`` are under the paths."""
     return MotleyError(f"no {what} under {', '.join(map(str, paths))}: {TRAIN}")

@@ -148,7 +148,7 @@ def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
 
 
 def draw_marks(ax: "Axes", row: Row, place: int, shown: dict[str, str]) -> float:
-    """Draw marks at a bar's mean and limit; return the position of the last of them.
+    """Draw marks at a bar's mean and limit; return the position of the last mark.
 
     Args:
         ax: the axes.

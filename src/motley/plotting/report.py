@@ -291,7 +291,7 @@ def panels(alt: str, figures: "Callable[[], Iterable[tuple[str, Figure]]]") -> l
 
     Args:
         alt: name of the run; empty: the pictures are of all runs.
-        figures: yields each figure, with a description.
+        figures: function that yields each figure with a description.
     """
     result = []
     try:
@@ -391,7 +391,7 @@ def rates(training: Training) -> tuple[str, str, str]:
 def started(run: RunFolder) -> float:
     """Return the time at which a run was started, in seconds since 1970.
 
-    For a damaged run, return the time when its run.json last changed.
+    If the run.json is damaged, return the time at which it last changed.
     """
     with contextlib.suppress(MotleyError):
         at = run.read_run().get("started")

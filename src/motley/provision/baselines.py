@@ -332,7 +332,7 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
 
 
 def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return the script and the options of each strategy, by its name in a matrix."""
+    """Return the script and the options of each strategy, by the strategy's name in a matrix."""
     return {
         name: (strategy.script, words)
         for strategy in known_strategies().values()

@@ -71,7 +71,7 @@ class Account:
 
     Attributes:
         user: name of the account.
-        shell: its present login shell.
+        shell: present login shell of the account.
         facts: names of the statements that are true on the host. Name ``local``: the account is in
             /etc/passwd. Name ``root``: the account is root's. Name ``same``: the present shell is
             the wanted one, perhaps under another path. Name ``exists``: the host has the wanted

@@ -46,7 +46,7 @@ LIMIT_S = 12.0  # to connect, list processes, and wait twice for those that do n
 
 @dataclass(frozen=True)
 class Row:
-    """One process on one host, and its state."""
+    """One process on one host, and its state: leftover, running or unknown."""
 
     host: str
     process: TrainingProcess

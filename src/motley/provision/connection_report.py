@@ -42,7 +42,7 @@ class Finding:
     Attributes:
         kind: name of the fault, one to three words.
         found: description of the fault.
-        fix: what the user can do.
+        fix: action by which the user can remove the fault.
         wrong: True: a fault that puts training at risk. False: a note.
     """
 

@@ -52,7 +52,7 @@ class HostReport:
         host: name of the host in hosts.txt.
         here: True if the host is this machine.
         node: host name that the host itself reports.
-        user: name of the user there.
+        user: name of the user's account on the host.
         shell: path of the user's login shell.
         chatter: text that the shell prints at login.
         local_account: True if the user is in the host's /etc/passwd, and not only in a directory
@@ -86,7 +86,8 @@ class HostReport:
         newest_python: newest Python on the host, of any version.
         environment: Python version of the host's environment, which has the same path as this
             machine's; None without one.
-        broken: the reason why that environment cannot be used; None: it can, or there is none.
+        broken: the reason why that environment cannot be used; None: it can be used, or does not
+            exist.
         packages: versions of the packages in that environment, by name.
         driver: version of the NVIDIA driver.
         devices: GPUs of the host.

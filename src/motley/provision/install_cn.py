@@ -131,7 +131,8 @@ def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
 
     Args:
         gpus: GPUs of all hosts.
-        installed: torch's version here, such as "2.9.1+cu126"; its build stays if it fits.
+        installed: torch's version on this machine, such as "2.9.1+cu126". If its build runs on all
+            GPUs, this build is chosen.
 
     Raises:
         MotleyError: no build runs on all GPUs.

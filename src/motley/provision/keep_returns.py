@@ -156,7 +156,7 @@ def _why(mark: dict[str, Any]) -> str:
 
 
 def be_polite(hosts: Sequence[Host]) -> None:
-    """Have all hosts leave while another user needs them, from now on.
+    """Have each host leave whenever another user needs it, from now on.
 
     A process on each host watches for other users, and ends with this process.
     """
@@ -181,7 +181,7 @@ _FEW = 4  # least intervals between steps for a usual time
 
 
 def progress(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint; -1: there is none."""
+    """Return the step of a run's newest checkpoint; -1: the run has no checkpoint."""
     names = (path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*"))
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
@@ -243,7 +243,7 @@ class Figures:
             self._starts.append(min(since) - self._launched)
 
     def read(self) -> bool:
-        """Read the records of the running or last job. Return False if there are too few."""
+        """Read the records of the running or last job. Return False if these have too few steps."""
         content, step_s = self._folder.read_run(), self._step_s()
         hosts = [str(rank.get("host")) for rank in content.get("ranks") or []]
         counts: list[int] = (content.get("plan") or {}).get("counts") or []

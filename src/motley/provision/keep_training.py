@@ -244,7 +244,7 @@ class Keeper:
         return content.get("status") == "failed" and content.get("started") != started
 
     def _gives_up(self, content: dict[str, Any], before: int, asked: HostAnswers) -> str:
-        """Return the reason why the line is not started again; empty: it is.
+        """Return the reason why the line is not started again; empty if it is started again.
 
         If the line is started again, print the reason for the new start.
 
@@ -343,7 +343,10 @@ class Keeper:
     # -- while a job runs
 
     def _has_ended(self, failed: float) -> bool:
-        """Return True if a job that failed at ``failed`` has ended, maybe without its launcher."""
+        """Return True if a job that failed at ``failed`` (monotonic seconds) has ended.
+
+        The launcher of the job may still run.
+        """
         limit = _SRUN_S if is_free(self._line.folder) else _SRUN_MOST_S
         return time.monotonic() > failed + limit
 

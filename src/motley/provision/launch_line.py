@@ -23,7 +23,7 @@ def hosts_of_step(
     The result is empty outside of an allocation.
 
     Args:
-        words: srun and its options.
+        words: words of the line, from srun on.
         environ: environment with Slurm's variables.
     """
     nodes = allocated_nodes(environ)
@@ -106,8 +106,8 @@ class LaunchLine:
 
     Attributes:
         words: words of the line.
-        hosts: hosts of its hostfile or its list of hosts, or of Slurm's allocation; empty: the line
-            names none.
+        hosts: hosts in the line's hostfile or list of hosts, or of Slurm's allocation; empty: the
+            line names no hosts.
     """
 
     words: tuple[str, ...]

@@ -181,7 +181,7 @@ class Shared:
     """The network that the hosts share.
 
     Attributes:
-        subnet: subnet in CIDR form, as MPI's parameters take it; None if there is one host.
+        subnet: subnet in CIDR form, as in MPI's parameters; None if there is only one host.
         at: interface and address of each host in the subnet.
         infiniband: True if all hosts have an InfiniBand adapter.
     """

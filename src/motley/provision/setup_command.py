@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """The parser of a setup command, with the options that every command has.
 
     Args:
-        name: name of the script in setup/, without its ending.
+        name: name of the script in setup/, without the ending ``.sh``.
         doc: the docstring of the command's module, which -h prints.
         visits: True if the command has the option --hostfile.
         instead: for a command that needs a clone of the repository, an instruction to a user

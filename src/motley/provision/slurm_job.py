@@ -94,7 +94,8 @@ class Array:
             dry_run: True: create nothing.
 
         Raises:
-            MotleyError: the line is of another kind, its matrix is wrong, or all is measured.
+            MotleyError: the line is no line of baseline_measure.py, its matrix has an error, or all
+                cells are measured.
         """
         if [Path(line[0]).name, *line[1:2]] == ["motley", "baselines"]:
             line = ["-P", "-m", "motley.cli", *line[1:]]

@@ -156,8 +156,8 @@ class Target:
 
     Attributes:
         free: free bytes.
-        complete: bytes of the file there; None: there is none.
-        part: bytes of an interrupted copy; None: there is none.
+        complete: bytes of the file on the host; None: the host has no such file.
+        part: bytes of an interrupted copy on the host; None: the host has no such copy.
     """
 
     free: int

@@ -165,8 +165,8 @@ def _misshapen(content: Mapping[str, Any]) -> str:
 class RunFolder:
     """The folder of one run, ``DIR/NAME``: opens writers and finds files.
 
-    Several ranks may share the folder on one disk. Each writes only its own files (rank 0:
-    run.json, epochs.jsonl, events.jsonl, checkpoints/).
+    Several ranks may share the folder on one disk. Each rank writes only its own files. Rank 0 also
+    writes run.json, epochs.jsonl, events.jsonl and checkpoints/.
     """
 
     def __init__(self, path: str | Path) -> None:

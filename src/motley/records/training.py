@@ -131,8 +131,8 @@ class StepRecord:
         t_host: seconds of the loop's own Python while no device of this rank computes; 0 in older
             records. The six times sum to the duration of the step. A time is null if the engine
             cannot measure it separately.
-        mem_peak_mib: largest memory of this rank so far: of the GPU if it has one, else its own
-            RAM.
+        mem_peak_mib: largest memory that this rank has used so far, in MiB: GPU memory if it has a
+            GPU, else RAM.
         samples_per_s: rate of all ranks together. Older records call it ``images_per_s``.
         weight: weight of the global batch, in the unit that run.json's ``task`` names: images,
             tokens.

@@ -57,7 +57,7 @@ class Cell:
         precision: value of ``--precision``.
         checkpointing: value of ``--grad-checkpointing``; empty: none.
         batch: the global batch size.
-        hosts: number of hosts, the first ones of hosts.txt.
+        hosts: number of hosts on which the cell runs. These are the first hosts of hosts.txt.
         fraction: fraction of the training set that is used.
         script: training script.
         options: options of the script, without those of the other fields.
@@ -103,7 +103,7 @@ class Matrix:
         steps: steps of each run.
         limit_s: time limit of a run in seconds.
         options: options of all cells.
-        varies_seed: True if each repeat has a seed of its own.
+        varies_seed: True if repeat k has the seed k. False: all repeats have the seed 0.
     """
 
     cells: tuple[Cell, ...]

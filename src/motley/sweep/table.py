@@ -32,8 +32,8 @@ class Row:
         checkpointing: see Cell.
         options: options of the cell, as one text.
         model: title of the task, with the trained model.
-        unit: unit of a rate, such as images.
-        weight: number of these units in a sample.
+        unit: unit in which rates are counted, such as images.
+        weight: number of these units in one sample.
         machines: number of launched machines.
         hosts: names of the hosts that trained.
         batch: global batch size.

@@ -21,7 +21,7 @@ class Published:
     """A run that is published to a tracker.
 
     Attributes:
-        folder: folder of its records, absolute.
+        folder: absolute path of the folder of the run's records.
         project: name by which the tracker groups runs.
         started: start of the run, seconds since the epoch. For a resumed run, the start of the
             launch that was published first.
