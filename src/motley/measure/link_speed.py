@@ -231,9 +231,10 @@ def _send(line: socket.socket, seconds: float) -> None:
 def _receive(line: socket.socket) -> float:
     """Receive the data of :func:`_send`, and return its rate in bytes per second.
 
-    The rate is the median of three: from a quarter, three eighths and half of the data to the
-    end. Data that waited while this program was suspended arrives in a burst. A burst at the
-    beginning of one of the three parts does not change the median.
+    The result is the median of three rates. They are measured from a quarter, three eighths and
+    half of the data on, each until the end. Data that waited while this program was suspended
+    arrives in a burst. A burst at the start of one of the three measurements does not change the
+    median.
     """
     chunk, came = bytearray(_CHUNK), [0.0]
     while True:

@@ -188,7 +188,7 @@ def _folder(make: bool) -> Iterator[int]:
     """Open the mark's folder and yield its descriptor.
 
     Args:
-        make: create the folder if it is missing.
+        make: True: create the folder if it is missing.
 
     Raises:
         FileNotFoundError: there is no folder.

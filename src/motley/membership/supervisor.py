@@ -282,7 +282,10 @@ class Supervisor:
         self.on_event(event)
 
     def records_in(self, folder: Path) -> None:
-        """Pass the folder of the run's records to the reaper."""
+        """Pass the folder of the run's records to the reaper.
+
+        If rank 0 is killed, the reaper records the end of the run there.
+        """
         if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.send(folder=str(folder.absolute()))
 

@@ -265,7 +265,7 @@ class RegroupState:
         )
 
     def begin_anew(self, survivors: Survivors) -> None:
-        """Start over with the survivors and their new numbers."""
+        """Discard the lost ranks and the answers, and continue with the survivors' new numbers."""
         self._meeting, self._since = survivors.lost, time.monotonic()
         self._machines = renumber_machines(self._machines, survivors.ranks)
         self._lost.clear()

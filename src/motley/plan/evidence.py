@@ -101,7 +101,9 @@ class Evidence:
             self._estimate_noise()
 
     def explain_steps(self, steps: int, change: Floats) -> None:
-        """Divide the last ratios before :meth:`clear` by a change, which is not noise.
+        """Remove the effect of a known change from the last ratios before :meth:`clear`.
+
+        Otherwise the change would count as noise.
 
         Args:
             steps: number of steps that the change affected.

@@ -69,7 +69,7 @@ class Forecast:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Seconds by which a step exceeds the limit, by cause."""
+        """Seconds by which a step takes longer than ``limit_s``, by cause."""
         lost = {"the wire": self.exposed_s, "input": self.input_s}
         lost["shares and micro-batches of other than the best sizes"] = (
             self.step_s - self.limit_s - sum(lost.values())

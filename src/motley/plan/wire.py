@@ -269,7 +269,7 @@ class AllReduceCost:
             yield computed, sent
 
     def among_fewer(self, fewer: FewerCost | None, exact: "AllReduceCost") -> "AllReduceCost":
-        """Return the cost with ``fewer`` filled in from the exact mode's measurement.
+        """Return the cost with the field :attr:`fewer`, computed from the exact mode's measurement.
 
         Each byte is assumed to take as long as in the exact mode.
 
@@ -322,7 +322,7 @@ class EngineTraits:
     Attributes:
         overlaps: True if the engine sends gradients while the backward pass still runs.
         additions: ways of adding gradients that the engine supports.
-        spares_slow_rank: the engine supports WireMode.slow_rank.
+        spares_slow_rank: True if the engine supports :attr:`WireMode.slow_rank`.
         allreduces_per_step: number of all-reduces of the gradient in a step.
         allreduces_per_micro_step: number of all-reduces of the gradient in each micro-batch.
         gathers_per_step: cost of gathering parameters after a step, in fp32 all-reduces of the

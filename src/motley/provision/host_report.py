@@ -145,8 +145,8 @@ class HostQuery:
     """The question to a host, with the facts that are needed to interpret the answer.
 
     Attributes:
-        host: as in :class:`HostReport`.
-        here: as in :class:`HostReport`.
+        host: name of the host in hosts.txt.
+        here: True if the host is this machine.
         sent: time at which the question was sent, by this machine's clock.
         answered: time at which the first line of the answer came, by this machine's clock.
         token: name of a new file in this machine's folder. A host that sees the file has the same

@@ -262,7 +262,7 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
     Args:
         remote: connection to the host.
         lines: the parameters.
-        write: False: only read the user's files.
+        write: True: write the parameters. False: only read the user's files.
 
     Raises:
         HostTrouble: the files cannot be written there.

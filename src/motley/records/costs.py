@@ -288,7 +288,7 @@ def read_training(folder: RunFolder, last: bool = False) -> Training:
 
     Args:
         folder: folder of the run.
-        last: read only the last few hundred steps.
+        last: True: read only the last few hundred steps.
 
     Raises:
         MotleyError: the run has no step.

@@ -258,8 +258,8 @@ class RunFolder:
 
         Args:
             content: content of the file.
-            keep_room: reserve disk space and a file descriptor, so that the file can be replaced
-                even if none are left.
+            keep_room: True: reserve disk space and a file descriptor, so that the file can be
+                replaced even if none are left.
         """
         if keep_room:
             self._reserve = Reserve(self.run_file, content)

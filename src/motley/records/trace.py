@@ -52,7 +52,7 @@ class TraceSummary:
     Attributes:
         steps: number of steps.
         seconds: time from the start of the first step to the end of the last.
-        on_gpu: the rank computes on a GPU.
+        on_gpu: True if the rank computes on a GPU.
         busiest: name, seconds and number of calls of the GPU's kernels, those with the longest time
             first. Without a GPU: the same for operators, without the time of operators that they
             call.
