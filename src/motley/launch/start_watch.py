@@ -101,7 +101,7 @@ class StartWatch:
     A job of one rank has no such process.
 
     Raises:
-        MotleyError: the variable holds no number of seconds.
+        MotleyError: MOTLEY_START_TIMEOUT is no number of seconds.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -143,7 +143,7 @@ def start_timeout(environ: Mapping[str, str]) -> float:
     """Return the seconds in which all ranks should start; 0: no limit.
 
     Raises:
-        MotleyError: the variable holds no number of seconds.
+        MotleyError: MOTLEY_START_TIMEOUT is no number of seconds.
     """
     text = environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT_S))
     try:

@@ -233,7 +233,7 @@ def _lost(training: Training) -> dict[str, float]:
 
 
 def _took(training: Training, *fields: str) -> dict[int, float]:
-    """Return the median seconds of some parts of a step together, for each rank with records."""
+    """Return for each rank with records the median seconds of these parts of a step together."""
     result = {
         rank: median(np.sum([_read_part(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()

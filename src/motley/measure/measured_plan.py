@@ -387,7 +387,8 @@ def _beside(
 ) -> Planned:
     """Return the plan with forecasts of its alternatives, and with the limit of all machines.
 
-    The limit is the shortest possible step if no rank waits. Left-out machines count in it too.
+    The limit is the time of a step in which no rank waits and no data is sent. Left-out machines
+    count in it too.
     """
     others = {
         f"--wire {other}": result.chosen for other, result in options.items() if other != mode

@@ -206,7 +206,7 @@ def open_model(
         group: process group of the ranks.
         config: the options.
         make: makes the module around the network.
-        traits: traits of the engine that is to train the model; None: it is only measured.
+        traits: traits of the engine that is to train the model; None: the model is only measured.
 
     Raises:
         MotleyError: the task has an error, or the model cannot fit.

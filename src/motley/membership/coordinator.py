@@ -317,7 +317,7 @@ class Coordinator:
                 messages.write_to(line)
 
     def _judge(self) -> None:
-        """Report silent ranks, and end the job where a rank stays silent or no rank moves."""
+        """Report silent ranks. End the job if a rank stays silent, or no rank makes progress."""
         messages.get_on(self._to_standby)
         statuses = self._statuses()
         events = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)

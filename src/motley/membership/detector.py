@@ -197,7 +197,7 @@ class RankStatus:
 
 
 class Watchdog:
-    """Detection of failed ranks, on rank 0.
+    """The detector of failed ranks, on rank 0.
 
     Args:
         awake: clock of the time that this process was awake.

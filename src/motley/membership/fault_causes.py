@@ -72,7 +72,7 @@ def make_stop_fault(step: int | None, number: int, by: str, remedy: str) -> Faul
     Args:
         step: step of the training; None: before step 1.
         number: number of the signal that came to the ranks.
-        by: the possible senders of the signal.
+        by: phrase that names the possible senders of the signal.
         remedy: instruction to the user on how to continue.
     """
     return Fault(

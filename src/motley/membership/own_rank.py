@@ -136,8 +136,8 @@ class GroupChange:
         begun: event that is set while ``survivors`` is not None.
         gathered: queue of the results of :meth:`Supervisor.gather`. A result None means that the
             group broke meanwhile.
-        freeing: thread that makes the training thread leave a collective. Until it has ended, the
-            group must not be left in another way.
+        freeing: thread that makes the training thread leave a collective. Until this thread has
+            ended, no other code may leave the group.
     """
 
     def __init__(self) -> None:

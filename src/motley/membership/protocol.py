@@ -218,7 +218,10 @@ class Rescue(Message):
 
 @dataclass(frozen=True)
 class AskStep(Message):
-    """A question before a pause. The receiver answers with StepBegun, and starts no other step."""
+    """A question, before a pause, for the last step that the receiver has started.
+
+    The receiver answers with StepBegun, and starts no further step for now.
+    """
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,11 @@ class GatheredMemory:
     """The way in which an engine that shards parameters gathers them.
 
     Attributes:
-        estimate: returns the largest number of bytes that a rank holds of other ranks' parts, and
-            of gradients in transfer. The arguments are the model's size, the bytes per gathered
-            value, and the bytes per value of a gradient that is scattered.
-        count_blocks: returns how many neighbouring blocks are gathered at once, from the numbers of
-            parameters in each block.
+        estimate: function that returns the largest number of bytes that a rank holds of other
+            ranks' parts, and of gradients in transfer. The arguments are the model's size, the
+            bytes per gathered value, and the bytes per value of a gradient that is scattered.
+        count_blocks: function that returns how many neighbouring blocks are gathered at once, given
+            the number of parameters in each block.
         options: options that reduce this memory, as a user writes them.
     """
 

@@ -189,7 +189,7 @@ class WorstSample:
 
 
 def list_worst(run: RunFolder) -> list[WorstSample]:
-    """Return the held-out samples of a run's last evaluation with the largest loss."""
+    """Return the held-out samples with the largest loss in a run's last evaluation."""
 
     def text(value: object, chance: object) -> str:
         words = f"{value:.4g}" if isinstance(value, float) else plain(value)

@@ -69,7 +69,7 @@ def _seconds(line: JsonDict) -> float:
 
 
 def seat_label(training: Training, rank: int) -> str:
-    """Return ``rank 0 - a``, and below it device, precision and samples per step."""
+    """Return a rank's label: ``rank 0 - a``, and below it device, precision, samples per step."""
     worker, samples = training.worker(rank), median(column(training.steps[rank], "n_local"))
     first = f"rank {rank} - {worker['host']}" if worker.get("host") else f"rank {rank}"
     facts = [

@@ -58,7 +58,11 @@ class Sort(Enum):
     MEMORY = "memory"
 
     def apply(self, rows: Sequence[Row], all_fit: bool = True) -> list[Row]:
-        """Return the rows in this order."""
+        """Return the rows in this order.
+
+        With the order FIT, rows are sorted by rank if they all fit on the screen (``all_fit``),
+        else by :func:`waited`.
+        """
         keys: dict[Sort, Callable[[Row], tuple[object, ...]]] = {
             Sort.FIT: lambda row: (row.rank,) if all_fit else waited(row),
             Sort.RANK: lambda row: (row.rank,),

@@ -257,7 +257,7 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
 
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:
-    """Write a host's :func:`parameters`, and return contradictions in the user's own files.
+    """Write a host's :func:`parameters`. Return lines in the user's files that contradict them.
 
     Args:
         remote: connection to the host.

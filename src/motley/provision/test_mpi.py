@@ -68,7 +68,7 @@ HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on al
 
 
 def main(words: Sequence[str]) -> int:
-    """Write MPI's parameters, try pairs of hosts, then MPI, and return the exit code."""
+    """Write MPI's parameters, test connections between hosts, then MPI; return the exit code."""
     options = Parser("test_mpi", __doc__).parse_args(words)
     home_folder()  # without one, mpirun fails with a code of its own
     hosts = read_hostfile(options)
