@@ -323,7 +323,7 @@ class ReplanMonitor:
         )
 
     def _find_split(self, load: "_Load") -> tuple[Proposal, _Move] | None:
-        """Return another split if the steps of some window show that it would be faster; else None."""
+        """Return another split if the steps of some window show that it is faster; else None."""
         if self._evidence.steps < self._next_look:
             return None
         for window in WINDOWS:

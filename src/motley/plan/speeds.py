@@ -97,8 +97,8 @@ class SpeedTable:
     def rising(self) -> tuple[float, ...]:
         """``seconds`` without the noise of the clock.
 
-        Fewer samples never take more time, because a disturbance only lengthens a measurement. No
-        size below m is faster per sample than m.
+        In the result, fewer samples never take more time, since a disturbance only lengthens a
+        measurement. No size below m takes less time per sample than m.
         """
         place = self.sizes.index(self.micro_batch)
         shortest = [*accumulate(reversed(self.seconds), min)][::-1]
