@@ -103,7 +103,7 @@ SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.measure.speed_cach
 
 _OTHERS = ("/tmp", "/var/tmp")  # used if compiled code cannot be loaded from TMPDIR
 _NAMES = 8  # names that are tried, in case another user owns the usual one
-_LEAST_BYTES, _LEAST_FILES = 4 * 2**20, 16  # that MPI needs for a start
+_LEAST_BYTES, _LEAST_FILES = 4 * 2**20, 16  # free bytes and files that MPI needs for a start
 
 
 def cache_folder() -> Path:

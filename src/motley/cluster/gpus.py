@@ -266,7 +266,7 @@ NVIDIA_SMI_LIMIT_S = 20.0  # nvidia-smi starts in seconds if no process keeps th
 
 
 _NO_GPUS = b"No devices were found"  # nvidia-smi prints this in place of a table
-_COLUMNS, _NAME_COLUMN = 12, 7  # of the table that GPUtil reads
+_COLUMNS, _NAME_COLUMN = 12, 7  # columns of the table that GPUtil reads, and the column of names
 
 
 class LimitedSmi(subprocess.Popen[bytes]):

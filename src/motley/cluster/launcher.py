@@ -33,7 +33,7 @@ MPIRUN = frozenset({
 })  # fmt: skip
 # In the order of precedence: torchrun may be started by srun, and mpirun in an allocation.
 _TORCHRUN, _MPI, _SLURM = "ROLE_RANK", ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), "SLURM_PROCID"
-_OTHER_MPI = ("PMI_RANK", "PMI_ID", "MPI_LOCALRANKID")  # of MPICH and related MPIs
+_OTHER_MPI = ("PMI_RANK", "PMI_ID", "MPI_LOCALRANKID")  # variables of MPICH and related MPIs
 RANKS = (_TORCHRUN, *_MPI, _SLURM, _OTHER_MPI[0])
 SIZES = ("ROLE_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")

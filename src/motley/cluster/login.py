@@ -23,9 +23,9 @@ from motley.cluster.facts import read_interfaces
 from motley.cluster.processes import ChildTimeoutError, run_child
 from motley.errors import HostTrouble
 
-ASK_SSH_S = 10.0  # in which ssh prints its configuration, which may run commands
+ASK_SSH_S = 10.0  # seconds in which ssh has to print its configuration, which may run commands
 _FIX = "see what ~/.ssh/config runs for it (Match exec)"
-CONNECT_S = 4.0  # to accept a connection; the same again for the banner, and for the login
+CONNECT_S = 4.0  # seconds for a connection, then for the banner, then for the login
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def refused(
 
 
 _CHUNK = 2**15
-_LINGER_S = 2.0  # after an exit status, for the remaining output
+_LINGER_S = 2.0  # seconds to wait for the remaining output after an exit status
 
 # Every kind of login shell (tcsh, fish) can run this line. The line reads the length of a script
 # and the script from stdin, and runs it. The script need not be quoted for the login shell, and no

@@ -165,11 +165,12 @@ def named_interfaces(
     return wanted
 
 
-CONNECT_S = 3.0  # for a connection, and again for the greeting
-SECONDS = 0.2  # of sending
+CONNECT_S = 3.0  # seconds for a connection, and again for the greeting
+SECONDS = 0.2  # seconds of sending
 GREETING = b"motley"
 _TOKEN = 32  # characters
-_MOST_CONNECTIONS = 256  # to one port: one host connects, in a trial of pairs all hosts
+# Connections to one port: from one host, or from all hosts in a trial of pairs.
+_MOST_CONNECTIONS = 256
 _CHUNK = 1 << 16  # bytes
 _BUFFER = 1 << 18  # bytes of the send buffer: small, so that a slow network shows early
 _MOST = 1 << 27  # bytes

@@ -80,7 +80,7 @@ def is_in_foreground() -> bool:
         return False
 
 
-PATIENCE_S = 3.0  # between SIGTERM, on which a rank notifies the others, and SIGKILL
+PATIENCE_S = 3.0  # seconds between SIGTERM, after which a rank notifies the others, and SIGKILL
 
 
 def ticks(pid: int) -> int:

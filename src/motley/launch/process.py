@@ -37,7 +37,7 @@ _CACHES = {**_COMPILED, "MPLCONFIGDIR": "matplotlib"}
 _LEAST_FILES, _USUAL_FILES = 64, 1024
 _GROUPS = 4  # process groups, in each of which gloo connects all pairs of ranks
 
-_FIRST_SAYS_S = 3.0  # that rank 0 may start later; mpirun ends all ranks once one exits
+_FIRST_SAYS_S = 3.0  # seconds by which rank 0 may start later; mpirun ends all ranks once one exits
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -156,9 +156,9 @@ TORCHRUN_GROUP = frozenset({
 SECRET_VARIABLE = "MOTLEY_SECRET"
 _PORTS = 8  # consecutive ports that are tried, since another job may hold some of them
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the ports that systems assign
-_PROOF_S = 5.0  # that a challenge may take
+_PROOF_S = 5.0  # seconds that a challenge may take
 _MOST_STRANGERS = 64
-_AGAIN_S = 0.2  # between attempts to connect to rank 0
+_AGAIN_S = 0.2  # seconds between attempts to connect to rank 0
 _RANK = struct.Struct("!I")
 
 

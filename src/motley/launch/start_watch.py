@@ -88,10 +88,10 @@ class StartClock:
 
 TIMEOUT_VARIABLE = "MOTLEY_START_TIMEOUT"
 _TIMEOUT_S = 120.0  # importing torch from a cold network disk takes about half of it
-_TURN_S = 1.0  # between the ranks of a machine: the first that reports ends the others
-_OTHERS_S = 4.0  # in which a machine that can name a late rank reports first
+_TURN_S = 1.0  # seconds between reports of a machine's ranks: the first report ends the others
+_OTHERS_S = 4.0  # seconds in which a machine that can name a late rank reports first
 _WATCHES = "motley.launch.start_watch"
-_IMPORTS = "imports"  # a word of the command line
+_IMPORTS = "imports"  # word in the command line of the process that watches imports
 _LOOK_S = 1.0
 
 

@@ -131,7 +131,7 @@ _AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines per read: of all ranks, of a ra
 _BEGUN = 3  # steps after which every host has written a record
 LAST_WORDS_S = 5.0  # seconds after the end in run.json in which last records arrive
 _ANOTHER_GROUP = ("fault", "resume", "lost")  # after these, another group of ranks trains
-_ASK_AGAIN_S = 5.0  # between checks of a silent run's lock, which shows that the run is alive
+_ASK_AGAIN_S = 5.0  # seconds between checks of a silent run's lock, which shows if the run lives
 
 K = TypeVar("K", int, str)
 

@@ -28,7 +28,7 @@ from motley.measure.device import wait_for
 from motley.plan.speeds import Flow, Links, Port, rounds
 from motley.plan.wire import Addition, AllReduceCost, FewerCost, WireMode
 
-_SECONDS = 0.1  # of sending, each way
+_SECONDS = 0.1  # seconds of sending in each direction
 _CHUNK = 1 << 16  # bytes
 _LEAST = 4  # chunks to send, even if a slow link takes longer for them
 _BUFFER = 1 << 18  # bytes of the send buffer: small, so that sent data is soon received
@@ -265,7 +265,7 @@ _PIECE_MIB = 25.0  # largest bucket
 _TINY = 8  # height and width of a nearly empty matrix
 _MOST = 2**30  # most numbers that are sent to time a wire; no device needs to hold the gradient
 _PIECES = 8  # least buckets, since several are needed to hide behind a backward pass
-TRIES = 3  # of which the median counts
+TRIES = 3  # number of tries, of which the median counts
 _ENOUGH_S = 0.25  # total time after which no try is repeated: longer tries are less noisy
 _PART_S = (
     3.0  # that sending a part of the gradient should take at most; two buckets are sent anyway

@@ -94,7 +94,7 @@ def other_engines(
     }
 
 
-_ROUNDS = 4  # of timing and splitting, at most
+_ROUNDS = 4  # largest number of rounds of timing and splitting
 _SHOWS = 0.02  # part of a step from which a wire counts as not hidden
 
 

@@ -40,7 +40,7 @@ from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import Addition, AllReduceCost, EngineTraits, FewerCost, WireMode
 from motley.tasks.model import TaskModel
 
-_SECONDS = 0.2  # of reading
+_SECONDS = 0.2  # seconds of reading
 _BATCH = 8  # samples in a batch
 _AHEAD = 2.0  # times the device's rate: a loader process reads a whole batch, and is late at times
 _MOST = 16  # loader processes of a rank

@@ -39,7 +39,7 @@ from motley.tasks.builtin import get_task
 from motley.tasks.model import TaskModel
 
 _STEPPED = 2**25  # numbers whose optimizer step is timed, for a model that is not held whole
-_CHANGED = 1.5  # a remembered speed is measured again if the device is slower or faster by this
+_CHANGED = 1.5  # factor: a stored speed is measured again if the device is slower or faster by it
 _LOOKS = 6  # most passes of a check; to measure again takes many times as long
 _FAR_SLOWER = 4.0  # factor for a small micro-batch, with which a large one could take minutes
 _LARGER = 8  # factor from one small micro-batch to the next
@@ -176,7 +176,7 @@ def write_speed(path: Path, key: Mapping[str, Any], speed: SpeedTable) -> None:
 
 
 _OLDEST_S = 24 * 3600.0  # a lab's cables and traffic may differ the next day
-_MOST_BYTES = 1 << 24  # of a file: a thousand machines with 16 measured links each are 2 MB
+_MOST_BYTES = 1 << 24  # largest bytes of a file: a thousand machines with 16 links each take 2 MB
 _OF_NETWORK = ("NCCL_", "GLOO_")  # prefixes of the user's variables that change communication
 
 

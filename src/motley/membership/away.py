@@ -31,7 +31,7 @@ from motley.errors import MotleyError
 from motley.text import typed_command
 
 _TYPED_S = 300.0  # a text console is idle once nothing was typed for this time
-_LIMIT_S = 4.0  # that logind may take to answer
+_LIMIT_S = 4.0  # seconds in which logind has to answer
 _ASKED = ("Name", "Seat", "Class", "Active", "Remote", "IdleHint", "LockedHint", "Type", "TTY")
 
 

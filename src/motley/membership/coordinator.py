@@ -97,9 +97,11 @@ RESCUED = {*FaultKind} - {
     FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED,
     FaultKind.LEFT, FaultKind.PAUSED,  # all was saved before
 }  # fmt: skip
-_SESSION_S = 0.2  # from a rank's death, caused by its daemon's, to the end of the host's session
-_HOST_LOST_S = 1.0  # that mpirun may take to end; it would wait for its daemon on a lost host
-_RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
+# Seconds between a rank's death, after that of its daemon, and the end of its host's session.
+_SESSION_S = 0.2
+# Seconds that mpirun may take to end; it would wait for its daemon on a lost host.
+_HOST_LOST_S = 1.0
+_RECORD_S = 5.0  # seconds that writing the record of a fault may take; the job ends anyway
 
 
 _LOST = (FaultKind.KILLED, FaultKind.HOST_LOST, FaultKind.LINK_LOST)
@@ -169,9 +171,10 @@ class JobEnd:
 
 # Seconds to wait for the first cause, after a failure that is probably the consequence of another.
 FIRST_CAUSE_S = 2.0
-_ABORT_S = 0.2  # after an abort: the state has to be saved before mpirun kills all
-_SIGNAL_S = 0.1  # after a signal: an mpirun that was asked to stop leaves us 0.3 s
-ARRIVE_S = 2.0  # in which all surviving ranks connect to the next rank when rank 0 is lost
+# Seconds to wait after an abort: the state has to be saved before mpirun kills all ranks.
+_ABORT_S = 0.2
+_SIGNAL_S = 0.1  # seconds to wait after a signal: an mpirun that has to stop leaves the ranks 0.3 s
+ARRIVE_S = 2.0  # seconds in which all surviving ranks connect to the next rank when rank 0 is lost
 # Messages of many ranks are read together: this thread wakes at most 25 times a second, which
 # costs the training in this process little, and still detects a death soon enough.
 _GATHER_S, _GATHER_EACH_S = 0.04, 2e-4

@@ -322,7 +322,7 @@ def _hosts(statuses: Sequence[RankStatus]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-DEAD_AFTER_S = 18.0  # without an acknowledgement of data that was sent
+DEAD_AFTER_S = 18.0  # seconds without an acknowledgement of sent data
 _LEAST_TRIES = 3  # retransmissions; TCP doubles the time between two
 # Offsets in struct tcp_info, linux/tcp.h: tcpi_retransmits; tcpi_unacked; tcpi_last_ack_recv, ms.
 _RETRANSMITS, _UNACKED, _LAST_ACK_MS = 2, 24, 56
@@ -376,7 +376,7 @@ def _connections() -> Iterator[tuple[int, bytes]]:
             yield int(name), info.raw[: size.value]
 
 
-REPORTED_AFTER_S = 2.5  # without a heartbeat: gaps of 1.5 s are usual on a busy machine
+REPORTED_AFTER_S = 2.5  # seconds without a heartbeat; gaps of 1.5 s are usual on a busy machine
 # Without an answer to data that was sent again twice. A busy machine still acknowledges.
 CUT_OFF_AFTER_S, _TRIES = 1.0, 2
 
@@ -425,7 +425,8 @@ class SilentRanks:
         ]  # fmt: skip
 
 
-_TOLD_AFTER_S, _TOLD_AFTER_STEPS = 1.0, 3.0  # without a step, whichever is longer
+# Seconds, and usual steps, without progress; the longer time counts.
+_TOLD_AFTER_S, _TOLD_AFTER_STEPS = 1.0, 3.0
 _LOOKS_BACK = 8  # steps whose median duration counts as usual
 _LATELY_S = 1.5  # heartbeats come once a second or more often
 # Phases in which a rank keeps the others waiting.

@@ -33,10 +33,10 @@ from motley.membership.away import find_other_user, mark_away, read_away, remove
 from motley.membership.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
 from motley.plan.speeds import SpeedTable
 
-WAIT_S = 300.0  # for ranks that were asked to leave: they finish a step, and save their state
+WAIT_S = 300.0  # seconds to wait for ranks that leave: they finish a step and save their state
 _LOOK_S = 0.1
-_MOST_SPEEDS = 10  # that are reported
-_PRESENCE_S = 5.0  # between two checks for another user
+_MOST_SPEEDS = 10  # largest number of speeds that are reported
+_PRESENCE_S = 5.0  # seconds between two checks for another user
 
 
 def own_ranks() -> list[TrainingProcess]:

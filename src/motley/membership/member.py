@@ -29,7 +29,7 @@ from motley.membership.survivors import choose_standby
 # After a signal, the time in which rank 0 finds out which other ranks got one. Then mpirun ends us.
 STOP_S = 0.2
 _STANDBY_FIRST_S = 2.0  # mpirun ends the standby as soon as another rank has left
-_BUSY_MOST_S = 600.0  # that a rank without messages of rank 0 relies on the standby
+_BUSY_MOST_S = 600.0  # seconds without messages of rank 0 in which a rank relies on the standby
 _ASKED, _ANSWER_S = 2, 0.7  # how many other ranks are probed, one after another
 
 
@@ -97,7 +97,7 @@ class Member:
             except OSError:
                 with contextlib.suppress(OSError):
                     self._handle_messages()
-                text = self._messages.last_words  # of rank 0, where it has crashed
+                text = self._messages.last_words  # rank 0's traceback, if rank 0 has crashed
                 fault = make_death_fault(own.place.numbers[0], self._host, own.step, text)
                 if self._goes_on():
                     return fault

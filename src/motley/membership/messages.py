@@ -32,7 +32,8 @@ from typing import Any
 
 # The limit of one message. The longest are tracebacks, which motley.faults cuts to a tenth of it.
 MOST_BYTES = 1 << 20
-_BEGIN = (b"Fatal Python error", b"Timeout (")  # of the fault handler: after a crash; while busy
+# First bytes of the fault handler's text after a crash, and while Python is busy.
+_BEGIN = (b"Fatal Python error", b"Timeout (")
 _MOST_WORDS = 16_384  # bytes; Python's fault handler writes a tenth of it for each thread
 
 
@@ -80,10 +81,10 @@ def _decode(line: bytes) -> Any:
         return None
 
 
-TIMEOUT_S = 5.0  # for the greeting; a rank sends it in the moment that it connects
+TIMEOUT_S = 5.0  # seconds to wait for the greeting, which a rank sends as soon as it connects
 MOST_STRANGERS = 64
-_SEND_S = 1.0  # that rank 0 waits at most to send to a rank
-_NO_FILES_S = 0.05  # to wait where this process can open no more
+_SEND_S = 1.0  # seconds that rank 0 waits at most to send to a rank
+_NO_FILES_S = 0.05  # seconds to wait when this process can open no further files
 
 
 def greeting(token: str, rank: int, host: str) -> bytes:
@@ -262,7 +263,8 @@ class Handshakes:
             line.close()
 
 
-_BUSY_AFTER_S = 6.0  # without a call of :func:`get_on`; also the interval of the signs of life
+# Seconds without get_on() after which signs of life are sent, and their interval.
+_BUSY_AFTER_S = 6.0
 
 
 def write_to(line: socket.socket) -> None:

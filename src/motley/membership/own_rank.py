@@ -30,7 +30,7 @@ from motley.membership.protocol import Hold, Message, Rescue, Rescued, decode, e
 from motley.membership.reaper import LauncherReaper
 from motley.membership.survivors import GroupPlace, Survivors
 
-_LINKS_S = 2.0  # between two checks of this process's connections
+_LINKS_S = 2.0  # seconds between two checks of this process's connections
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _BLOCKED = threading.local()  # signals that a thread blocked before it forked
 
@@ -359,7 +359,7 @@ def _leave_signals_to_parent() -> None:
     _unblock_stops()
 
 
-HOLD_S = 60.0  # that a rescue may take
+HOLD_S = 60.0  # seconds that saving the state may take
 # Open MPI 5 kills the others 0.5 s after a rank is lost, Open MPI 4.1 after 2 s. A large model
 # takes longer to save.
 _CUT_SHORT = (

@@ -144,9 +144,9 @@ class SshSessions:
         return self._first
 
 
-_RECORD_AFTER_S = 0.5  # in which a rank of another host records its own fault
-_GAVE_UP_S = 1.0  # from mpirun's end to that of the session to the host that it gave up
-_TIMEOUT_S = 8.0  # that the launcher may take to end; about 1 s if all hosts answer
+_RECORD_AFTER_S = 0.5  # seconds in which a rank of another host may record its own fault
+_GAVE_UP_S = 1.0  # seconds from mpirun's end to the end of its session to the host that it gave up
+_TIMEOUT_S = 8.0  # seconds that the launcher may take to end; about 1 s if all hosts answer
 
 
 class LauncherReaper:

@@ -73,7 +73,7 @@ from motley.membership.survivors import (
     unpacked,
 )
 
-_CONNECT_S = 30.0  # that rank 0 may take to answer, while all start
+_CONNECT_S = 30.0  # seconds in which rank 0 has to answer while all ranks start
 
 
 class Watching:
@@ -197,8 +197,9 @@ class Watching:
             messages.end()
 
 
-_LOOK_S = 0.2  # between checks for a lost rank, while this one waits for the others to finish
-_SAVE_S = 600.0  # that the launcher of a host which has left may wait for the others
+# Seconds between checks for a lost rank, while this rank waits for the others to finish.
+_LOOK_S = 0.2
+_SAVE_S = 600.0  # seconds that the launcher of a host that has left may wait for the other hosts
 
 
 class Supervisor:

@@ -36,10 +36,12 @@ SURVIVE = {
     "SLURM_KILL_BAD_EXIT": "0",  # srun
     SURVIVES: "1",
 }
-_PART_BYTES = MOST_BYTES // 16  # of values in one message
-_WITNESS_S = 1.0  # in which the host of a lost rank reports; mpirun ends the job without it
-_KEEP_S = 20.0  # in which all ranks have to copy their state
-_MEET_S = 60.0  # in which all ranks have to leave the broken group; one may still compute
+_PART_BYTES = MOST_BYTES // 16  # bytes of values in one message
+# Seconds in which the host of a lost rank has to report; without a report mpirun ends the job.
+_WITNESS_S = 1.0
+_KEEP_S = 20.0  # seconds in which all ranks have to copy their state
+# Seconds in which all ranks have to leave the broken group; a rank may still compute.
+_MEET_S = 60.0
 
 
 class RankLostError(Exception):

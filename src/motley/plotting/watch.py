@@ -56,7 +56,7 @@ _KEYS = {
     b"j": Key.DOWN, b"\r": Key.OPEN, b"\n": Key.OPEN, b" ": Key.OPEN, b"\x1b": Key.BACK,
     b"\x7f": Key.BACK,
 }  # fmt: skip
-_ESCAPE_S = 0.05  # in which the rest of a key code follows an escape
+_ESCAPE_S = 0.05  # seconds in which the rest of a key code follows an escape
 
 
 class Keys:

@@ -16,7 +16,7 @@ from motley.live.words import Mood
 from motley.text import clock, format_rate
 
 PARTS = ("input", "compute", "waiting", "wire", "optimizer", "host")
-_LOOK = ("white", "blue", "yellow", "red", "green", "magenta")  # of each part
+_LOOK = ("white", "blue", "yellow", "red", "green", "magenta")  # colour of each part of a step
 MOODS = {
     Mood.STARTING: "cyan", Mood.WELL: "green", Mood.WAITS: "yellow", Mood.SILENT: "bold red",
     Mood.FAILED: "bold red", Mood.DONE: "bold green",

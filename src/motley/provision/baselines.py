@@ -47,8 +47,8 @@ from motley.train.command_line import read_config, training_parser
 
 _START_S = 15.0  # least time before a run's first step, for an estimate
 _TASK_S = 60.0  # time of a task besides its runs
-_EVAL_IMAGES = 512  # of a run: only its training counts, and the time limit is for that
-_GRACE_S = 10.0  # for a job to stop after its signal
+_EVAL_IMAGES = 512  # images of each evaluation: few, since only the training is measured
+_GRACE_S = 10.0  # seconds in which a job has to stop after its signal
 
 
 @dataclass(frozen=True)

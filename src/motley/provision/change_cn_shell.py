@@ -40,7 +40,7 @@ from motley.provision.setup_command import (
     try_password,
 )
 
-LIMIT_S = 30.0  # for all hosts together
+LIMIT_S = 30.0  # seconds for all hosts together
 DONE, CHANGE, DIRECTORY = "already done", "change", "kept by a directory"
 UNNEEDED = "launching works under any shell, tcsh too"
 

@@ -41,7 +41,7 @@ from motley.errors import HostTrouble
 from motley.provision import setup_command
 from motley.provision.setup_command import printable, run_module
 
-LIMIT_S = 12.0  # to connect, list processes, and wait twice for those that do not end
+LIMIT_S = 12.0  # seconds to connect, list processes, and wait twice for processes that do not end
 
 
 @dataclass(frozen=True)

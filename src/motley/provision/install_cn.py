@@ -168,9 +168,10 @@ def describe_gpu(gpu: HostGpu) -> str:
 _VERIFY = "motley.provision.verify_env"
 LOCK = VENV / "requirements.lock"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
-STAGE = VENV.with_name(f"{VENV.name}-parcels")  # on a host, until its environment is there
+# Folder on a host, used until its environment is complete.
+STAGE = VENV.with_name(f"{VENV.name}-parcels")
 INSTALL_S, VERIFY_S = 3600, 300
-INSTALL_LIMIT_S = 7200  # for make_env.sh on this machine
+INSTALL_LIMIT_S = 7200  # seconds that make_env.sh may take on this machine
 _printing = threading.Lock()
 
 

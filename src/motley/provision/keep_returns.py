@@ -82,8 +82,8 @@ class ReadmissionEstimate:
         )
 
 
-QUIET_S = 300.0  # without other users before a host under --polite comes back
-_AGAIN_S = 60.0  # before the watching process is started again on a host that was lost
+QUIET_S = 300.0  # seconds without other users before a host comes back with --polite
+_AGAIN_S = 60.0  # seconds before the watching process is started again on a host that was lost
 _NO_END_S = 1e9
 
 
@@ -337,8 +337,8 @@ def _remembered(speeds: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
     return sum(newest.values()) or None
 
 
-ASK_AGAIN_S = 60.0  # between questions to hosts that are missing
-_NOT_YET_S = 5.0  # between estimates while no usual time of a step is known
+ASK_AGAIN_S = 60.0  # seconds between questions to missing hosts
+_NOT_YET_S = 5.0  # seconds between estimates while the usual time of a step is unknown
 
 
 def until_asked_s(asked: HostAnswers) -> float:

@@ -98,7 +98,7 @@ _LOOK_S = 0.5
 # Seconds for srun to end after a fault, if rank 0 has ended, and if it has not. By Slurm's own
 # settings srun waits for a lost node for minutes.
 _SRUN_S, _SRUN_MOST_S = 3.0, 60.0
-_STOP_S = 2.0  # after Ctrl-C, for mpirun to end
+_STOP_S = 2.0  # seconds after Ctrl-C in which mpirun may end by itself
 _NO_MACHINE = {  # faults that would happen again on any machines
     FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
     FaultKind.REFUSED: "what it says is for you to change",

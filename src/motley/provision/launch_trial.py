@@ -25,8 +25,8 @@ from motley.text import parse_seconds
 
 SAVE_EVERY = "50s"  # and some seconds to write it: a minute
 _MINUTE_S = 60
-_LIMIT_S = 60.0  # for the trial; it takes 3 s
-_END_S = 5.0  # for the launcher to end its ranks
+_LIMIT_S = 60.0  # largest seconds of the trial, which usually takes 3 s
+_END_S = 5.0  # seconds in which the launcher has to end its ranks
 _VERSION_S = 10.0
 # With these values a cut link is noticed in 30 s instead of 8 minutes, as with the environment's
 # own configuration (setup/make_env.sh).

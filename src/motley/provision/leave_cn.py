@@ -41,7 +41,7 @@ from motley.provision import setup_command
 from motley.provision.setup_command import printable, run_module
 from motley.text import did_you_mean, parse_seconds, typed_command
 
-ASK_S = 15.0  # in which a host answers, or ssh gives up
+ASK_S = 15.0  # seconds in which a host answers, or ssh gives up
 
 
 def chosen(options: argparse.Namespace) -> list[str]:

@@ -57,7 +57,7 @@ from motley.provision.setup_command import (
 )
 from motley.text import typed_command
 
-LIMIT_S = 20.0  # for all hosts together to answer, or to refuse
+LIMIT_S = 20.0  # seconds in which all hosts together have to answer
 # Changes the ~/.ssh of a host or of this machine.
 _SCRIPT = Path(__file__).with_name("ssh_files.sh").read_text()
 

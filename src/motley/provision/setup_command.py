@@ -32,8 +32,9 @@ T = TypeVar("T")
 # The environment, and the folder that ranks start in: both are at one path on all hosts.
 VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv")) if ROOT else Path(sys.prefix)
 PLACE = ROOT or Path.cwd()
-SOURCES = str(ROOT / "src") if ROOT else ""  # of the library, where no environment has it
-TRIES = 3  # for a password
+# Folder of the library, for hosts whose environment lacks it.
+SOURCES = str(ROOT / "src") if ROOT else ""
+TRIES = 3  # how often a user may type a password
 _NO_PYTHON = 66
 _PYTHON = f"""
 python=$1/bin/python sources=$2 module=$3; shift 3

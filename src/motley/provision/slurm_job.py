@@ -57,7 +57,7 @@ from motley.provision.launch_line import LaunchLine
 from motley.provision.setup_command import PLACE, many
 from motley.text import did_you_mean
 
-PREPARE_LIMIT_S = 600.0  # to read the matrix and what is measured of it
+PREPARE_LIMIT_S = 600.0  # seconds for reading the matrix and its results
 _MATRIX_SCRIPT = "baseline_measure.py"
 _EXAMPLE = "setup/slurm_job.sh --array torch_dist/baseline_measure.py --matrix strategies"
 

@@ -34,8 +34,8 @@ from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict, read_json, write_json
 from motley.records.run_folder import RunFolder, take_folder
 
-_LOOK_S = 1.0  # between two readings of a running run
-_SAVE_S = 5.0  # between two saved positions
+_LOOK_S = 1.0  # seconds between two readings of a running run
+_SAVE_S = 5.0  # seconds between two saved positions
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from motley.registry import import_extra
 from motley.text import format_step
 
 _FILE = "mlflow.db"
-_AT_ONCE, _PARAMETERS = 1000, 100  # that MLflow takes in one request
+_AT_ONCE, _PARAMETERS = 1000, 100  # numbers, and parameters, that MLflow accepts in one request
 _LONGEST, _NOTES = 6000, 5000  # characters of a parameter, of a description
 _DESCRIPTION = "mlflow.note.content"
 _ENDS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}

@@ -14,7 +14,7 @@ from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
 from motley.registry import import_extra
 
-_ONLINE_S = 60.0  # after which published records are sure to have been sent
+_ONLINE_S = 60.0  # seconds after which published records have certainly been sent
 _STEPPED = ("all/*", "evaluation/*", "others/*", "rank/*", "event/*")
 _TIMED = ("cpu/*", "gpu/*")
 
