@@ -4,7 +4,7 @@ The words contain no control characters.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -54,14 +54,31 @@ class Event:
     text: str
 
 
-def evaluation(line: JsonDict | None) -> str:
-    """Return an evaluation in words, as in ``top1 0.9722, loss 0.1021 (epoch 9)``."""
-    if not line:
+def evaluation(lines: Sequence[JsonDict]) -> str:
+    """Return the last evaluation in words, as in ``top1 0.9722, loss 0.1021 (epoch 9)``."""
+    if not lines:
         return ""
-    metrics = EpochRecord.read_metrics(line)
-    parts = [f"{name} {value:.4g}" for name, value in metrics.items()
-            if isinstance(value, int | float) and not name.startswith(EMA)]  # fmt: skip
-    return plain(f"{', '.join(parts)} (epoch {line.get('epoch')})") if parts else ""
+    parts = [f"{name} {value:.4g}" for name, value in _metrics(lines[-1]).items()]
+    return plain(f"{', '.join(parts)} (epoch {lines[-1].get('epoch')})") if parts else ""
+
+
+def metric_curves(lines: Sequence[JsonDict]) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Return the pairs of step and value of each metric of some evaluations, by its name."""
+    curves: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in lines:
+        step = line.get("step")
+        if isinstance(step, int):
+            for name, value in _metrics(line).items():
+                curves[plain(name)].append((step, float(f"{value:.5g}")))
+    return {name: tuple(points) for name, points in curves.items()}
+
+
+def _metrics(line: JsonDict) -> dict[str, float]:
+    """Return the metrics of an evaluation, without those of averaged parameters."""
+    return {
+        name: value for name, value in EpochRecord.read_metrics(line).items()
+        if isinstance(value, int | float) and not name.startswith(EMA)
+    }  # fmt: skip
 
 
 _SAID = {
@@ -173,7 +190,7 @@ def headline(
     if status == "finished":
         result = mapping(followed.about, "result")
         steps = f" after {result['steps']} steps" if "steps" in result else ""
-        text = evaluation(followed.evaluation)
+        text = evaluation(followed.evaluations)
         return Mood.DONE, plain(f"finished{steps}{': ' if text else ''}{text}")
     if status != "running":
         return Mood.FAILED, _ended(followed)

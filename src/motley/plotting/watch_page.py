@@ -108,7 +108,7 @@ class Live:
             time.sleep(GLANCE_S)
 
     def render(self, name: str, rank: int | None) -> str:
-        """Return a page's content as JSON: all runs in short, and one run in full.
+        """Return a page's content as JSON: all runs with their curves, and one run in full.
 
         The full one has the given name. Without a name, it is the only run, or the only one
         running.
@@ -119,7 +119,10 @@ class Live:
             if name not in names:
                 alone = names if len(names) == 1 else running if len(running) == 1 else []
                 name = "" if name or not alone else alone[0]
-            brief = ("status", "mood", "headline", "step", "last_step", "left_s", "rate", "unit")
+            brief = (
+                "status", "mood", "headline", "step", "last_step", "left_s", "rate", "unit",
+                "losses", "metrics",
+            )  # fmt: skip
             known = [(each, runs.snapshot(each, wall)) for each in names]
             listed = [
                 {"id": each, **{field: getattr(now, field) for field in brief}}
