@@ -247,7 +247,11 @@ class EvaluationOptions:
         NOTHING, read=steps_or_time, metavar="K|TIME",
         usual="steps, or 10m, between evaluations; default: an epoch",
     )  # fmt: skip
-    eval_at_start: bool = option("also evaluate before the first step", NOTHING, False)
+    eval_at_start: bool = option(
+        "also evaluate before the first step, or a finished run again",
+        NOTHING,
+        False,
+    )
     keep_best: Metric | None = option(
         "keep the checkpoint with the best value of a metric besides the newest ones, and link it "
         "as checkpoints/best. Name the direction of a metric of your own, as in accuracy:max",

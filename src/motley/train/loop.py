@@ -364,11 +364,14 @@ class Loop:
         """Return the evaluation that belongs to the position at which the run continues.
 
         If the run was stopped between the checkpoint and its evaluation, the evaluation is made
-        now. The result is None if no evaluation is due.
+        now. With ``--eval-at-start`` a finished run is evaluated again, as the user may want other
+        metrics. The result is None if no evaluation is due.
         """
-        if not (self._job.length.evaluates(self._state) or self._ended()):
+        config, ended = self._job.config, self._ended()
+        if not (ended or self._job.length.evaluates(self._state)):
             return None
-        known = self._recorder.evaluation_at(self._state.step)
+        is_asked = config.eval_at_start and "eval_at_start" not in config.continued_names
+        known = None if ended and is_asked else self._recorder.evaluation_at(self._state.step)
         if known is not None and self.best is not None:
             self._keep_best(self.best, known.step)  # a rank may have been lost before
         return known or self._evaluate()

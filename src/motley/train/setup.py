@@ -87,7 +87,10 @@ class Budget:
     def sentence(self) -> str:
         """Return a sentence for the log."""
         if not self.steps:
-            return "all steps are done; --epochs or --max-steps with a larger number adds some"
+            return (
+                "all steps are done; --epochs or --max-steps with a larger number adds some, and "
+                "--eval-at-start evaluates again"
+            )
         taken = f"{self.steps:,} steps"
         if self.step_s is not None:
             taken += f" should take {clock(self.steps * self.step_s)}, and evaluations"
