@@ -321,6 +321,11 @@ def fraction(text: str) -> float:
     return _number(text, float, 0.0, 1.0, "a number from 0 to 1")
 
 
+def noise_part(text: str) -> float:
+    """Read a number from 0.01 to 1; a smaller one would have to be drawn very often."""
+    return _number(text, float, 0.01, 1.0, "a number from 0.01 to 1")
+
+
 def names(text: str) -> tuple[str, ...]:
     """Read words that are separated by commas."""
     return tuple(text.split(","))

@@ -27,6 +27,7 @@ from motley.config.option import (
     names,
     natural,
     naturals,
+    noise_part,
     not_negative,
     option,
     positive,
@@ -99,6 +100,15 @@ class OptimizationOptions:
     warmup_lr: float | None = option(
         "of the first step of the warm-up; default: --lr over the steps of the warm-up and one",
         NUMBERS, read=not_negative, metavar="RATE",
+    )  # fmt: skip
+    lr_noise: tuple[float, ...] | None = option(
+        "first part of the epochs whose rate has noise, and the part at which that ends; default: "
+        "no noise",
+        NUMBERS, read=fraction, metavar="PART", several=True,
+    )  # fmt: skip
+    lr_noise_pct: float = option(
+        "largest noise as a part of the rate, default 0.67",
+        NUMBERS, 0.67, read=noise_part, metavar="PART",
     )  # fmt: skip
     min_lr: float = option(
         "end of cosine, tanh and poly, or its part of --lr in percent; default 1e-5 (text: a tenth "

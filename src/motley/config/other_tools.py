@@ -211,9 +211,9 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--lr-base", "--lr-base-scale", "--lr-base-size",
     ),
     "for such a rate, a task of your own defines schedule(step, total)": (
-        "--cooldown-epochs", "--lr-k-decay", "--lr-noise", "--lr-noise-pct", "--lr-noise-std",
-        "--patience-epochs",
+        "--cooldown-epochs", "--lr-k-decay", "--patience-epochs",
     ),
+    "the noise of --lr-noise has a standard deviation of 1; leave it out": ("--lr-noise-std",),
     "the warm-up comes before the schedule already; leave it out": ("--warmup-prefix",),
     "an epoch has each sample once: give more --epochs, or --balanced-sampling": (
         "--aug-repeats", "--epoch-repeats",

@@ -60,17 +60,19 @@ class OneVoice(argparse.ArgumentParser):
             super().print_help()
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2. For an unknown option, name the nearest known one."""
+        """End with status 2. For each unknown option, name the nearest known one."""
         if message.startswith("unrecognized arguments: "):
-            word = message.split()[2].partition("=")[0]
-            if word in _OF_OTHER_LAUNCHERS:
+            typed = [word.partition("=")[0] for word in message.split()[2:]]
+            options = [word for word in typed if re.match(r"--?[a-zA-Z]", word)]
+            words = list(dict.fromkeys(options)) or typed[:1]
+            if of_others := [word for word in words if word in _OF_OTHER_LAUNCHERS]:
                 stop_usage(
-                    f"{word} comes from another launcher (DeepSpeed's, or torch.distributed.launch"
-                    "), which Motley's ranks do not meet through; start them as in: mpirun -np 2 "
-                    f"--hostfile hosts.txt ./entry_cn.sh {sys.argv[0]}"
+                    f"{of_others[0]} comes from another launcher (DeepSpeed's, or "
+                    "torch.distributed.launch), which Motley's ranks do not meet through; start "
+                    f"them as in: mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh {sys.argv[0]}"
                 )
-            kind = "unknown option" if word.startswith("-") else "unexpected word"
-            message = f"{kind} {word}{self.hint(word)}"
+            kind = f"unknown option{'s' * (len(words) > 1)}" if options else "unexpected word"
+            message = f"{kind} {'; '.join(f'{word}{self.hint(word)}' for word in words)}"
         stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:

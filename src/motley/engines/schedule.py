@@ -5,8 +5,9 @@ The rate follows timm's schedules, or the task's own.
 
 import math
 from bisect import bisect_right
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 
+import torch
 from torch.optim import Optimizer
 
 from motley.config.option import Part
@@ -22,7 +23,8 @@ _EPOCHS = 30  # default of --epochs, to which the default of --warmup-epochs rel
 _WARM_PART = 10  # a task's own warm-up takes one in so many steps at most
 _OF_RATE = (
     "sched", "warmup_epochs", "warmup_steps", "warmup_lr", "min_lr", "decay_epochs",
-    "decay_milestones", "decay_rate", "lr_cycle_mul", "lr_cycle_decay", "lr_cycle_limit",
+    "decay_milestones", "decay_rate", "lr_noise", "lr_cycle_mul", "lr_cycle_decay",
+    "lr_cycle_limit",
 )  # fmt: skip
 _CYCLES = _OF_RATE[-3:]
 
@@ -39,6 +41,11 @@ def check_schedule(config: Config) -> None:
         raise MotleyError(
             f"{_flag(useless[0])} has no effect with --sched {config.sched}; take --sched "
             f"{', '.join(_FALLS[:-1])} or {_FALLS[-1]}, or leave it out"
+        )
+    if config.lr_noise is not None and len(config.lr_noise) > 2:
+        raise MotleyError(
+            f"--lr-noise has {len(config.lr_noise)} numbers; give the part of the epochs at which "
+            "noise begins, and the part at which it ends, as in --lr-noise 0.4 0.9"
         )
     if config.weight_decay_end is not None and config.weight_decay == 0:
         raise MotleyError(
@@ -74,6 +81,7 @@ class Schedule:
 
     def __init__(self, optimizer: Optimizer, config: Config, length: Length) -> None:
         self.optimizer, self._config = optimizer, config
+        self._steps_an_epoch = length.steps_an_epoch
         self._total = schedule_steps(config, length)
         warmup = warmup_steps(config, length, self._total)
         ends = cycle_ends(config, self._total - warmup)
@@ -105,6 +113,8 @@ class Schedule:
             cycle = bisect_right(self._starts, updates) - 1
             passed = updates - self._starts[cycle]
             self._cycles[cycle].step_update(passed)  # type: ignore[arg-type]
+            if self._config.lr_noise:
+                self._add_noise(self._config.lr_noise, int(updates / self._steps_an_epoch))
         if self._config.weight_decay_end is not None:
             self._set_weight_decay(self._config.weight_decay_end, updates)
 
@@ -117,6 +127,19 @@ class Schedule:
             )
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * rate * group.get("lr_scale", 1.0)
+
+    def _add_noise(self, bounds: tuple[float, ...], epoch: int) -> None:
+        """Change the rates of an epoch by a part that depends on ``--seed`` and the epoch alone.
+
+        As in timm, the part is normally distributed, and is drawn again until it is small enough.
+        """
+        begin, end = (part * self._config.epochs for part in (*bounds, math.inf)[:2])
+        if begin <= epoch < end:
+            generator = torch.Generator().manual_seed(self._config.seed + epoch)
+            draws = (torch.randn(1, generator=generator).item() for _ in count())
+            part = next(draw for draw in draws if abs(draw) < self._config.lr_noise_pct)
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 1 + part
 
     def _set_weight_decay(self, end: float, updates: float) -> None:
         """Move the weight decay along a half cosine; groups without weight decay stay so."""

@@ -227,9 +227,9 @@ def _get_score(runs: Sequence[RunFolder]) -> dict[str, Any]:
 _SAME = (
     "model", "img_size", "dataset", "data_fraction", "augment", "epochs", "batch_size", "opt", "lr",
     "opt_kwargs", "momentum", "weight_decay", "weight_decay_end", "warmup_epochs", "warmup_steps",
-    "warmup_lr", "min_lr", "lr_cycle_limit", "lr_cycle_mul", "lr_cycle_decay", "clip_grad",
-    "clip_mode", "smoothing", "drop", "drop_path", "labels", "target", "class_weights",
-    "balanced_sampling", "bce_loss", "seed",
+    "warmup_lr", "lr_noise", "lr_noise_pct", "min_lr", "lr_cycle_limit", "lr_cycle_mul",
+    "lr_cycle_decay", "clip_grad", "clip_mode", "smoothing", "drop", "drop_path", "labels",
+    "target", "class_weights", "balanced_sampling", "bce_loss", "seed",
 )  # fmt: skip
 
 

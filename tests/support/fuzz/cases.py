@@ -111,6 +111,7 @@ class Recipe:
     lr_cycle_limit: int = 1
     warmup_steps: int | None = None
     warmup_lr: float | None = None
+    lr_noise: tuple[float, ...] | None = None
     class_weights: str | None = None
     balanced_sampling: bool = False
 
