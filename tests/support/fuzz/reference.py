@@ -262,9 +262,9 @@ class Reference:
     def _learning_rate(self) -> float:
         """Of the schedule, for a batch that is smaller than it is going to be."""
         power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self._config.ramp_lr]
-        return self._scheduled() * self._noise() * (self._size() / self._config.batch_size) ** power
+        return self._scheduled() * self._rate_noise() * (self._size() / self._config.batch_size) ** power
 
-    def _noise(self) -> float:
+    def _rate_noise(self) -> float:
         """By timm's own schedule, in epochs."""
         config = self._config
         if not config.lr_noise:
