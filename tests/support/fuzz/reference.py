@@ -262,7 +262,8 @@ class Reference:
     def _learning_rate(self) -> float:
         """Of the schedule, for a batch that is smaller than it is going to be."""
         power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self._config.ramp_lr]
-        return self._scheduled() * self._rate_noise() * (self._size() / self._config.batch_size) ** power
+        size = self._size() / self._config.batch_size
+        return self._scheduled() * self._rate_noise() * size**power
 
     def _rate_noise(self) -> float:
         """By timm's own schedule, in epochs."""
