@@ -1,4 +1,4 @@
-"""The start of a user's own loop: :func:`join`. Torch is imported when it is called."""
+"""The function :func:`join`, with which a user's own loop starts. A call imports torch."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ def join(
     run: str | None = None,
     allow: Collection[str] = (),
 ) -> "Lab":
-    """Connect this script to all other ranks of its launch, and return the lab of all.
+    """Connect this script to all other ranks of its launch, and return the lab that they form.
 
     Call it once, before the process group and the model are made::
 
@@ -48,9 +48,9 @@ def join(
     ``bn_group``, everything is as in the script without Motley, to the last bit.
 
     Args:
-        shares: rows of each rank, in proportion, as ``[5, 0, 3]`` or ``"5,0,3"``. None: the
-            variable MOTLEY_SHARES in this form, else equal at first, and then as fast as each rank
-            is.
+        shares: relative number of rows of each rank, as ``[5, 0, 3]`` or ``"5,0,3"``. None: the
+            environment variable MOTLEY_SHARES in this form. Without the variable, shares are equal
+            at first, and then proportional to each rank's measured speed.
         micro_batch: most rows that a rank computes at once. None: all of its rows.
         bn_group: rows over which each batch norm takes its statistics ("ghost batch norm"). A rank
             has whole groups, so that the result does not depend on the shares. None: a batch norm
@@ -63,9 +63,10 @@ def join(
             fastest on each device.
         seed: seed of the random numbers of data sets, and of drop-out.
         logs: folder of the records of all runs. The variable MOTLEY_LOGS overrides it.
-        run: name of this run's folder in ``logs``. None: the time. The variable MOTLEY_RUN
-            overrides it, and ``keep_training.sh`` sets it.
-        allow: names of what is not exact and is accepted: ``batch_norm``.
+        run: name of this run's folder in ``logs``. None: the time of the start. The variable
+            MOTLEY_RUN overrides it, and ``keep_training.sh`` sets this variable.
+        allow: checks to skip. ``batch_norm`` accepts batch norms whose statistics depend on the
+            shares.
 
     Raises:
         MotleyError: the script has joined already, or has a process group of its own.

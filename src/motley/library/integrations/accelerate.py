@@ -1,4 +1,4 @@
-"""Accelerate's loops on all ranks of the lab, as on one machine with the whole global batch.
+"""Support for scripts of Accelerate: all ranks train as one machine with the whole global batch.
 
 The Accelerator sees one process, whose batch is the global batch. Its samplers therefore neither
 pad nor drop rows, and its schedulers step once per optimizer step, not once per process. The batch
@@ -51,13 +51,13 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(optimizer, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Let a scheduler step once per global batch."""
+        """Let a learning-rate scheduler step once per global batch."""
         if not isinstance(scheduler, accelerate.scheduler.AcceleratedScheduler):
             self.lab.prepare(scheduler)
         return super().prepare_scheduler(scheduler)
 
     def prepare_data_loader(self, loader: Any, *args: Any, **options: Any) -> Any:
-        """Return a loader of this rank's rows, in the order of one process."""
+        """Return a loader of this rank's rows of each global batch, in the order of one process."""
         if isinstance(loader, AcceleratedLoader):
             return loader
         check_loader(loader)
@@ -96,14 +96,14 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
             nn.utils.clip_grad_value_(chosen, clip_value)
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """Save on rank 0, with the lab's place in the data."""
+        """Save the state on rank 0, with the position of the loop in the data."""
         folder = super().save_state(*args, **options)
         mid_epoch = self.piece is not None and not self.gradient_state.end_of_dataloader
         save_progress(self.lab, folder, mid_epoch)
         return folder
 
     def load_state(self, input_dir: Any = None, **options: Any) -> None:
-        """Load on all ranks, and continue in the data."""
+        """Load the state on all ranks, and continue at the saved position in the data."""
         if input_dir is not None:
             check_folder(self.loop, input_dir)
         super().load_state(input_dir, **options)
@@ -112,7 +112,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
 
 
 def connect_accelerator(lab: Lab, accelerator: Any) -> Any:
-    """Let an Accelerator act on all ranks, and return it; see ``Lab.accelerate``."""
+    """Let an Accelerator train on all ranks, and return the Accelerator; see ``Lab.accelerate``."""
     loop = lab._loop
     if loop is None:
         return accelerator

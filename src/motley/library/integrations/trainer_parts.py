@@ -26,7 +26,10 @@ class TrainerParts(_Base):  # type: ignore[misc]
         self: Any, model: Any, inputs: Any, return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
-        """Return the loss; held-out labels are counted here if the caller has not done so."""
+        """Return the loss of the inputs.
+
+        For held-out data without ``num_items_in_batch``, this method counts the labels itself.
+        """
         loop = self.lab._loop
         in_training = loop is None or loop.piece is self.accelerator.piece
         if num_items_in_batch is None and not in_training:
@@ -34,7 +37,7 @@ class TrainerParts(_Base):  # type: ignore[misc]
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prediction_step(self: Any, *args: Any, **options: Any) -> Any:
-        """Return the loss of the global batch, and this rank's results."""
+        """Return the loss of the global batch, and the logits and labels of this rank's rows."""
         loss, logits, labels = super().prediction_step(*args, **options)
         if loss is not None and self.lab._loop is not None:
             total = self.lab.reduce(self._get_part(loss, self.accelerator.piece))
@@ -44,7 +47,7 @@ class TrainerParts(_Base):  # type: ignore[misc]
     # -- checkpoints
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """Train, with a checkpoint that all ranks can read."""
+        """Train. Raise MotleyError first if a rank cannot read the checkpoint to resume from."""
         if resume_from_checkpoint and self.lab._loop is not None:
             is_path = resume_from_checkpoint is not True
             check_folder(
@@ -78,7 +81,7 @@ class TrainerParts(_Base):  # type: ignore[misc]
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise MotleyError if an option or a method makes the result depend on the shares."""
+    """Raise MotleyError if an option or a method makes the result depend on the ranks' shares."""
     kind, args = type(trainer), trainer.args
     config = getattr(trainer.model, "config", None)
     if args.auto_find_batch_size:

@@ -39,7 +39,10 @@ _TOLERANCE = 0.1  # of the ratio of two losses, which bf16 rounds
 
 
 class GlobalBatch(dict[str, Any]):
-    """The first piece's rows of a rank in a global batch; ``pieces`` has all, with their rows."""
+    """This rank's rows of a global batch. The rank computes them in one or more pieces.
+
+    The dictionary has the rows of the first piece. ``pieces`` has every piece with its rows.
+    """
 
     def __init__(self, pieces: list[tuple[Piece, Any]]) -> None:
         super().__init__(pieces[0][1])
@@ -78,7 +81,7 @@ class MotleyTrainerMixin(TrainerParts):
         return super()._prepare_for_training(max_steps, loader, resumed)
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Read the pieces of the global batches of one step, and count their labels."""
+        """Read this rank's rows of the global batches of one step, and count the labels."""
         if self.lab._loop is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches: list[GlobalBatch] = []
@@ -94,7 +97,7 @@ class MotleyTrainerMixin(TrainerParts):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self: Any, batches: list[Any], device: Any) -> Any:
-        """Return the number of labels of all ranks, or None for a loss that is a mean."""
+        """Return the number of labels on all ranks, or None if the loss is a mean over rows."""
         if self.lab._loop is None or not batches:
             return super()._get_num_items_in_batch(batches, device)
         pairs = [
@@ -118,7 +121,7 @@ class MotleyTrainerMixin(TrainerParts):
         return total
 
     def _divide_labels(self: Any, counts: Mapping[Piece, int]) -> dict[Piece, float]:
-        """Return the part of each piece in the labels of its global batch; all ranks call it."""
+        """Return each piece's fraction of the labels of its global batch; all ranks call it."""
         steps = sorted({piece.step for piece in counts})
         own = [
             sum(count for piece, count in counts.items() if piece.step == step and piece.rows)
@@ -128,10 +131,11 @@ class MotleyTrainerMixin(TrainerParts):
         return {piece: count / max(1, totals[piece.step]) for piece, count in counts.items()}
 
     def _try_loss(self: Any, rows: Any, count: Any) -> bool | None:
-        """Return True if the loss is divided by the number of labels; all ranks call it.
+        """Return True if the model divides its loss by the number of labels; all ranks call it.
 
-        Many models accept this number and ignore it, as those that classify sequences. The loss is
-        therefore computed with this number and with twice this number.
+        Many models accept ``num_items_in_batch`` and ignore it, such as models that classify
+        sequences. This method therefore computes the loss with ``count`` and with twice ``count``,
+        and compares the two. None: the losses are 0 or not finite on all ranks.
         """
         inputs = self._prepare_inputs(dict(rows))
         losses = []
@@ -166,18 +170,21 @@ class MotleyTrainerMixin(TrainerParts):
         return bool(scaled and self._counted)
 
     def _get_part(self: Any, loss: Tensor, piece: Piece) -> Tensor:
-        """Return the part that this rank's rows have in the loss of the global batch."""
+        """Return this rank's summand of the loss of the global batch."""
         if not piece.rows:
             return torch.zeros_like(loss)
         part: float = piece.rows / piece.global_rows
         return loss * (self._get_label_part(piece) if self._is_sum() else part)
 
     def _get_label_part(self: Any, piece: Piece) -> float:
-        """Return the factor that makes the losses of ranks add up: 1 if they are divided."""
+        """Return the factor on this rank's loss with which the losses of all ranks add up.
+
+        The factor is 1 if the model divides its loss by the number of labels.
+        """
         return 1.0 if self._divides is not False else self._label_parts[piece]
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Compute the pieces of one global batch, and return this rank's part of its loss."""
+        """Compute this rank's rows of a global batch, and return its summand of the loss."""
         if self.lab._loop is None:
             return super().training_step(model, inputs, num_items_in_batch)
         backward = partial(type(self.accelerator).backward, self.accelerator)
