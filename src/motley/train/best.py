@@ -30,7 +30,7 @@ _WORDS = {
 
 
 def find_metric(config: Config, model: TaskModel) -> Metric | None:
-    """Return the metric that decides, with its direction; None if no option needs one.
+    """Return the metric that selects the best evaluation; None if no option needs a metric.
 
     Args:
         config: the options.
@@ -90,12 +90,14 @@ class BestEvaluation:
 
     Attributes:
         metric: the metric, with its direction.
-        patience: evaluations without a gain after which the run ends; None: it does not end so.
-        score: best value so far; NaN before the first.
-        step: step of the best evaluation; None before it.
+        patience: number of evaluations without an improvement after which the run ends; None: a
+            lack of improvement does not end the run.
+        score: best value of the metric so far; NaN before the first evaluation.
+        step: step of the best evaluation; None before the first evaluation.
         since: number of evaluations since the best one.
-        saved: value of the best evaluation whose checkpoint is in the run's folder; NaN before it.
-        saved_step: step of that checkpoint; None before it.
+        saved: value of the best evaluation whose checkpoint is in the run's folder; NaN if there is
+            none.
+        saved_step: step of that checkpoint; None if there is none.
         found_steps: steps of the checkpoints that were in the run's folder at the start.
     """
 
@@ -122,8 +124,10 @@ class BestEvaluation:
         Args:
             metric: see the class.
             patience: see the class.
-            evaluations: records up to the position of the training; those of rank 0 count.
-            saved_steps: steps of the checkpoints in the run's folder; those of rank 0 count.
+            evaluations: records of evaluations up to the position of the training. The records of
+                rank 0 are used.
+            saved_steps: steps of the checkpoints in the run's folder. The steps that rank 0 passes
+                are used.
         """
         result = cls(metric, patience, found_steps=tuple(saved_steps))
         for step, record in sorted({each["step"]: each for each in evaluations}.items()):
@@ -181,13 +185,13 @@ class BestEvaluation:
         return self.patience is not None and self.since >= self.patience
 
     def describe(self) -> str:
-        """Return the best evaluation in words."""
+        """Return a text that describes the best evaluation."""
         if self.step is None:
             return f"no evaluation had a value of {self.metric.name}"
         return f"the best {self.metric.name} is {self.score:.6g}, after step {self.step:,}"
 
     def as_json(self) -> dict[str, float | int | bool]:
-        """Return the entries of the run's result."""
+        """Return the best evaluation as entries of the run's result."""
         if self.step is None:
             return {"stopped_early": self.stops}
         return {"best_step": self.step, "best_score": self.score, "stopped_early": self.stops}
