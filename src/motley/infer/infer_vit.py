@@ -7,9 +7,9 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkp
   --images my/photos
 
 There is no process group: each rank takes the next free shard of samples, so a faster rank computes
-more. If a rank dies, the other ranks take over its shards. Finished shards stay. The same command,
-run again on any ranks, computes the missing shards. OUT/predictions.csv then has all shards in
-order. OUT has to be on a disk that all hosts share.
+more. If a rank dies, the other ranks take over its shards. Finished shards stay. Run the command
+again, on any ranks, to compute missing shards. OUT/predictions.csv then has all shards in order.
+OUT has to be on a disk that all hosts share.
 """
 
 import argparse
