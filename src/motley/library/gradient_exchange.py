@@ -58,7 +58,7 @@ class RankNumbers:
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankNumbers":
-        """Return the object from a list that :meth:`as_row` has returned."""
+        """Return the numbers, given a list that :meth:`as_row` has returned."""
         count = int(row[-CALLS - 1])
         weights = tuple(row[len(row) - CALLS :][:count])
         return cls(*row[: -CALLS - 1], weights=weights)  # type: ignore[misc, arg-type]
@@ -69,7 +69,7 @@ class SumOutcome:
     """The outcome of one sum of gradients, equal on all ranks.
 
     Attributes:
-        numbers: numbers of all ranks, by rank.
+        numbers: numbers that each rank has sent, in the order of ranks.
         loss: mean loss of the global batch.
         overflow: True if the sum is not finite, so that no rank steps.
         totals: total weight of all ranks' rows, for each backward call with ``weight=``.
@@ -89,9 +89,9 @@ def list_parameters(optimizer: Optimizer) -> list[Tensor]:
 class OptimizerSum:
     """One optimizer, and the sum of its parameters' gradients over all ranks.
 
-    Buckets are sent during a backward pass. The number of this pass in the step is that of the pass
-    that completed the gradients in the previous step. If one more pass follows in this step, all
-    ranks repeat the sum.
+    Buckets of gradients are sent during the backward pass that has the same number in its step as
+    the pass that completed the gradients in the previous step. If a further pass follows in this
+    step, all ranks repeat the sum.
 
     Args:
         optimizer: the optimizer.

@@ -140,7 +140,7 @@ class Lab:
         return result
 
     def plan(self) -> str:
-        """Return the present shares of all ranks, one line per rank."""
+        """Return a text on the present shares of all ranks, with one line per rank."""
         if self._loop is None:
             return "this process computes all rows"
         return self._loop.describe_plan(self._position.step)
@@ -313,7 +313,8 @@ class Lab:
         """Return a loader that yields this rank's rows of each batch.
 
         The batch size of ``loader`` is that of all ranks together. Its sampler decides the order,
-        and rank 0 asks it. No row is padded, dropped or repeated. All ranks call it.
+        and only rank 0 iterates over the sampler. No row is padded, dropped or repeated. All ranks
+        call this method.
 
         Args:
             loader: the loader of a script for one machine.
@@ -462,9 +463,11 @@ class Lab:
                 optimizer.zero_grad()
 
         Args:
-            compute: returns the loss of rows, or the loss and its weight; see :meth:`backward`.
-            rows: the rows that the loader has yielded last, on any device. ``compute`` makes all
-                other changes to them, since it also gets rows that are read once more.
+            compute: function of rows that returns their loss, or the loss and its weight; see
+                :meth:`backward`.
+            rows: the rows that the loader has yielded last. The script may have moved them to a
+                device. Make all other changes to rows in ``compute``, which also gets rows that are
+                read once more.
             options: further arguments of :meth:`backward`.
 
         Returns:
@@ -508,7 +511,8 @@ class Lab:
             options: further arguments of torch's function.
 
         Returns:
-            The norm before clipping; 0 before the last piece of a global batch.
+            The norm before clipping. The result is 0 if this rank has further pieces of the present
+            global batch, because the gradient is not complete.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._loop is None:
@@ -557,9 +561,10 @@ class Lab:
     def save(self, best: bool = False) -> None:
         """Save a checkpoint of everything that :meth:`prepare` and :meth:`register` were given.
 
-        Rank 0 writes it to the folder ``checkpoints`` of the run while training continues. A
-        checkpoint has hashes, and replaces the oldest of two. Before the last piece of a global
-        batch the call does nothing. With ``strategy="fsdp"`` all ranks call it.
+        Rank 0 writes the checkpoint to the folder ``checkpoints`` of the run while training
+        continues. The folder keeps the two newest checkpoints, whose files have hashes. If this
+        rank has further pieces of the present global batch, the call does nothing. With
+        ``strategy="fsdp"`` all ranks call it.
 
         Args:
             best: True: write it to the folder ``best`` of the run too.
@@ -588,8 +593,8 @@ class Lab:
         number of ranks may differ from that of the run that saved it.
 
         Args:
-            path: a run folder or a checkpoint; ``auto``: the run of ``motley.join(run=...)``, else
-                the newest unfinished run of this script.
+            path: a run folder or a checkpoint. ``auto``: the run that ``motley.join(run=...)``
+                names, or the newest unfinished run of this script.
 
         Returns:
             True if there was a checkpoint.

@@ -44,7 +44,7 @@ def make_config(logs: str, name: str | None, resume: str | None = None) -> Confi
 
     Args:
         logs: folder of all runs.
-        name: name of the run's folder; None: the time.
+        name: name of the run's folder; None: the time of the start.
         resume: a run or a checkpoint to continue from; auto: the newest unfinished run of this
             script. None: a new run.
     """
@@ -58,7 +58,7 @@ class LoopRecords:
         world: the ranks.
         group: process group of the ranks that train.
         logs: folder of all runs.
-        name: name of the run's folder; None: the time.
+        name: name of the run's folder; None: the time of the start.
         strategy: ``ddp`` or ``fsdp``.
 
     Attributes:

@@ -1,9 +1,10 @@
 """The shares of all ranks in each global batch of a user's own loop.
 
-Nothing is measured before training. The first steps have equal shares, and show the seconds per row
-of each rank. The next steps have shares in proportion, and show the seconds that do not depend on
-the rows. From then on the same monitor as in ``motley train`` watches every step. Each machine
-keeps the speeds of a script's ranks in its last run.
+Nothing is measured before training. In the first steps all ranks have equal shares, and the seconds
+per row of each rank are measured. In the next steps the shares are proportional to these speeds,
+and the seconds that do not depend on the number of rows are measured. In all later steps, the same
+monitor as in ``motley train`` proposes new shares if speeds change. Each host stores the speeds of
+its ranks for the next run of the script.
 """
 
 import hashlib

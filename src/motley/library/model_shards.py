@@ -40,7 +40,7 @@ _PASSES = 3.0  # time of a forward and a backward pass, in forward passes
 
 
 class ShardedSum(OptimizerSum):
-    """One optimizer under FSDP, whose gradients each backward pass has summed already.
+    """One optimizer under FSDP. Its gradients are summed by each backward pass already.
 
     Args:
         optimizer: the optimizer of sharded parameters.
@@ -344,7 +344,7 @@ def _share(value: Any, own: Any) -> Any:
 def _is_elementwise(optimizer: Optimizer) -> bool:
     """Return True if an optimizer steps each element of a tensor independently of the others.
 
-    The function tries a second optimizer of the same class.
+    The function finds out by a trial of a second optimizer of the same class.
 
     Raises:
         MotleyError: a second optimizer of the class cannot be made.

@@ -542,7 +542,10 @@ class RankLoop:
 
 
 def _explain(error: Exception) -> Exception:
-    """Return an error that explains a broken collective after which no rank is reported lost."""
+    """Return an error that explains a failed collective if another rank may have left the loop.
+
+    Any other error is returned unchanged.
+    """
     if not isinstance(error, RuntimeError) or isinstance(error, RankLostError):
         return error
     result = MotleyError(

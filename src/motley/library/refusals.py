@@ -57,7 +57,7 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
 
 
 def check_optimizers(optimizers: Collection[Optimizer]) -> None:
-    """Raise MotleyError if there is no optimizer, whose step sums gradients over the ranks."""
+    """Raise MotleyError without an optimizer, because its step sums gradients over ranks."""
     if not optimizers:
         raise MotleyError(
             "lab.prepare() was given no optimizer, and the ranks add up their gradients in "

@@ -64,7 +64,7 @@ class FinishedStep:
         norm: norm of the gradient before clipping; None if the script does not clip.
         overflow: True if the gradient was not finite, so that no rank stepped.
         loss_scale: loss scale of the step.
-        rate: learning rate of the first parameter group of the optimizer that stepped last.
+        rate: learning rate of the first parameter group of the last optimizer in the step.
         laps: seconds that this rank spent on each activity in the step.
     """
 
@@ -93,7 +93,7 @@ class GroupChangedError(Exception):
 
 
 def _override(owner: Any, name: str, may_run: Callable[..., bool]) -> None:
-    """Replace a method of one object by one that runs only if ``may_run`` returns True.
+    """Make a method of one object run only if ``may_run`` returns True.
 
     The object gets a new subclass of its class. A method that is set on the object itself would
     become a part of a scheduler's ``state_dict``.
@@ -140,7 +140,7 @@ class StepGate:
         loss: loss of the last step; None before it.
         stepped: True if the last call of ``optimizer.step()`` has changed parameters.
         repeats: True if the present global batch will be computed again, because a rank was lost.
-        norm: norm to which the gradient of the present step was clipped; None: it was not.
+        norm: norm of the present step's gradient before clipping; None if it was not clipped.
     """
 
     def __init__(

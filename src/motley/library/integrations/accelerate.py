@@ -38,7 +38,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
     """An Accelerator whose methods act on all ranks of the lab, with their usual arguments."""
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Prepare models first, since an optimizer may precede its model."""
+        """Prepare all models before other objects, whatever the order of the arguments."""
         for each in objects:
             if isinstance(each, nn.Module) and all(each is not m for m in self.lab._state.models):
                 self.lab.prepare(each)
@@ -66,7 +66,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
         return self._dataloaders[-1]
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
-        """Return a loader whose next pass starts with a later global batch."""
+        """Return a loader whose next pass skips ``num_batches`` global batches."""
         return skip_first_batches(loader, num_batches)
 
     def _do_sync(self) -> None:
@@ -78,7 +78,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
     def backward(
         self, loss: Tensor, weight: Any = None, reduction: str = "mean", **options: Any
     ) -> None:
-        """Compute this rank's part of the gradient; ``weight`` as in ``Lab.backward``."""
+        """Compute this rank's part of the gradient. For the arguments see ``Lab.backward``."""
         loss = loss / self.gradient_accumulation_steps
         loss = loss if self.scaler is None else self.scaler.scale(loss)
         self.lab.backward(loss, weight, reduction, **options)

@@ -112,7 +112,7 @@ def load_progress(lab: Lab, folder: str, loaders: Iterable[FrameworkLoader]) -> 
     Args:
         lab: the lab.
         folder: folder of the checkpoint.
-        loaders: all training loaders. One of them continues the pass that the checkpoint cut.
+        loaders: all training loaders. One of them continues an unfinished pass of the checkpoint.
     """
     path = Path(folder, _PROGRESS)
     if lab._loop is None or not path.exists():
@@ -173,7 +173,7 @@ class RowCollectives:
         return _apply(join, data, error_on_other_type=True)
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Return the rows of all ranks, as :meth:`gather`, or a list of all ranks' objects."""
+        """Return the rows of all ranks, like :meth:`gather`, or a list of the ranks' objects."""
         try:
             if not use_gather_object:
                 return self.gather(data)

@@ -1,8 +1,9 @@
 """The Trainer of transformers on all ranks of the lab, with the result of one process.
 
-A script imports this Trainer in place of that of transformers, and joins before it makes the
-arguments. The global batch is ``per_device_train_batch_size`` times the number of ranks, as with
-torchrun, so the arguments need no change. Each rank computes its share of it::
+A script imports this Trainer in place of that of transformers, and calls ``motley.join()`` before
+it makes the arguments. The global batch is ``per_device_train_batch_size`` times the number of
+ranks, as with torchrun, so the arguments need no change. Each rank computes its share of the global
+batch::
 
     lab = motley.join()
     trainer = Trainer(model=model, args=TrainingArguments(...), train_dataset=rows)
@@ -10,10 +11,10 @@ torchrun, so the arguments need no change. Each rank computes its share of it::
 For trl: ``class MotleySFT(MotleyTrainerMixin, SFTTrainer): pass``.
 
 Accelerate sees one process (``Lab.accelerate``), and the lab computes the gradient.
-DistributedDataParallel is not used, since it averages over ranks, and needs as many backward
-passes on every rank. Labels are counted over the whole step on all ranks, whatever
-``average_tokens_across_devices`` is, and losses are added up, which is exact for any shares,
-gradient accumulation, and a smaller last batch.
+DistributedDataParallel is not used, because it averages over ranks, and requires the same number of
+backward passes on every rank. Labels are counted over the whole step on all ranks, for any value of
+``average_tokens_across_devices``, and losses are added up. The result is exact for any shares, for
+gradient accumulation, and for a smaller last batch.
 """
 
 import math
@@ -163,7 +164,7 @@ class MotleyTrainerMixin(TrainerParts):
         return bool(abs(found - 2) < _TOLERANCE)
 
     def _is_sum(self: Any) -> bool:
-        """Return True if the losses of all ranks add up to that of the global batch."""
+        """Return True if the loss of the global batch is the sum of the losses of all ranks."""
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             scaled = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
