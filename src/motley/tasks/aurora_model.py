@@ -28,7 +28,8 @@ class Shape:
 
     Attributes:
         width: embedding width of a patch.
-        depths: number of blocks of each encoder stage. The decoder has them in reverse order.
+        depths: number of blocks of each encoder stage. The stages of the decoder have these numbers
+            in reverse order.
         levels: number of latent levels.
         patch: side of a patch in grid points.
     """
@@ -68,8 +69,8 @@ def aurora() -> Any:
 def build(shape: Shape, step: int) -> nn.Module:
     """Return an Aurora with new weights.
 
-    The model has no LoRA, which serves roll-outs of a trained model. Aurora's own autocast is off
-    too, because the task decides which parts compute in 16 bits.
+    The model has no LoRA matrices, which are for roll-outs of a trained model. Aurora's own
+    autocast is off, because the task decides which parts compute in 16 bits.
 
     Args:
         shape: sizes of the model.
@@ -86,7 +87,7 @@ def build(shape: Shape, step: int) -> nn.Module:
 
 
 def known_levels() -> tuple[int, ...]:
-    """Return the pressure levels in hPa for which Aurora has means and deviations, ascending."""
+    """Return the pressure levels in hPa for which Aurora has statistics, in ascending order."""
     names = aurora().normalisation.locations
     numbers = (name.partition("_")[2] for name in names if name.startswith("t_"))
     levels = (int(number) for number in numbers if number.isdecimal())
@@ -203,7 +204,7 @@ class ForecastErrors:
         return self._loss(*self._between(net, batch))
 
     def scores(self, net: Net, batch: Tensors) -> dict[str, Tensor]:
-        """Return the loss and the squared error of each variable, [n] by name.
+        """Return the loss, and the squared error of each variable, by name, [n] each.
 
         Errors of atmospheric variables are averaged over all levels.
         """

@@ -5,7 +5,8 @@ device ``meta``. No rank then needs memory for the whole model.
 
 Until a network has its initial values it may be *folded*: all blocks of a kind use the parameters
 of the first block of that kind. A folded network takes as much compute time and activation memory
-as the whole network. To check, time and plan a task, one block of each kind is therefore enough.
+as the whole network. A task can therefore be checked, timed and planned with the values of one
+block of each kind.
 """
 
 import contextlib

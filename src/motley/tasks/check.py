@@ -186,8 +186,8 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
 
     Raises:
         MotleyError: a parameter has no gradient after any pass, nor after a pass over more samples.
-            An exception are equal modules in one list, such as the experts of a layer: a gradient
-            in one of them suffices.
+            For equal modules in one list, such as the experts of a layer, a gradient in one module
+            is enough.
     """
     learning = [key for key, each in model.net.named_parameters() if each.requires_grad]
     result = list(passes)
@@ -381,7 +381,7 @@ def _check_losses(name: str, model: TaskModel) -> None:
 def _check_dense(name: str, net: nn.Module) -> None:
     """Raise MotleyError if a gradient is sparse.
 
-    A sparse gradient holds a few rows, and these differ between ranks.
+    A sparse gradient holds only some rows, and ranks may have different rows.
     """
     result = [
         key for key, each in net.named_parameters()

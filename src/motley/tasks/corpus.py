@@ -121,7 +121,8 @@ class Codec:
         """Return the number of bytes of each token in UTF-8, [vocabulary].
 
         Args:
-            samples: documents over which the number is averaged, if it depends on a token's place.
+            samples: documents over which the number is averaged, if the same token can stand for
+                different numbers of bytes.
         """
         import numpy as np
 
@@ -198,7 +199,7 @@ class TokenizerCodec(Codec):
 
     @property
     def vocabulary(self) -> int:
-        """Number of the tokenizer's tokens without added tokens, which are rare in a text."""
+        """Number of the tokenizer's tokens without added tokens, because these are rare."""
         if self.known is None:
             return self.size
         number: int = self._backend.get_vocab_size(with_added_tokens=False)

@@ -71,8 +71,8 @@ def add_lora(
 def merge_lora(net: nn.Module) -> None:
     """Add the LoRA matrices to their layers' weights, and remove the matrices, in place.
 
-    A layer that shares its weight with another layer first gets a copy of the weight. The matrices
-    belong to one of the two layers only.
+    A layer that shares its weight with another layer first gets a copy of the weight, because only
+    one of the two layers has the matrices.
     """
     owners = Counter(each for _, each in net.named_parameters(remove_duplicate=False))
     for name, part in list(net.named_modules()):
@@ -144,7 +144,7 @@ _LOOKED_AT = 8  # tokens in the test for causality, which changes the later half
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy all files of a tokenizer that exist into another folder."""
+    """Copy the existing files of a tokenizer into another folder."""
     for name in _TOKENIZER:
         if (path / name).is_file():
             shutil.copyfile(path / name, folder / name)

@@ -110,7 +110,7 @@ class Compiled:
         torch._dynamo.reset()
 
     def _compile(self, plain: Compute) -> Compute:
-        """Return a function that runs the plain or a compiled version, as the pass needs."""
+        """Return a function that runs the version that :meth:`begin_pass` has chosen."""
         fixed, free = torch.compile(plain, dynamic=False), torch.compile(plain)
 
         def computed(*given: Any, **named: Any) -> Any:
@@ -237,7 +237,7 @@ _EXAMPLES = 2  # samples with which a model is checked and timed
 def common_type(task: Task, precisions: Collection[str]) -> torch.dtype | None:
     """Return the 16-bit dtype in which parameters may be gathered, or None.
 
-    A dtype is returned only if all ranks compute in it, and no part of the model must stay in fp32.
+    All ranks must compute in this dtype, and no part of the model may have to stay in fp32.
     """
     first, *others = set(precisions)
     return None if others or task.fp32 else AUTOCAST[first]

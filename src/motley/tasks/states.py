@@ -118,7 +118,7 @@ class Made:
         """Return synthetic fields with values of about -2 to 2, [hours, count, lat, lon].
 
         Each field is a sum of waves. A wave is the product of a profile in latitude and a wave in
-        longitude. No random numbers are involved, because another version of numpy may draw others.
+        longitude. No random numbers are used, because versions of numpy may draw different ones.
         """
         field, wave = np.ogrid[first : first + count, 0:_WAVES]
         dice = ((field * _WAVES + wave + 1) * _GOLDEN) % 1.0  # [count, waves]
@@ -388,9 +388,9 @@ class Files:
             )
 
     def _points(self) -> tuple[Array, Array]:
-        """Return latitudes from north to south, and ascending longitudes from 0.
+        """Return the latitudes from north to south, and the longitudes from 0 in ascending order.
 
-        The order in the files does not matter.
+        The files may have another order.
 
         Raises:
             MotleyError: a longitude occurs twice.
@@ -407,9 +407,9 @@ class Files:
         return self._lat[rows].astype(np.float32), lon.astype(np.float32)
 
     def _levels(self, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the wanted pressure levels, or all common ones, ascending, in hPa.
+        """Return pressure levels in hPa, in ascending order.
 
-        A common level is one that every variable has in every file.
+        The result has the wanted levels, or the levels that every variable has in every file.
 
         Raises:
             MotleyError: a variable lacks a wanted level in a file.
@@ -448,7 +448,7 @@ class Files:
             levels: pressure levels in hPa; ignored for a variable without levels.
 
         Raises:
-            MotleyError: the variable has a further dimension.
+            MotleyError: the variable has a dimension besides time, level, latitude and longitude.
         """
         array = file[variable.name]
         time, level, *place = (

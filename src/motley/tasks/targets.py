@@ -269,7 +269,7 @@ class LabelsTarget(Target):
         return {name: means[name] for name in ("accuracy", "exact", "loss")}
 
     def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
-        """See Target: mean average precision over labels that an image has, and ``measures``."""
+        """See Target: ``measures``, and mean average precision over labels with positives."""
         from sklearn.metrics import average_precision_score  # type: ignore[import-untyped]
 
         known = targets.sum(dim=0) > 0

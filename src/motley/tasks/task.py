@@ -179,7 +179,7 @@ class Task:
 
     @property
     def has_weights(self) -> bool:
-        """True if samples may differ in weight. Their weights are known after they are read."""
+        """True if samples may differ in weight. A weight is known when its sample has been read."""
         return type(self).weights is not Task.weights
 
     def balanced_classes(self) -> Sequence[int] | None:
@@ -275,7 +275,7 @@ class Task:
         raise NotImplementedError
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
-        """Return predictions as the columns of a table, by name, one row for each sample."""
+        """Return predictions as the columns of a table by name, with one row per sample."""
         return {
             name: values if isinstance(values, list) else values.tolist()
             for name, values in self.scores(net, batch).items()
@@ -324,11 +324,11 @@ class Task:
 
     @property
     def begins_with_weights(self) -> bool:
-        """True if a subclass has :meth:`pretrained_weights`, which may still return None."""
+        """True if a subclass overrides :meth:`pretrained_weights`, which may still return None."""
         return type(self).pretrained_weights is not Task.pretrained_weights
 
     def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
-        """Return weights of another program, converted to the names and shapes of ``net``."""
+        """Convert weights of another program to the names and shapes of ``net``."""
         return tensors
 
     def save(self, net: "nn.Module", folder: Path) -> None:
@@ -374,7 +374,7 @@ def acts_after_evaluation(task: Task) -> bool:
 def name_action(task: Task) -> str:
     """Return the name of the method or option by which a task uses the model during training.
 
-    The name is empty if the task does not do so.
+    The name is empty if the task does not use the model during training.
     """
     if task.acts_every is not None:
         return task.acts_option or f"during_training() of {type(task).__name__}"

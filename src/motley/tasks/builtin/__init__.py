@@ -52,7 +52,7 @@ def get_identity(config: Config) -> dict[str, Any]:
 
 
 def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
-    """Raise MotleyError if the task's classes have other names than those of a checkpoint.
+    """Raise MotleyError if the names of the task's classes differ from those of a checkpoint.
 
     Args:
         task: the task of this run.
@@ -152,7 +152,7 @@ def _only_task(name: str, module: ModuleType) -> type[Task]:
 
 
 def _check_complete(name: str, kind: type[Task]) -> type[Task]:
-    """Return a task's class, made a dataclass if it is none.
+    """Return a task's class as a dataclass.
 
     Raises:
         MotleyError: the class lacks a method that every task needs, or has an ``__init__``.
