@@ -1,7 +1,7 @@
 """The best evaluation of a run, and the end of a run that no longer improves.
 
-Rank 0 compares the evaluations, and all ranks act on its comparison. Unlike hosts may round a
-metric in different ways, so each rank's own comparison could differ.
+Rank 0 compares the evaluations, and all ranks act on this comparison. Different hosts may round a
+metric differently, so that their own comparisons could differ.
 """
 
 import math
@@ -119,7 +119,7 @@ class BestEvaluation:
         evaluations: Iterable[Mapping[str, Any]],
         saved_steps: Sequence[int],
     ) -> "BestEvaluation":
-        """Return the best of recorded evaluations; all ranks call this method.
+        """Find the best of all recorded evaluations; all ranks call this method.
 
         Args:
             metric: see the class.
@@ -143,7 +143,8 @@ class BestEvaluation:
         """Add an evaluation; all ranks call this method.
 
         Returns:
-            True if the evaluation is better than those whose checkpoints are in the run's folder.
+            True if the evaluation is better than all evaluations whose checkpoints are in the run's
+            folder.
 
         Raises:
             MotleyError: the evaluation does not have the metric.
@@ -160,7 +161,7 @@ class BestEvaluation:
 
     @property
     def is_to_be_saved(self) -> bool:
-        """True if the last evaluation is better than those whose checkpoints are in the folder."""
+        """True if the last evaluation is better than all that have checkpoints in the folder."""
         return self._is_better(self._last[0], self.saved)
 
     def mark_saved(self) -> None:

@@ -1,8 +1,8 @@
 """The archive of compiled code, for later runs and for nodes whose disk lacks it.
 
-The archive has the content of Motley's cache folder: TorchInductor's, Triton's, DeepSpeed's
-extensions, MIOpen's. (torch.compiler.save_cache_artifacts returns the files that TorchInductor made
-in one process, without the libraries that it makes for a CPU.) A folder holds
+The archive has the content of Motley's cache folder: the files of TorchInductor, Triton and MIOpen,
+and DeepSpeed's extensions. (torch.compiler.save_cache_artifacts returns only the files that
+TorchInductor made in one process, without libraries for a CPU.) A folder holds
 
     <kind>.json            {"archive": "<kind>-<hash>.tar.gz", "sha256": "...", "files": {
                             "triton/XW3.../kernel.cubin": 5120, ...}}
@@ -280,7 +280,7 @@ class CompileArchive:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _index(self, place: int) -> Index:
-        """Return the index of the saved archive; an empty one if there is no archive."""
+        """Return the index of the saved archive, or an empty index if there is no archive."""
         try:
             with open_own(place, f"{self._kind}.json") as file:
                 index = Index(**json.load(file))

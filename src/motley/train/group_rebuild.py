@@ -20,7 +20,7 @@ class GroupRebuild:
         world: the launched ranks.
 
     Attributes:
-        world: the surviving ranks, which include those that were left out of training.
+        world: all ranks except lost ranks. Ranks that were left out of training are included.
     """
 
     def __init__(self, world: World) -> None:

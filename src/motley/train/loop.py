@@ -235,7 +235,7 @@ class Loop:
         return late
 
     def _may_read_late(self) -> bool:
-        """Return True if nothing before the next step depends on the outcome of this one.
+        """Return True if nothing before the next step depends on the outcome of this step.
 
         All ranks return the same value.
         """
@@ -335,8 +335,8 @@ class Loop:
     def _save(self, asked: bool = False) -> bool:
         """Compare the state of all ranks, and save it if a checkpoint is due.
 
-        A checkpoint is due by its interval, or when a user has asked for one. The state is also
-        compared at the end of the run.
+        A checkpoint is due by its interval, or if ``asked`` is True. The state is also compared at
+        the end of the run.
 
         Returns:
             False if all ranks have returned to an earlier checkpoint.
@@ -434,7 +434,7 @@ class Loop:
     def _restore_best(self) -> BestEvaluation | None:
         """Return the best recorded evaluation, and link its checkpoint; all ranks call it.
 
-        The result is None if no option needs it.
+        The result is None if no option needs the best evaluation.
         """
         job = self._job
         if job.metric is None:

@@ -65,7 +65,7 @@ class StepProfiler:
         config: the options.
         group: process group of the ranks that train.
         folder: folder of the run.
-        machines: machine of each rank, by number.
+        machines: number of each rank's machine.
         recorder: the recorder of the run.
         say: function that reports the phase of this rank to the other ranks.
     """

@@ -242,7 +242,7 @@ class JobRebuild(GroupRebuild):
     """The steps by which the survivors of a lost rank continue a job of ``motley train``.
 
     Attributes:
-        config: options of the survivors. Options with one value per rank have only their values.
+        config: options of the run. An option with one value per rank has the survivors' values.
     """
 
     def __init__(self, world: World, config: Config) -> None:

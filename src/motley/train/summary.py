@@ -128,7 +128,7 @@ def _measured_earlier(planned: Planned) -> float | None:
 
 
 def _of_two_makers(group: ProcessGroup, predicted: Forecast | None) -> str:
-    """Return a sentence on gradients that pass through the CPU, as GPUs of two makers need."""
+    """Return a sentence for GPUs of two makers, which send gradients through the CPU."""
     costs = ""
     if predicted:
         costs = (
