@@ -211,7 +211,7 @@ def find_script(words: Sequence[str]) -> list[str]:
     if not name or name.startswith("-"):
         stop = importlib.import_module("motley.launch.process").stop_usage
         stop(f"the script is missing{name and f' before {name}'}; name it, as in: {_RUN_EXAMPLE}")
-    if not Path(name).is_file():  # on this host; each host checks its own disk
+    if not Path(name).is_file():  # each host checks its own disk
         print(
             f"motley: there is no script {name} on {os.uname().nodename}; name one that all hosts "
             f"have, as in: {_RUN_EXAMPLE}",

@@ -41,7 +41,7 @@ def main() -> int:
                 f"{result}; choose {', '.join(SHELLS)}, as in: motley completion bash"
             )
         shtab = import_extra("shtab", "motley completion", where="")
-        cli = importlib.import_module("motley.cli")  # by name, since motley.cli imports this module
+        cli = importlib.import_module("motley.cli")  # not an import: motley.cli imports this module
         print(shtab.complete(make_parser(cli.COMMANDS, shtab), shell))
     except MotleyError as error:
         print(f"motley: {error}", file=sys.stderr)

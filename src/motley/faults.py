@@ -38,9 +38,9 @@ class FaultKind(StrEnum):
     HANG = "hang"
     KILLED = "killed"
     LAUNCHER_LOST = "launcher lost"
-    STOPPED = "stopped"  # by its user, or by Slurm
+    STOPPED = "stopped"  # stopped by the user or by Slurm
     LEFT = "left"  # a host leaves, as requested
-    PAUSED = "paused"  # to continue with other hosts
+    PAUSED = "paused"  # ended, to continue with other hosts
     REFUSED = "refused"  # an error that the user can correct
     ERROR = "error"
 

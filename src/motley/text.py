@@ -12,7 +12,7 @@ from pathlib import Path
 from motley import ROOT, __version__
 
 RUN = "run"  # the command of motley that runs a user's script
-PINNED = f"motley-train=={__version__}"  # as pip takes it
+PINNED = f"motley-train=={__version__}"  # name and version for pip
 # For a GPU that is older than PyPI's build of torch, where no script of a clone chooses one.
 INSTALL_TORCH = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126"
 # A rank's command in a clone, or a script there. A path without a folder may be a user's own.
@@ -58,7 +58,7 @@ def typed_command(text: str) -> str:
 
 def _replace_door(match: re.Match[str]) -> str:
     doors, door = _read_doors(), match["door"]
-    if door is None:  # of entry_cn.sh
+    if door is None:  # a command of entry_cn.sh
         script = match["script"]
         return doors["torch_dist/train_vit.py"] if not script else doors.get(
             script, script if script == "motley" else f"motley {RUN} {script}"

@@ -267,7 +267,7 @@ class Run:
         if self._started is None:
             self._started, grouped = now, {}
             self._groups = world.from_first(self._read_groups)
-        else:  # after a lost rank: `ranks` and `plan` hold from now on
+        else:  # a rank was lost: `ranks` and `plan` are new from here on
             grouped = {"grouped": now}
         self._groups = add_group(self._groups, step, content["ranks"])
         if self._first:
@@ -366,7 +366,7 @@ class Run:
         if kind == "finished":
             self._result = content
         if kind == "unreadable":
-            if content["sample"] in self._unreadable:  # in an earlier epoch
+            if content["sample"] in self._unreadable:  # recorded in an earlier epoch
                 return
             self._unreadable.add(content["sample"])
         self.folder.event(kind, **content)

@@ -64,7 +64,7 @@ from motley.plan.plan import Plan
 from motley.records.json_files import fix_for
 
 _LOWEST = 19  # niceness
-PATIENCE_S = 30.0  # after which the checkpoint matters more than the processor time
+PATIENCE_S = 30.0  # limit of writing in idle time only
 
 
 class IdleThread:
@@ -73,7 +73,7 @@ class IdleThread:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint", self._begin)
         self._usual = ThreadPoolExecutor(1, "checkpoint_awaited")
-        self._until = 0.0  # until this time, by the monotonic clock, only idle time is used
+        self._until = 0.0  # until this monotonic time, only idle time is used
         self._ident: int | None = None
 
     def _begin(self) -> None:
@@ -114,7 +114,7 @@ _HALF_WRITTEN = re.compile(
 )  # process and thread that wrote it
 BEST = "best"  # the link to the best checkpoint
 PARTS = ("model", "optimizer", "ranks")
-MORE = ("ema", "ema_numbers")  # with --model-ema
+MORE = ("ema", "ema_numbers")  # further parts with --model-ema
 
 
 class Checkpoints:
@@ -470,7 +470,7 @@ def _save_parts(
     position: TrainState,
     config: dict[str, Any],
 ) -> None:
-    checkpoints.wait()  # on all ranks: rank 0 waits for each rank's previous part
+    checkpoints.wait()  # all ranks wait: rank 0 needs each rank's previous part
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received: list[Any] = [checkpoints.begin_parts(position.step) if rank == 0 else None]
     dist.broadcast_object_list(received, src=0, device=engine.device)

@@ -59,7 +59,7 @@ def write_tensors(
     each: dict[str, str] | None = None,
     run: Callable[[Iterator[None]], None] = at_once,
 ) -> dict[str, Any]:
-    """Write a new file that safetensors reads.
+    """Write tensors to a new file in the format of safetensors.
 
     Args:
         file: path of the file.
@@ -130,8 +130,8 @@ def sync(path: Path) -> None:
 
 _INDEX = re.compile(r"part_[0-9]{5}\.json")
 _FAILED = "failed_"  # a file of this name and a rank has the error of that rank
-_LOOK_S = 0.05  # between checks for the parts of other ranks
-_SILENT_S = 300.0  # in which no rank has written a byte
+_LOOK_S = 0.05  # seconds between checks for the parts of other ranks
+_SILENT_S = 300.0  # limit of the time without a written byte
 _MOST_HEADER = 1 << 28  # bytes
 
 

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 _ABORT = getattr(dist.distributed_c10d, "_abort_process_group")  # noqa: B009  # torch: experimental
 
-_NOTICE_S = 1.0  # in which gloo should notice that its connections have ended; usual: 0.06
+_NOTICE_S = 1.0  # limit for gloo to notice closed connections; usual: 0.06
 _GATES: dict[Future[None], Future[Any]] = {}  # collectives that threads wait for, by their gate
 _FORGOTTEN: list[Future[Any]] = []  # collectives that may never end
 

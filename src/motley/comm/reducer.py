@@ -21,7 +21,11 @@ from motley.comm.collectives import leave_group
 from motley.errors import MotleyError
 
 _T = TypeVar("_T", bound=Tensor)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # on the wire
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # dtypes in which gradients are sent
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean, typed_command
 
-_COLUMN = 27  # at which the help texts start
+_COLUMN = 27  # column at which help texts start
 
 
 class OneVoice(argparse.ArgumentParser):

@@ -330,7 +330,7 @@ def _find_rotation(image: Image.Image) -> Image.Transpose | None:
     """
     try:
         return _TURNS.get(int(image.getexif().get(ExifTags.Base.Orientation, 1)))
-    except Exception:  # of any type: damaged metadata does not make an image unreadable
+    except Exception:  # damaged metadata does not make an image unreadable
         return None
 
 

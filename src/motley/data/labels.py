@@ -234,7 +234,7 @@ class _Index:
         if not root.is_dir():
             raise MotleyError(f"--data-dir {root} is no folder; give that of the images")
         endings, self._root = image_endings(), root
-        self.paths = dict[str, str]()  # by the path below the folder, in composed form
+        self.paths = dict[str, str]()  # full path, by the composed path below the folder
         for here, folders, names in os.walk(root):
             folders[:] = sorted(each for each in folders if not is_foreign(each))
             for name in names:

@@ -506,7 +506,7 @@ def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]
 
 
 def samples_on(samples: Samples, config: Config, device: torch.device) -> Samples:
-    """Return the samples as a rank with this device reads them.
+    """Return the object that reads samples for a rank with this device.
 
     If a core is free for loader processes, they do all the work. If not, the GPU does a part of it,
     which takes 1 % of the GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single core that

@@ -174,7 +174,7 @@ def _shared(size: int) -> mmap.mmap | None:
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
-    """Place tensors one after another; return their places and their total size in bytes."""
+    """Give each tensor the next place in a slot; return the places and their total bytes."""
     places, end = list[Place](), 0
     for tensor in tensors:
         shape = tuple(tensor.shape)

@@ -332,7 +332,7 @@ def _read_reduced(path: Path, keep: Keep) -> _Image:
         image = load_image(str(path))
     except MemoryError:
         raise
-    except Exception as error:  # of any type, see motley.data.source.read
+    except Exception as error:  # errors have any type; see motley.data.source.read
         return _Image(b"", why=str(error) or type(error).__name__)
     size = shrunk(image.size, keep.longest)
     small = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)

@@ -124,7 +124,7 @@ def slices(order: Sequence[int], plan: Plan, rank: int) -> list[list[int]]:
     return cuts
 
 
-Tensors = dict[str, Tensor]  # by name; each has one row per sample
+Tensors = dict[str, Tensor]  # tensors by name; each has one row per sample
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Samples(Protocol):
         """Return the class of each training sample for a balanced order; None: do not balance."""
 
     def on(self, device: torch.device) -> "Samples":
-        """Return the samples as a rank with this device reads them."""
+        """Return an object that reads the same samples for a rank with this device."""
 
     def complete(self, batch: Tensors) -> Tensors:
         """Do the work on a batch that :meth:`collate` leaves to the device; return the batch."""
@@ -416,5 +416,5 @@ def check_length(samples: Samples, length: int, held_out: bool, part: str = "") 
 def first_sample(samples: Samples) -> Mapping[str, Any]:
     """Return the first training sample, before collation."""
     (result,) = Keyed(samples, training=True).__getitems__([Key(0, 0)])
-    assert result.content is not None  # in training another sample replaces an unreadable one
+    assert result.content is not None  # training replaces an unreadable sample
     return result.content

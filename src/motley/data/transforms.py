@@ -112,7 +112,7 @@ class Look:
     def for_evaluation(self, images: Images) -> Transform:
         """Return the transform of a held-out image: timm's own, bit by bit.
 
-        Small images of a known size only become tensors.
+        Small images of a known size are only converted to tensors.
         """
         if images.native_size is not None and images.native_size <= self.size:
             return v2.ToImage()  # type: ignore[no-any-return]

@@ -71,7 +71,7 @@ def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Return a whole tensor on the CPU. For a sharded tensor all ranks must call it."""
+    """Copy a tensor to the CPU. A sharded tensor is gathered first, and all ranks must call it."""
     return _gather_tensor(value).cpu()
 
 

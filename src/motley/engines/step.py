@@ -104,7 +104,7 @@ def clip_values(parameters: Sequence[Tensor], most: float) -> None:
         as_real(grad).clamp_(-most, most)
 
 
-_LEAST_NORM = 1e-3  # of a unit's weights, as in timm
+_LEAST_NORM = 1e-3  # least norm of a unit's weights, as in timm
 _LEAST_GRADIENT = 1e-6
 
 

@@ -42,7 +42,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.on_phase: Callable[[Phase], None] = lambda phase: None
-        self._host_s: deque[float] = deque(maxlen=_REMEMBERED)  # of the last steps
+        self._host_s: deque[float] = deque(maxlen=_REMEMBERED)  # Python's time in the last steps
         self.restart()
 
     def restart(self) -> None:

@@ -76,7 +76,7 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
                 for slots in optimizer.state.values():
                     if isinstance(slots[slot], Tensor):
                         slots[slot].copy_(value)
-                    else:  # from an older checkpoint
+                    else:  # a number here, and a tensor in an older checkpoint
                         slots[slot] = value.item()
             elif _is_cut(parameter):
                 utils.safe_set_local_optimizer_state(parameter, _own_part(value, parameter), slot)

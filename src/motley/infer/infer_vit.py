@@ -289,7 +289,7 @@ class Shards:
 
 _WORKER = "MOTLEY_INFER_WORKER"
 _WAIT_S = 0.3
-_START_S = 30.0  # in which all ranks of a launch have started, or will not start
+_START_S = 30.0  # limit for all ranks of a launch to start
 
 
 def main() -> int:

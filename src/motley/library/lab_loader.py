@@ -22,7 +22,7 @@ from motley.library.rank_loop import RankLoop
 from motley.library.sample_order import Batches, RandomState, is_consecutive, kept_random_state
 from motley.library.yielded_rows import YieldedRows
 
-MOST_ROWS = 2**27  # in the order of an epoch, which takes 8 bytes a row
+MOST_ROWS = 2**27  # most rows in an epoch, whose order takes 8 bytes per row
 Key = tuple[Any, int]  # index of a row, and the seed of its random numbers
 
 
@@ -42,13 +42,13 @@ class SeededRows(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also while the object is being unpickled
             raise AttributeError(name)
-        return getattr(self._rows, name)  # for a user's worker_init_fn
+        return getattr(self._rows, name)  # a user's worker_init_fn may read attributes
 
     def __getitem__(self, key: Key) -> Any:
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
-        if isinstance(self._rows, MadeBatches):  # which seeds its own random numbers
+        if isinstance(self._rows, MadeBatches):  # MadeBatches seeds random numbers itself
             return [index for index, _ in keys]
         if torch.utils.data.get_worker_info() is not None:
             return [self._read(*key) for key in keys]

@@ -27,7 +27,7 @@ from motley.library.sample_order import RandomState
 from motley.plan.length import TrainState
 from motley.train.rescue import beside_training
 
-SAVE_EVERY = "MOTLEY_SAVE_EVERY"  # in the environment: time between checkpoints, as 10m
+SAVE_EVERY = "MOTLEY_SAVE_EVERY"  # variable with the time between checkpoints, as 10m
 _KEEP = 2  # checkpoints that stay on the disk
 _LOOP = "loop"  # entry of progress.json
 
@@ -154,7 +154,9 @@ class LoopSaver:
         self._saved, self._every_s = time.monotonic(), read_interval(os.environ.get(SAVE_EVERY))
         self._best: float | None = None
         self._run_path: Path | None = None  # folder of a continued run, alone
-        self._random: tuple[RandomState, list[Tensor]] | None = None  # to restore, alone
+        self._random: tuple[RandomState, list[Tensor]] | None = (
+            None  # state to restore in a process that is alone
+        )
         if loop is not None:
             loop.pause, loop.after_step = self._pause, self._save_if_asked
             loop.rescue, loop.gate.wants_save = self._rescue, self._is_save_due

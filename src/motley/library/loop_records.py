@@ -74,7 +74,7 @@ class LoopRecords:
         self._run: Run | None = None
         self._open = ExitStack()
         self._recorder: Recorder | None = None
-        self._content: dict[str, Any] = {}  # of run.json
+        self._content: dict[str, Any] = {}  # content of run.json
         self._steps = 0
         self._wire_s: deque[float] = deque(maxlen=8)  # seconds on the wire in the last steps
         self.full_batch = 0

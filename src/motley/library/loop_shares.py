@@ -215,8 +215,8 @@ class ShareFollower:
         self._devices, self._micro_batch, self._group = list(devices), micro_batch, group
         self.tables = tuple(tables)
         self._seen = 0
-        self._times: list[list[RankTime]] = []  # of each measured step, by rank
-        self._points: list[list[RankTime]] = []  # by rank: the median of each measurement
+        self._times: list[list[RankTime]] = []  # times of each measured step, by rank
+        self._points: list[list[RankTime]] = []  # medians of each measurement, by rank
         self._monitor = ReplanMonitor(self.tables, devices) if tables else None
         self._quiet_until = 0  # step until which old shares are in use
 

@@ -20,7 +20,7 @@ from motley.library.sample_order import RandomState
 
 Keep = Callable[[Tensor], Tensor]
 _PLAIN = (bool, int, float, str)
-_FACTORS = ("MulBackward0", "DivBackward0")  # by which a script scales its loss
+_FACTORS = ("MulBackward0", "DivBackward0")  # autograd nodes of a loss that a script has scaled
 
 
 class LoopState:
@@ -203,7 +203,7 @@ class LoopPosition:
         self.generators: list[torch.Tensor] = []
         self._first_node = 0  # number of the first node of a graph of the present rows
         self._unused = 0  # pieces that were read since the last loss
-        self._losses = 0  # of the present piece
+        self._losses = 0  # number of losses of the present piece
         self._ahead = 0  # pieces that were read before the first loss of the present piece
         self._times_ahead = 0  # number of times that a loss followed several pieces
 

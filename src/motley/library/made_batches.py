@@ -36,7 +36,7 @@ class MadeBatches(Dataset[int]):
     def __init__(
         self, make: Callable[[int], Any], count: int, seed: int, device: torch.device
     ) -> None:
-        if device.type == "cuda" and device.index is None:  # of a process that is alone
+        if device.type == "cuda" and device.index is None:  # the process is alone
             device = torch.device("cuda", torch.cuda.current_device())
         self._make, self._count, self._seed, self._device = make, count, seed, device
         self._last: tuple[int, Any] = (-1, None)  # number and content of the batch made last
@@ -63,7 +63,9 @@ class MadeBatches(Dataset[int]):
         if size != usual:
             self._refuse(number, size)
         rows = [index - number * self.rows for index in indices]
-        if rows != list(range(rows[0], rows[0] + len(rows))):  # in groups; see data.source.slices
+        if rows != list(
+            range(rows[0], rows[0] + len(rows))
+        ):  # groups interleave rows; see data.source.slices
             return _cut(batch, rows)
         return batch if len(rows) == size else _cut(batch, slice(rows[0], rows[0] + len(rows)))
 

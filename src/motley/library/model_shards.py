@@ -107,13 +107,13 @@ class ModelShards:
         self._models: dict[nn.Module, BlockCalls] = {}
         self._sums: dict[Optimizer, ShardedSum] = {}
         self._replaced: dict[Tensor, Tensor] = {}  # the user's parameter: its DTensor
-        self._used: set[Tensor] = set()  # in the present step; see ShardedSum
+        self._used: set[Tensor] = set()  # DTensors with a gradient; see ShardedSum
         self._watched: set[Tensor] = set()
         self._is_empty = False  # True if the present piece has no rows
         self._silence = contextlib.ExitStack()
-        self._start: Any = None  # of the block that computes now
-        self._spans: list[tuple[Any, Any]] = []  # of blocks, in the present step
-        self._last: list[tuple[Any, Any]] = []  # in the step before
+        self._start: Any = None  # start time of the block that computes now
+        self._spans: list[tuple[Any, Any]] = []  # start and end of each block in this step
+        self._last: list[tuple[Any, Any]] = []  # start and end of each block in the previous step
 
     # -- models and optimizers
 

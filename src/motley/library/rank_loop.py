@@ -38,8 +38,8 @@ from motley.plan.wire import Addition
 from motley.tasks.model import AUTOCAST
 
 T = TypeVar("T")
-_BLOCKED_S = 8.0  # in which a rank comes to its next collective
-_LOOK_S = 0.02  # between checks
+_BLOCKED_S = 8.0  # longest time until a rank reaches its next collective
+_LOOK_S = 0.02  # seconds between two checks
 
 
 class RankLoop:
@@ -138,7 +138,7 @@ class RankLoop:
         self._can_continue = self.shards is None  # False if a lost rank ends the job
         self._continues = False  # True once this rank can continue without another
         self._count = 0  # collectives that this rank has finished
-        self._outcome: Any = None  # of the last one
+        self._outcome: Any = None  # result of the last collective
         self.is_evaluating = False
         self.changed = False  # True if the group has changed since the loader was last asked
         self.pause: Callable[[], str] = lambda: ""

@@ -19,7 +19,7 @@ from motley.measure.process_group import ProcessGroup, join_process_group, leave
 from motley.plan.precision import read_precisions
 from motley.train.group_rebuild import GroupRebuild
 
-_LEAVE_S = 3.0  # between this rank's end and that of the others, which usually end together
+_LEAVE_S = 3.0  # seconds that this rank waits for the other ranks' end
 
 
 class Session:
@@ -50,7 +50,7 @@ class Session:
         self._usual_hook = sys.excepthook
         self.catch_errors()
         launched.supervisor.set_status(Phase.BUILD, None)
-        self.rebuild = GroupRebuild(launched)  # which knows the connections from before the group
+        self.rebuild = GroupRebuild(launched)  # it records the connections from before the group
         group = join_process_group(launched, read_precisions(precision))
         atexit.register(self._end)
         self.join_group(group)
@@ -58,7 +58,7 @@ class Session:
             for line in group.describe_left_out():
                 print(f"motley: {line}", file=sys.stderr, flush=True)
             self.finish = self._finish_left_out
-            sys.exit(0)  # which waits for the others
+            sys.exit(0)  # _end() then waits for the other ranks
 
     def join_group(self, group: ProcessGroup) -> None:
         """Set the present process group, which may leave this rank out."""
@@ -91,7 +91,7 @@ class Session:
     ) -> None:
         """End all ranks because of an error that the script has not caught."""
         self._failed = True
-        sys.excepthook = self._usual_hook  # which words the fault
+        sys.excepthook = self._usual_hook  # the usual hook prints the fault
         self.world.supervisor.fail(error)
 
     def _end(self) -> None:

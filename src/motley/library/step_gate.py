@@ -170,18 +170,18 @@ class StepGate:
         self._versions: list[tuple[Tensor, int]] = []  # gradients after the last backward pass
         self._known: set[int] = set()  # ids of the gradients after backward passes of the step
         self._parts: list[Tensor] = []  # this rank's parts of gradients, then
-        self._norm = 0.0  # of these parts, then
+        self._norm = 0.0  # norm of these parts at that time
         self._totals: tuple[float, ...] = ()  # weights of the last step, over all ranks
         self._summing: OptimizerSum | None = None  # the one whose sum was asked for last
-        self._usual_order: list[OptimizerSum] = []  # of the sums in the last step
-        self._order: list[OptimizerSum] = []  # in the present one
+        self._usual_order: list[OptimizerSum] = []  # order of the sums in the last step
+        self._order: list[OptimizerSum] = []  # order of the sums in the present step
         self._can_step = False  # True from the end of that sum until its optimizer steps
         self._stepped_in = -1  # step in which an optimizer has stepped last
         self._start_step()
 
     def _start_step(self) -> None:
         self._calls: list[_Call] = []
-        self._first_call = self._call = 0  # of the present global batch, and of the present piece
+        self._first_call = self._call = 0  # number of backward calls before the batch, and so far
         self._loss: Tensor | float = 0.0
         self._known = set()
         self._rows, self._batches, self._rate = 0, 0, 0.0
@@ -326,7 +326,7 @@ class StepGate:
             if call.weight is not None:
                 call.weight += part
             self._loss = self._loss + loss.detach() * factor
-        if piece.rows or self._shards:  # with shards, the others need this rank's backward pass
+        if piece.rows or self._shards:  # with shards, the other ranks need this pass
             factor *= self.scale.value * (self._shards.loss_factor if self._shards else 1.0)
             with self.statistics.paused():
                 (loss if factor == 1.0 else loss * factor).backward(**options)  # type: ignore[no-untyped-call]

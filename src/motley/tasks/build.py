@@ -195,7 +195,7 @@ def _list_tensors(block: nn.Module) -> Iterator[int]:
 
 
 LARGE = 1_000_000_000  # parameters; the same on all hosts, whatever their memory
-_COUNTED = LARGE // 3  # after this many, all parameters are counted before more are drawn
+_COUNTED = LARGE // 3  # parameters drawn before all are counted
 
 
 class _Large(BaseException):

@@ -266,7 +266,7 @@ def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyE
     )
 
 
-_TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
+_TOLERANCE = 1e-3  # relative error of a loss; rounding is far below it
 
 
 def check_task(model: TaskModel) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Tokens = NDArray[np.unsignedinteger[Any]]
 
 KINDS = ("bytes", "characters")
-TOKENIZER = "tokenizer"  # that of a model's folder, or of --tokenizer
+TOKENIZER = "tokenizer"  # tokens of a model's tokenizer, or of --tokenizer
 _END = "\0"  # end of a document, where tokens are bytes or characters
 _WIDER = (0x80, 0x800, 0x10000)  # first characters of 2, 3 and 4 bytes in UTF-8
 _ANSWERS = "assistant"  # role of the messages that are learnt
@@ -341,7 +341,7 @@ class TokenizerCodec(Codec):
         for each in samples:
             count += np.bincount(each.tokens, minlength=known)
             total += np.bincount(each.tokens, weights=each.widths, minlength=known)
-        usual = float(total.sum()) / max(1.0, float(count.sum()))  # for tokens that are not there
+        usual = float(total.sum()) / max(1.0, float(count.sum()))  # for tokens that do not occur
         return np.where(count > 0, total / np.maximum(count, 1), usual)
 
 

@@ -279,7 +279,7 @@ class _AsOnCpu(TorchFunctionMode):
             return False
         result = None
         if func in _READERS and args[0].is_meta:
-            with _disable_current_modes():  # so that none of these operations is recorded
+            with _disable_current_modes():  # these operations must not be recorded
                 value = self._recording.value(args[0])
             result = func(value, *args[1:], **(kwargs or {}))
         else:

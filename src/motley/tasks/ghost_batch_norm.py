@@ -32,7 +32,7 @@ from motley.data.source import Tensors
 from motley.errors import MotleyError
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, timm.layers.BatchNormAct2d)
-_CLOSED = -1  # in place of a count of calls: no training pass is running
+_CLOSED = -1  # value of `calls` outside of a training pass
 _KNOWN = 64  # lists of numbers that are cached on a device
 _UNLIKE = 0.1  # share of two samples' distance; equal samples are closer in any precision
 

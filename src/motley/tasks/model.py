@@ -174,7 +174,7 @@ def _of_tensors(compute: Compute, plain: Compute) -> Compute:
 
 
 Gathered = dict[str, Any]  # tensors with a row for each sample, or lists of values, by name
-GatheredRows = tuple[tuple[int, ...], Gathered]  # of the samples with these indices
+GatheredRows = tuple[tuple[int, ...], Gathered]  # indices of samples, with their rows
 
 
 def select_gathered(task: Task, scores: Mapping[str, Any], count: int) -> Gathered:
@@ -323,7 +323,7 @@ class TaskModel(nn.Module):
         convolutions = sum(isinstance(part, nn.Conv2d) for part in net.modules())
         self._convolves = convolutions > 1 and device.type == "cuda" and self._autocast is not None
         kinds = {each.dtype for each in net.parameters()}
-        wide = kinds <= {torch.float64, torch.complex128}  # as in tests that check gradients
+        wide = kinds <= {torch.float64, torch.complex128}  # tests that check gradients use fp64
         self._dtype = torch.float64 if wide else torch.float32
         example, self.samples = first_batch(task, _EXAMPLES)
         self.example = example.to(device)

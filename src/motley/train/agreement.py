@@ -364,7 +364,7 @@ def check_numbers(
         error = explain_overflow(job, plan, state, result)
         if dist.get_rank() == (*result.unsound, 0)[0]:
             raise error
-        dist.barrier()  # that rank raises the error, which ends the job
+        dist.barrier()  # another rank raises the error, which ends the job
 
 
 def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> MotleyError:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # these load torch, which the process that packs does not nee
     from motley.launch.world import World
     from motley.measure.process_group import ProcessGroup
 
-MOST_BYTES = 512 << 20  # of files in an archive; newest first
+MOST_BYTES = 512 << 20  # largest total size of an archive's files; newest first
 _WHOLE_S = 2.0  # a file that was written to within this time may be incomplete
 # Folders of temporary files. dynamo has guesses of sizes, by name.
 _OF_A_MOMENT = ("locks", "precompiled_headers", "dynamo")
@@ -369,11 +369,11 @@ if __name__ == "__main__":
     main(*sys.argv[1:])
 
 
-FOLDER = ".compiled"  # in the folder of all runs
+FOLDER = ".compiled"  # name of a folder in the folder of all runs
 _FIRST_STEPS = 8
 _LOOK_S = 1.0
 _SAVE_LIMIT_S = 600.0
-_LAST_S = 30.0  # that the last save may take; an archive is complete or missing
+_LAST_S = 30.0  # limit of the last save; an archive is complete or missing
 
 
 class CompileKeeper:
@@ -410,7 +410,7 @@ class CompileKeeper:
             )
         troubles = [trouble for _, _, trouble in received if trouble]
         self._notes += troubles
-        self._failed = bool(troubles)  # mostly a fault of the folder, which the notes report
+        self._failed = bool(troubles)  # mostly a fault of the folder; the notes report it
 
     def take_notes(self) -> list[str]:
         """Return the notes on the unpacked code, equal on all ranks, and clear them."""

@@ -142,7 +142,7 @@ class Loop:
         self._save_timer = ClockTimer(job.config.save_every, state.step)
         self._evaluation_timer = ClockTimer(job.config.eval_every, state.step)
         self._action_timer = ClockTimer(job.model.task.acts_every, state.step)
-        self._evaluation_due = False  # after the last step
+        self._evaluation_due = False  # True if the last step makes an evaluation due
         self._saved_at: int | None = None  # step of the last checkpoint of this loop
         self.best = self._restore_best()
         self._plan = job.plan  # plan of a full batch; the last batch of an epoch may be smaller
@@ -262,7 +262,7 @@ class Loop:
         self._unread = None
         job, before, batch = self._job, unread.before, unread.batch
         result = unread.launched.read()
-        self._world.supervisor.check_group()  # in a broken group the outcome may be anything
+        self._world.supervisor.check_group()  # the outcome in a broken group is undefined
         if result.oom_ranks:
             if result.retry:
                 self._state = before

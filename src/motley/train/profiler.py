@@ -86,7 +86,7 @@ class StepProfiler:
         self._ready: deque[tuple[float, ...]] = deque(maxlen=_JUDGED_BY)
         self._chosen: list[int] = []  # numbers in the group, while they are profiled
         self._disturbed = False  # True if profiling has slowed the previous step
-        self._running: profile | None = None  # on this rank
+        self._running: profile | None = None  # None if this rank does not profile now
         self._step, self._phase = ExitStack(), ExitStack()  # spans that are open
         self._clock, self._base_ns = TraceClock(0.0, 0.0), 0
 
@@ -172,7 +172,7 @@ class StepProfiler:
         """Write the traces, and report where they are; all ranks call it."""
         if not self._chosen or self._steps is None:
             return
-        first, last = self._steps.first + 1, self._steps.end  # as people count, from 1
+        first, last = self._steps.first + 1, self._steps.end  # users count steps from 1
         chosen = [self._ranks[rank] for rank in self._chosen]
         self._steps, self._chosen = None, []
         if self._running is not None:

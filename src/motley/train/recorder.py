@@ -225,7 +225,7 @@ def on_terminal(number: int = 1) -> bool:
     return output.startswith(("/dev/pts/", "/dev/tty"))
 
 
-_LAST_WORDS_S = 2.0  # that a line being written may still take when the job has to end
+_LAST_WORDS_S = 2.0  # limit for a pending write when the job has to end
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class Recorder:
         self._pending: _Taken | None = None
         self._due: tuple[_Taken, tuple[float, ...]] | None = None
         run.trains_since = run.trains_since or time.monotonic()
-        self._scale: float | None = None  # of the last step
+        self._scale: float | None = None  # loss scale of the last step
         self._compiles = compiles
         self._first_steps = first_steps or FirstSteps()
         self._local = False  # True if ranks take some steps alone between two all-reduces

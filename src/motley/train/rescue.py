@@ -38,8 +38,8 @@ from motley.plan.speeds import SpeedTable
 from motley.train.group_rebuild import GroupRebuild
 from motley.train.setup import Job, StartedJob
 
-_WAIT_S = 3.0  # for the training thread to finish the update that it has started
-_LOOK_S = 0.02  # between checks; longer than a GPU's update runs before the host notices it
+_WAIT_S = 3.0  # limit for the training thread to finish its update
+_LOOK_S = 0.02  # seconds between checks; a GPU's update is visible sooner
 
 
 class Rescue:
@@ -248,8 +248,8 @@ class JobRebuild(GroupRebuild):
     def __init__(self, world: World, config: Config) -> None:
         super().__init__(world)
         self.config = config
-        self._speeds: tuple[SpeedTable, ...] = ()  # of the group's ranks
-        self._places: list[int] = []  # of the group's ranks, in the plan that is kept
+        self._speeds: tuple[SpeedTable, ...] = ()  # speed of each rank of the group
+        self._places: list[int] = []  # place in the kept plan, for each rank of the group
         self._rescue: Rescue | None = None
 
     def ready(

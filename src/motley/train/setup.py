@@ -412,7 +412,7 @@ def begin(
         state, notes = job.resume(run.resume_from)
         took_s = time.monotonic() - began
     check_profile(config, group.workers, job.length.last_step(state))
-    if writes and state != foreseen:  # that checkpoint was damaged
+    if writes and state != foreseen:  # the foreseen checkpoint was damaged
         budget = ready.budget(state, planned)
     new_notes: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
     new_notes += [("initial", note, {}) for note in initial]

@@ -84,8 +84,8 @@ def check_optimization(config: Config) -> None:
         )
 
 
-_NEARLY_S = 0.1  # in which a checkpoint may still be counted; an mpirun that stops leaves us 0.3 s
-_LAST_SAVE_S = 5.0  # that a checkpoint being written may still take when the job has to end
+_NEARLY_S = 0.1  # limit for a last checkpoint; a stopped mpirun leaves 0.3 s
+_LAST_SAVE_S = 5.0  # limit for a pending checkpoint when the job has to end
 
 
 def train(

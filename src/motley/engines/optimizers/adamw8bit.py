@@ -309,7 +309,7 @@ def _tables(signed: bool, device: str) -> _Tables:
     result.sort()
     between = torch.tensor([(one + other) / 2 for one, other in pairwise(result)] + [math.inf])
     cells = torch.arange(-_CELLS // 2, _CELLS // 2, dtype=torch.int32) << _REST
-    cells[: _CELLS // 2] |= (1 << _REST) - 1  # for a negative number, more bits mean a lower one
+    cells[: _CELLS // 2] |= (1 << _REST) - 1  # for negative numbers, larger bits mean lower values
     lowest = torch.bucketize(cells.view(torch.float32), between, right=True)
     lowest.clamp_(0 if signed else 1, len(result) - 1)
     return _Tables(

@@ -49,7 +49,7 @@ def _estimate_gathered(size: ModelSize, _: int, wire_bytes: int) -> float:
     return live + copies + WIDE * min(size.parameters, BUCKET)
 
 
-TRAITS = (  # by stage
+TRAITS = (  # traits of each stage
     _AFTER,
     replace(
         _AFTER, gathers_per_step=0.5, shards_optimizer=True,

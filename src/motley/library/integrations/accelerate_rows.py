@@ -23,7 +23,7 @@ from motley.registry import import_extra
 
 accelerate = import_extra("accelerate", "lab.accelerate()")
 _apply = accelerate.utils.recursively_apply
-_PROGRESS = "motley_progress.safetensors"  # in a folder of accelerator.save_state()
+_PROGRESS = "motley_progress.safetensors"  # name of a file that save_state() adds to its folder
 
 
 class AcceleratedLoader(FrameworkLoader):
@@ -177,7 +177,7 @@ class RowCollectives:
         try:
             if not use_gather_object:
                 return self.gather(data)
-        except TypeError:  # not of tensors alone, which is so on all ranks
+        except TypeError:  # the data has other objects than tensors, on all ranks
             pass
         rows = list(data) if self.piece is None else list(data)[: self.piece.rows]
         return [each for part in self.loop.gather_objects(rows) for each in part]

@@ -104,7 +104,7 @@ class FrameworkLoader(LabLoader):
     def _set_position(self, first: int) -> None:
         """Let the next pass start with the global batch of number ``first``."""
         position = self._position
-        if position.in_pass:  # which LabLoader refuses
+        if position.in_pass:  # LabLoader raises an error in this case
             return
         self.passes = self.iteration
         position.start_epoch(self.iteration)

@@ -21,7 +21,7 @@ from motley.library.lab import Lab
 from motley.library.loop_shares import Piece
 from motley.library.rank_loop import RankLoop
 
-_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}  # by name of the reduction
+_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}  # neutral value of each reduction
 
 
 class LightningLoader(FrameworkLoader):

@@ -41,7 +41,7 @@ class TrainerParts(_Base):  # type: ignore[misc]
         loss, logits, labels = super().prediction_step(*args, **options)
         if loss is not None and self.lab._loop is not None:
             total = self.lab.reduce(self._get_part(loss, self.accelerator.piece))
-            loss = total.expand(self.lab.size)  # of which transformers makes one entry per row
+            loss = total.expand(self.lab.size)  # transformers makes it one entry per row
         return loss, logits, labels
 
     # -- checkpoints
@@ -70,7 +70,7 @@ class TrainerParts(_Base):  # type: ignore[misc]
         if self.lab._loop is not None:
             best = self.lab._loop.gather_objects(
                 self.state.best_model_checkpoint
-            )  # after rank 0 has saved
+            )  # rank 0 has saved before it gathers
             self.state.best_model_checkpoint = best[0]
 
     def _load_best_model(self: Any) -> None:

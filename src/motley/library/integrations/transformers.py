@@ -34,9 +34,9 @@ from motley.library.sample_order import kept_random_state
 from motley.registry import import_extra
 
 transformers = import_extra("transformers", "motley's Trainer", "transformers[torch]")
-transformers.trainer.skip_first_batches = skip_first_batches  # which knows the lab's loaders
+transformers.trainer.skip_first_batches = skip_first_batches  # this one supports the lab's loaders
 _Trainer: Any = transformers.Trainer
-_TOLERANCE = 0.1  # of the ratio of two losses, which bf16 rounds
+_TOLERANCE = 0.1  # in the ratio of two losses, because bf16 rounds them
 
 
 class GlobalBatch(dict[str, Any]):
@@ -57,7 +57,7 @@ class MotleyTrainerMixin(TrainerParts):
     # True if the loss is a sum divided by the number of labels that the Trainer passes to the
     # model; False if the loss ignores this number, and is a mean over labels; None: not known yet.
     _divides: bool | None = None
-    _label_parts: Mapping[Piece, float] = {}  # of the labels of their global batch
+    _label_parts: Mapping[Piece, float] = {}  # each piece's fraction of its global batch's labels
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         self.lab = get_lab(type(self).__name__)
@@ -77,7 +77,9 @@ class MotleyTrainerMixin(TrainerParts):
 
     def _prepare_for_training(self: Any, max_steps: int, loader: Any, resumed: Any) -> Any:
         if self.lab._loop is not None:
-            loader = self.accelerator.prepare_data_loader(loader)  # of a method of the user's own
+            loader = self.accelerator.prepare_data_loader(
+                loader
+            )  # the user may have overridden the method that made it
             loader.train = loader.reads_ahead = True
         return super()._prepare_for_training(max_steps, loader, resumed)
 
@@ -197,7 +199,7 @@ class MotleyTrainerMixin(TrainerParts):
         self.accelerator.backward = scaled if reduction == "sum" else backward
         total = torch.zeros((), device=self.lab.device)
         for piece, rows in inputs.pieces:
-            self.lab._loop.gate.end_piece()  # of the piece before
+            self.lab._loop.gate.end_piece()  # ends the previous piece
             self.lab._loop.begin_piece(piece)
             total += self._get_part(super().training_step(model, rows, num_items_in_batch), piece)
         return total

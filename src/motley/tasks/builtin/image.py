@@ -546,7 +546,7 @@ class ImageTask(Task):
 
         changed = replace(self, eval_data=None, test_crops=test_crops or self.test_crops)
         changed.__dict__["images"] = with_files(self.images, files, folder)
-        changed.__dict__["look"] = self.look  # as in the run's own evaluations
+        changed.__dict__["look"] = self.look  # images are prepared as in the run's evaluations
         return changed
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:

@@ -38,7 +38,7 @@ class WeatherTask(Task):
 
     noun = "forecast"
     unit = "forecasts"
-    fp32 = ("encoder", "decoder")  # as in the original; 16 bits are too few for a pressure in Pa
+    fp32 = ("encoder", "decoder")  # 16 bits are too few for a pressure in Pa; Aurora does the same
     block_classes = ("Basic3DEncoderLayer", "Basic3DDecoderLayer")
 
     aurora: str = option(
