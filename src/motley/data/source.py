@@ -191,7 +191,7 @@ class Source(Protocol):
 
 
 class Samples(Protocol):
-    """The part of motley.tasks.task.Task that the loader needs."""
+    """The methods of motley.tasks.task.Task that the loader uses."""
 
     @property
     def needs_workers(self) -> bool:

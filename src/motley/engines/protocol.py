@@ -115,8 +115,8 @@ class Engine(Protocol):
     """The protocol between the training loop and an engine.
 
     Attributes:
-        loss_weight: factor on each loss that undoes the engine's own average over ranks. Further
-            factors are the loss scale and 1/N.
+        loss_weight: factor on each loss that undoes the engine's own average over ranks. The loss
+            scale and 1/N, for N samples in the global batch, are further factors.
         equal_micro_steps: True if every micro-batch communicates. All ranks then have the same
             number of micro-batches, and compute and communication are timed together.
         replicated: True if each rank holds all parameters. False: each rank holds a part, and a

@@ -335,7 +335,7 @@ def ranks() -> range:
 
 
 def print_now(text: str, rank: int) -> None:
-    """Print a message with this rank and its host on stderr, without buffering."""
+    """Print a message with the rank's number and host to stderr, without buffering."""
     print(f"motley: rank {rank} on {os.uname().nodename}: {text}", file=sys.stderr, flush=True)
 
 

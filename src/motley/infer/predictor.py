@@ -32,8 +32,8 @@ class Trained:
         weights: parameters and buffers by name, on the CPU.
         task: the task.
         sample_list: ``Task.sample_list`` of the training; empty if the checkpoint does not have it.
-        average: moving average of the parameters, by a parameter's first name; empty if the average
-            is not used.
+        average: moving average of the parameters by name; empty if the average is not used. A tied
+            parameter has one entry, under its first name.
         problems: error messages of newer checkpoints that are damaged.
         net: the network with its weights; None: :meth:`build` makes the network.
     """

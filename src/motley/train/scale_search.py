@@ -1,4 +1,4 @@
-"""The loss scale before step 1, and the cause of an overflow.
+"""The search for the loss scale before step 1, and for the cause of an overflow.
 
 The loss scale is the largest scale that does not overflow, less a margin. If gradients overflow
 later and a lower scale does not help, the run ends with an error that names the layer and the

@@ -82,7 +82,7 @@ def _open(place: Path, img_size: int) -> "Images":
 
 
 def _file(place: Path) -> Path:
-    """Return the path of a packed file, given the file or a folder that contains only one.
+    """Return the path of a packed file, given this path or a folder with one packed file.
 
     Raises:
         MotleyError: the folder has no packed file, or several.
