@@ -1,4 +1,4 @@
-"""The life of a run: folder, lock, events and end, and the checkpoint from which it continues."""
+"""A run on the disk: its folder, lock, events and end, and the checkpoint to continue from."""
 
 import contextlib
 import dataclasses
@@ -31,10 +31,10 @@ def find_run(config: Config, explains: bool = True) -> tuple[Path, list[Path]]:
 
     Args:
         config: the options.
-        explains: print a sentence on each run of another task that is passed over.
+        explains: True: print a sentence for each skipped run that has another task.
 
     Raises:
-        MotleyError: the folder exists already, cannot be read, or has no checkpoint to resume.
+        MotleyError: the folder exists already, cannot be read, or has no checkpoint to resume from.
     """
     try:
         path, result = _find_run(config, Path(config.logs), explains)
@@ -90,14 +90,14 @@ def explain_new_run(config: Config) -> str:
 
 
 def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[Path]] | None:
-    """Return the latest started unfinished run of this task, and its checkpoints; None without one.
+    """Return the unfinished run of this task that started last, and its checkpoints.
 
-    A run that is in use is refused later, when its lock is taken.
+    None: there is no such run. If another job uses the run, taking its lock fails later.
 
     Args:
         logs: folder of all runs.
         task: the task.
-        explains: print a sentence on each run of another task.
+        explains: True: print a sentence for each skipped run that has another task.
     """
     stopped: list[tuple[float, Path, str]] = []
     for run in find_runs([logs]) if logs.exists() else []:
@@ -128,7 +128,7 @@ def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[P
 
 
 def get_run(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that made a checkpoint; None for a copy elsewhere."""
+    """Return the folder of the run that wrote a checkpoint; None for a copy in another place."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
@@ -143,7 +143,7 @@ def _names(path: Path) -> Iterator[Path]:
 
 
 def new_folder(path: Path) -> Path:
-    """Create and return a new folder of this name, or of this name with a number after it."""
+    """Create and return a new folder. If the name exists, a number is appended to it."""
     for each in _names(path):
         try:
             each.mkdir(parents=True)
@@ -171,13 +171,12 @@ class Run:
 
     Attributes:
         folder: folder of the run's records.
-        resume_from: checkpoints to continue from, the preferred one first; empty for a
-            fresh start. Paths on rank 0's machine.
-        unnamed: True if the folder's name was chosen automatically. If the folder exists by the
-            start, another name is chosen.
-        samples: number of samples that this job has trained on, those before a lost rank included.
-        trains_since: time from which this job could take its first step, by the monotonic clock;
-            0.0 before that.
+        resume_from: checkpoints to continue from, as paths on rank 0's host, the preferred one
+            first; empty for a new run.
+        unnamed: True if the folder's name was chosen automatically. If the folder exists when the
+            run starts, another name is chosen.
+        samples: number of samples that this job has trained on, also before a rank was lost.
+        trains_since: time at which training started, in seconds of the monotonic clock; 0.0 before.
     """
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
@@ -202,7 +201,7 @@ class Run:
         Args:
             world: the ranks.
             config: the options.
-            explains: print a sentence if ``--resume auto`` finds no run, or passes one over.
+            explains: True: print a sentence if ``--resume auto`` finds no run, or skips a run.
         """
         path, resume_from = world.from_first(lambda: find_run(config, explains))
         run = cls(RunFolder(path), resume_from, world)
@@ -214,7 +213,7 @@ class Run:
 
     @property
     def _first(self) -> bool:
-        """True if this rank records the run."""
+        """True if this rank writes the records of the run."""
         return self._world.rank == 0
 
     def for_survivors(self, world: World) -> None:
@@ -236,24 +235,24 @@ class Run:
             self._lock = self.folder.lock()
 
     def read_continued(self) -> dict[str, Any]:
-        """Return run.json of the continued run.
+        """Return the content of run.json of the run that this run continues.
 
-        The result is empty for a fresh start, or if the file is missing or damaged.
+        The result is empty for a new run, or if the file is missing or damaged.
         """
         with contextlib.suppress(MotleyError):  # find_run() has reported it
             return self._continued.read_run() if self._continued else {}
         return {}
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return the evaluations of the continued run, then those of this run."""
+        """Return the evaluations of the run that this run continues, then those of this run."""
         folders = {self._continued.path: self._continued} if self._continued else {}
         folders[self.folder.path] = self.folder
         return [record for folder in folders.values() for record in folder.read_epochs()]
 
     def start(self, content: Mapping[str, Any], step: int) -> None:
-        """Create the folder on all machines and write run.json.
+        """Create the folder on all hosts and write run.json.
 
-        Rank 0 records the events and faults of all ranks from then on.
+        Rank 0 then records the events and faults of all ranks.
 
         Args:
             content: further entries of run.json, ``ranks`` among them.
@@ -268,7 +267,7 @@ class Run:
         if self._started is None:
             self._started, grouped = now, {}
             self._groups = world.from_first(self._read_groups)
-        else:  # after a lost rank: `ranks` and `plan` hold from now on
+        else:  # a rank was lost: `ranks` and `plan` are new from here on
             grouped = {"grouped": now}
         self._groups = add_group(self._groups, step, content["ranks"])
         if self._first:
@@ -290,7 +289,7 @@ class Run:
         world.allgather(None)  # no rank writes records before the run has started
 
     def _read_groups(self) -> list[JsonDict]:
-        """Return the groups of ranks whose records are in the folder already."""
+        """Return the process groups whose records are in the folder already."""
         with contextlib.suppress(MotleyError):  # the file is replaced, damaged or not
             return read_groups(self.folder.read_run())
         return []
@@ -307,9 +306,9 @@ class Run:
     def divert_nccl(self) -> None:
         """Send the output of NCCL to one file per rank, and create the run's folder for them.
 
-        This applies if the user asks for output (NCCL_DEBUG) and has named no file. Otherwise the
-        output of all ranks would go to one terminal. All ranks call this method before NCCL is
-        used.
+        This applies if the user requests output (NCCL_DEBUG) and has named no file, so that the
+        output of all ranks would go to one terminal. All ranks call this method before they use
+        NCCL.
         """
         own = bool(self._world.nodes[self._world.rank].devices) and talks_to_terminal(os.environ)
         if not any(self._world.allgather(own)):
@@ -339,9 +338,9 @@ class Run:
         return all(seen)
 
     def check_leader(self, leader: int) -> None:
-        """Raise MotleyError unless ``leader`` sees rank 0's disk; all ranks call this method.
+        """Raise MotleyError unless rank ``leader`` sees rank 0's disk; all ranks call this method.
 
-        The leader, a launched rank, writes and reads checkpoints.
+        The leader writes and reads checkpoints. Its number is that of the launch.
         """
         world = self._world
         if world.machines[leader] != world.machines[0] and not self.is_shared():
@@ -352,7 +351,7 @@ class Run:
             )
 
     def _leave_mark(self) -> Path | None:
-        """Return a new file on the disk of the run's folder; None if the disk is not writable."""
+        """Create and return a file beside the run's folder; None if the disk is not writable."""
         path = self.folder.path.absolute()
         above = next(parent for parent in path.parents if parent.exists())
         try:
@@ -367,17 +366,17 @@ class Run:
         if kind == "finished":
             self._result = content
         if kind == "unreadable":
-            if content["sample"] in self._unreadable:  # in an earlier epoch
+            if content["sample"] in self._unreadable:  # recorded in an earlier epoch
                 return
             self._unreadable.add(content["sample"])
         self.folder.event(kind, **content)
 
     def fail(self, fault: Fault) -> None:
-        """Record the first cause of the job's end, if this rank sees the run's records."""
+        """Record a fault as the cause of the job's end, if this rank sees the run's records."""
         record_fault(self.folder, fault)
 
     def record_result(self, result: Mapping[str, Any]) -> None:
-        """Record the run's result, from the first rank that trains."""
+        """Record the run's result; the first rank that trains calls it."""
         self.event("finished", **result)
 
     def finish(self) -> None:
@@ -396,7 +395,7 @@ class Run:
 
 
 def talks_to_terminal(environ: Mapping[str, str]) -> bool:
-    """Return True if the user has NCCL, or RCCL, print to the terminal."""
+    """Return True if the environment makes NCCL or RCCL print to the terminal."""
     level = environ.get("NCCL_DEBUG", "").strip().upper()
     return level not in ("", "NONE") and not environ.get("NCCL_DEBUG_FILE")
 
@@ -411,7 +410,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the commit of this source tree, with "+" if it has changes; None outside of git."""
+    """Return the git commit of the source tree, with "+" for uncommitted changes; or None."""
     if not ROOT or not (ROOT / ".git").exists():
         return None
     git = ["git", "--no-optional-locks", "-C", os.fspath(ROOT)]

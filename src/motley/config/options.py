@@ -1,8 +1,8 @@
 """The options of the training scripts, with timm's names where timm has one.
 
-A group is a dataclass, whose fields are options of the same names. A strategy declares a group of
-its own in its file (motley.engines.strategies). A task is such a group itself (motley.tasks). The
-values of ``--wire`` are registered in motley.comm.modes.
+A group is a dataclass. Each field is an option of the same name. A strategy declares a group of its
+own options in its file (motley.engines.strategies). A task is a group of options, too
+(motley.tasks). The values of ``--wire`` are registered in motley.comm.modes.
 """
 
 from collections.abc import Iterator
@@ -387,10 +387,9 @@ class Config(
 
     Attributes:
         own: groups of options of the chosen script's strategies, and the task.
-        typed_names: names of the options that the user typed, in this launch or in those that it
-            continues.
-        continued_names: the part of ``typed_names`` that the checkpoint has, and the user did not
-            type in this launch.
+        typed_names: names of the options that the user typed, in this launch or in launches that
+            this launch continues.
+        continued_names: the names in ``typed_names`` that the user typed only in earlier launches.
         recipe_names: names of the options that ``--recipe`` set, and the user did not type.
     """
 
@@ -401,11 +400,11 @@ class Config(
 
     @property
     def schedule_ends_with_run(self) -> bool:
-        """True if the learning rate falls until ``--max-steps``, as no epochs were given."""
+        """True if the schedule ends at ``--max-steps``, because ``--epochs`` was not given."""
         return self.max_steps is not None and "epochs" not in self.typed_names | self.recipe_names
 
     def group(self, group: type[Group]) -> Group:
-        """Return the options of a strategy's group; the defaults if the script lacks it."""
+        """Return the options of a group, or its defaults if the script does not have the group."""
         return next((each for each in self.own if isinstance(each, group)), group())
 
     def options(self) -> Iterator[tuple[str, Option, Any]]:
@@ -434,7 +433,7 @@ class Config(
         """Return the options by name, in the form that records and checkpoints store.
 
         Args:
-            decides: select the options that decide any of these results; None: select all.
+            decides: return only options that have one of these effects; None: return all options.
         """
         return {
             name: declared.to_text(value)

@@ -1,11 +1,11 @@
-"""The options of other tools, and their equivalents here.
+"""The options of other tools, and their equivalents in Motley.
 
 The tools are timm's ``train.py``, torchvision's references, Hugging Face's Trainer, Accelerate,
 Lightning, nanoGPT, DeepSpeed, torchrun and Ultralytics.
 
-SAME lists options of the same meaning; a command line may use these spellings. NAMED, ANSWERS and
-VALUES serve error messages: NAMED has the option that does the same in another way, and ANSWERS has
-a sentence if there is no such option. VALUES has a sentence for a value.
+SAME lists options of the same meaning. A command line may use their spellings. The other tables are
+for error messages. NAMED has Motley's option that does the same in another way. ANSWERS has a
+sentence for an option that has no equivalent. VALUES has a sentence for a value of an option.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -320,10 +320,10 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def with_dashes(word: str, known: Collection[str]) -> str:
-    """Return an option with dashes for underscores, if that makes it a known option.
+    """Replace underscores in an option by dashes, if this gives a known option.
 
     Args:
-        word: option as typed, with ``=VALUE`` if that is joined.
+        word: option as typed, which may include ``=VALUE``.
         known: all options of the command.
     """
     name, joined, value = word.partition("=")
@@ -332,11 +332,11 @@ def with_dashes(word: str, known: Collection[str]) -> str:
 
 
 def own_words(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return a command line in Motley's spelling.
+    """Return a command line in which other tools' options are replaced by Motley's.
 
     Args:
         words: words as typed.
-        known: all options of the command. Other options stay as they are.
+        known: all options of the command. Options without an equivalent stay as they are.
     """
     result, remaining = list[str](), list(words)
     while remaining:
@@ -368,11 +368,11 @@ def plain_name(word: str) -> str:
 
 
 def answer_value(name: str, value: object) -> str:
-    """Return the answer to a value that another tool's option has; empty if there is none."""
+    """Return a sentence for an option's value from another tool; empty if there is none."""
     return VALUES.get(name, {}).get(str(value).lower().replace("_", "-"), "")
 
 
 def own_name(word: str) -> str | None:
-    """Return Motley's option for an option of another tool; None if there is none."""
+    """Return Motley's equivalent of an option of another tool; None if there is none."""
     name = plain_name(word)
     return " ".join(SAME[name]) if name in SAME else NAMED.get(name)

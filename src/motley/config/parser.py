@@ -2,8 +2,9 @@
 
 ``--config FILE.toml`` gives options from a file, or from the run.json of a run.
 
-A TOML file has one option per line, as users type it without the dashes. Tables are only titles. A
-run.json gives the options that differ from their defaults, except for options of one launch.
+A TOML file has one option per line, named as on the command line without the dashes. TOML tables
+have no meaning. A run.json gives the options that differ from their defaults, except for options of
+one launch.
 
     lr = 3e-4
     batch-size = "64:512:32/10M"
@@ -29,38 +30,38 @@ from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean, typed_command
 
-_COLUMN = 27  # at which the help texts start
+_COLUMN = 27  # column at which help texts start
 
 
 class OneVoice(argparse.ArgumentParser):
     """An argparse parser for scripts that run on many ranks. Only rank 0 prints help and errors.
 
     Attributes:
-        all_of_it: the option whose help lists all options.
+        all_of_it: the flag that prints the help of all options.
     """
 
     all_of_it = "-h"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does. Underscores in an option's name are read as dashes."""
+        """Parse as argparse does. Underscores in option names count as dashes."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args(self.own_words(words), namespace)
 
     def own_words(self, words: Sequence[str]) -> list[str]:
-        """Return a command line with options in this parser's spelling."""
+        """Return a command line in which option names have this parser's spelling."""
         return [other_tools.with_dashes(word, self._option_string_actions) for word in words]
 
     def format_help(self) -> str:
-        """Return the text of -h, with commands as a user types them here."""
+        """Return the text of ``-h``. Commands have the form that works in this installation."""
         return typed_command(super().format_help())
 
     def print_help(self, file: object = None) -> None:
-        """Print the help, on the first rank alone."""
+        """Print the help on rank 0 only."""
         if launched_rank() == 0:
             super().print_help()
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2. For each unknown option, name the nearest known one."""
+        """Print the error and exit with status 2. Suggest the nearest option for unknown ones."""
         if message.startswith("unrecognized arguments: "):
             typed = [word.partition("=")[0] for word in message.split()[2:]]
             options = [word for word in typed if re.match(r"--?[a-zA-Z]", word)]
@@ -76,7 +77,7 @@ class OneVoice(argparse.ArgumentParser):
         stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:
-        """Return the text to add behind the name of an unknown option; may be empty."""
+        """Return a text to append to the name of an unknown option: similar options, or empty."""
         known = list(self._option_string_actions)
         longer = [name for name in known if name.startswith(word)] if len(word) > 4 else []
         return did_you_mean(word, longer or known, least=0 if longer else _LIKE)
@@ -100,9 +101,9 @@ class OptionParser(OneVoice):
     """The parser of a training script.
 
     Args:
-        description: the script's docstring, which has the examples.
-        own: groups of options besides those of all scripts.
-        registered: by an option's name, properties that override its declaration.
+        description: the script's docstring, which contains examples.
+        own: groups of options that this script has besides the options of all scripts.
+        registered: properties that override an option's declaration, by the option's name.
     """
 
     all_of_it = "--help-all"
@@ -137,7 +138,7 @@ class OptionParser(OneVoice):
         self.own = tuple(own)
 
     def hint(self, word: str) -> str:
-        """Return the text to add behind an unknown option, also for options of other tools."""
+        """Return a text to append to an unknown option, which may be another tool's option."""
         name = other_tools.plain_name(word)
         if name in other_tools.OF_TEXT and "--text" in self._option_string_actions:
             return f": {other_tools.OF_TEXT[name]}"
@@ -157,11 +158,11 @@ class OptionParser(OneVoice):
         return super().hint(word)
 
     def own_words(self, words: Sequence[str]) -> list[str]:
-        """Return a command line in this parser's spelling, also for options of other tools."""
+        """Return a command line in this parser's spelling, with other tools' options replaced."""
         return other_tools.own_words(words, self._option_string_actions)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is no choice, with an answer to the values of other tools."""
+        """Raise an error for a value that is not allowed, with a hint for other tools' values."""
         is_wrong = action.choices is not None and value not in action.choices
         name = "".join(action.option_strings[:1])
         if is_wrong and (answer := other_tools.answer_value(name, value)):
@@ -169,14 +170,14 @@ class OptionParser(OneVoice):
         super()._check_value(action, value)
 
     def add_own(self, group: type, title: str) -> None:
-        """Add a group of options besides those of all scripts.
+        """Add a group of options that not all scripts have.
 
         Args:
             group: the group.
             title: title of the group in the help.
 
         Raises:
-            MotleyError: all scripts already have an option of the group.
+            MotleyError: an option of the group is already an option of all scripts.
         """
         taken = {action.dest for action in self._actions}
         for name, declared in get_options(group).items():
@@ -202,9 +203,9 @@ class OptionParser(OneVoice):
             self.set_defaults(**{name: value})
 
     def print_usual_help(self) -> None:
-        """Print the options that most users need, on the first rank alone.
+        """Print the options that most users need, on rank 0 only.
 
-        The text fits a screen.
+        The text fits on one screen.
         """
         if launched_rank() != 0:
             return
@@ -243,8 +244,8 @@ class OptionParser(OneVoice):
     def _add_opposite(self, section: Any, declared: Option, usual: bool) -> None:
         """Add the unlisted option that sets a switch back to its default.
 
-        A continued run needs it, because the checkpoint decides all options that the user does not
-        type.
+        A continued run needs this option, because the checkpoint sets all options that the user
+        does not type.
         """
         name = declared.name if usual else f"no_{declared.name}"
         section.add_argument(
@@ -304,7 +305,7 @@ class OptionParser(OneVoice):
         return [flag, *texts] if action.nargs == "+" else [f"{flag}={texts[0]}"]
 
     def _refuse(self, action: argparse.Action, text: str) -> None:
-        """Raise MotleyError if an option has no such value."""
+        """Raise MotleyError if a text is not a valid value of an option."""
         flag = action.option_strings[0]
         try:
             read: Any = action.type(text) if callable(action.type) else text
@@ -336,7 +337,7 @@ class OptionParser(OneVoice):
 
 
 def _as_value(value: Any) -> Any:
-    """Return an option's value; the only word ``none`` of several is None."""
+    """Return an option's value. A list becomes a tuple, and the single word ``none`` None."""
     if isinstance(value, list):
         return None if value == [None] else tuple(value)
     return value
@@ -368,10 +369,10 @@ def _rest(declared: Option, usual: Any) -> dict[str, Any]:
 
 
 def _or_none(declared: Option) -> Callable[[str], Any]:
-    """Return a reader that also reads ``none``, for an option whose default is None.
+    """Return a reader that also accepts ``none``, for an option whose default is None.
 
-    A continued run can so be set back to the default. The reader gets the name of the usual one,
-    which argparse prints in errors.
+    A continued run can thus set the option back to its default. The new reader has the name of the
+    option's usual reader, because argparse prints this name in errors.
     """
 
     def read(text: str) -> Any:
@@ -413,7 +414,7 @@ class ConfigFile:
     Attributes:
         path: path of the file.
         values: values as written in the file, by the names of options.
-        lines: line of each option, from 1; empty for a run.json.
+        lines: line number of each option, from 1; empty for a run.json.
         is_run: True if the file is a run.json.
     """
 
@@ -427,7 +428,7 @@ class ConfigFile:
         """Read a TOML file or a run.json.
 
         Raises:
-            MotleyError: it cannot be read, is neither TOML nor a run.json, or has a key twice.
+            MotleyError: the file cannot be read, is neither TOML nor a run.json, or repeats a key.
         """
         try:
             text = path.read_text(encoding="utf-8-sig")
@@ -493,7 +494,7 @@ def _options_of_run(path: Path, text: str) -> dict[str, Any]:
 
 
 def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield all keys and values, also those inside of tables."""
+    """Yield all keys and values, including those inside tables."""
     for key, value in content.items():
         if isinstance(value, dict):
             yield from _flat(value)

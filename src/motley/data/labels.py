@@ -1,7 +1,8 @@
 """Images below a folder, with their labels in a CSV file.
 
-A label is a class, several labels, or a number. A file is named by its path below the folder, or by
-its name alone, with or without its ending. Each host finds the same images in the same order.
+A label is a class, several labels, or a number. The CSV file identifies an image by its path below
+the folder or by its file name, with or without the ending. Each host finds the same images in the
+same order.
 """
 
 import csv
@@ -35,7 +36,7 @@ _TENTH = 10  # one image in so many is held out where the file does not say whic
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the file: its number, the name of an image, its label, and its split."""
+    """A line of the CSV file: line number, name of an image, label, and split."""
 
     line: int
     name: str
@@ -72,17 +73,18 @@ class LabelledFiles:
 def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> Images:
     """Return the images of a folder that a CSV file labels.
 
-    The column ``split`` says which images are held out, else the folders ``train`` and ``val`` do.
-    Without either, a tenth is held out, by a hash of each name.
+    The column ``split`` decides which images are held out. Without the column, the folders
+    ``train`` and ``val`` decide. Without these folders, the hashes of the names select a tenth of
+    the images.
 
     Args:
         root: folder of the images.
         file: the CSV file.
-        columns: names of its columns for file, label and split; empty: the usual names.
+        columns: names of the columns for file, label and split; empty: the usual names.
         kind: ``class``, ``labels`` or ``value``.
 
     Raises:
-        MotleyError: the file cannot be read or understood, or leaves nothing to train on.
+        MotleyError: the file cannot be read or is not valid, or no image is left to train on.
     """
     rows = _read(file, columns)
     index = _Index(root)
@@ -128,17 +130,17 @@ def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> 
 def open_held_out_file(
     images: Images, name: str, root: Path, file: Path, columns: Sequence[str]
 ) -> Source:
-    """Return a further held-out set: the images of a folder that a CSV file names.
+    """Return an additional held-out set: the images of a folder that a CSV file names.
 
     Args:
-        images: the images of the training, with its classes.
+        images: the images that are trained on, with their classes.
         name: name of the set.
         root: folder of the images.
-        file: the CSV file, of which all rows are taken.
+        file: the CSV file. All of its rows are used.
         columns: see :func:`open_labelled`.
 
     Raises:
-        MotleyError: the file cannot be understood, names a missing image, or has other classes.
+        MotleyError: the file is not valid, names a missing image, or has other classes.
     """
     rows = _read(file, columns)
     found, missing = _Index(root).find(rows, file)
@@ -153,7 +155,7 @@ def open_held_out_file(
 
 
 def _name(words: str, names: Sequence[str]) -> str:
-    """Return a count with its words, and ten names: ``3 images have no label: a, b, c``."""
+    """Return a text with a count and up to ten names: ``3 images have no label: a, b, c``."""
     return f"{len(names):,} {words}: {name_some(names, _NAMED)}"
 
 
@@ -163,7 +165,7 @@ def _count(images: int, kind: str, names: Sequence[str], held_out: int) -> str:
 
 
 def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
-    """Return the rows of a CSV file, whose delimiter is that of its header."""
+    """Return the rows of a CSV file. The delimiter is found in the header."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -226,13 +228,13 @@ def _find_columns(
 
 
 class _Index:
-    """The images below a folder, by path and by shorter names."""
+    """An index of the images below a folder, by path, by file name, and without endings."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise MotleyError(f"--data-dir {root} is no folder; give that of the images")
         endings, self._root = image_endings(), root
-        self.paths = dict[str, str]()  # by the path below the folder, in composed form
+        self.paths = dict[str, str]()  # full path, by the composed path below the folder
         for here, folders, names in os.walk(root):
             folders[:] = sorted(each for each in folders if not is_foreign(each))
             for name in names:
@@ -246,10 +248,10 @@ class _Index:
                 self._short.setdefault(short, []).append(each)
 
     def find(self, rows: Sequence[_Row], file: Path) -> tuple[list[tuple[_Row, str]], list[_Row]]:
-        """Return the rows whose image is there, each with its path, and the other rows.
+        """Return the rows whose image exists, each with the image's path, and the other rows.
 
         Raises:
-            MotleyError: a name fits several images.
+            MotleyError: a name matches several images.
         """
         found, missing = list[tuple[_Row, str]](), list[_Row]()
         for row in rows:
@@ -279,13 +281,13 @@ def _read_labels(
 ) -> tuple[list[Any], tuple[str, ...]]:
     """Return the label of each image, and the names of the classes.
 
-    ``found`` keeps one row for each image; several rows are joined.
+    Several rows of one image are joined, and ``found`` then has one row for each image.
 
     Args:
-        found: rows with their paths, sorted by path.
+        found: rows with their images' paths, sorted by path. The list is changed in place.
         file: the CSV file, for messages.
         kind: kind of the labels.
-        known: names of the classes of the training; None: those in the file.
+        known: names of the classes that are trained; None: use the classes in the file.
     """
     texts, first = dict[str, list[str]](), dict[str, _Row]()
     for row, path in found:
@@ -350,7 +352,7 @@ def _number(row: _Row, text: str, file: Path) -> float:
 
 
 def _find_separator(texts: Any) -> str:
-    """Return the separator of several labels in a cell; a blank if none of the others occurs."""
+    """Return the separator of several labels in a cell; a space if no other separator occurs."""
     count = Counter(letter for text in texts for letter in text if letter in "|;,")
     return next((each for each in "|;," if count[each]), " ")
 
@@ -360,13 +362,16 @@ def _cut(text: str, separator: str) -> list[str]:
 
 
 def _sort(names: Collection[str]) -> list[str]:
-    """Return names in order, numbers by their value."""
+    """Return sorted names. Names that are numbers are sorted by their values."""
     is_number = all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
     return sorted(names, key=int) if is_number else sorted(names)
 
 
 def _split(found: Sequence[tuple[_Row, str]], file: Path) -> tuple[list[str], str]:
-    """Return the split of each image, empty if it is left out, and words on a split by hash."""
+    """Return the split of each image, or an empty text for an image that is left out.
+
+    The second value is a text that reports a split by hash; empty for any other split.
+    """
     own = [_MEANS.get(row.split, row.split) for row, _ in found]
     if not any(own):
         own = [row.name.replace("\\", "/").removeprefix("./").partition("/")[0] for row, _ in found]
@@ -389,16 +394,17 @@ def _split(found: Sequence[tuple[_Row, str]], file: Path) -> tuple[list[str], st
 def read_class_weights(text: str, images: Images) -> list[float]:
     """Return the weight of each class, or of each label's positive samples.
 
-    ``balanced`` gives a class the inverse of its part of the training images, so that the weights
-    of all images sum to their number. A label gets its negative images over its positive ones.
+    With ``balanced``, a class's weight is inversely proportional to its number of training images,
+    and the weights of all images sum to their number. With several labels per image, a label's
+    weight is its number of negative images divided by its number of positive images.
 
     Args:
-        text: ``balanced``, numbers with commas, or a file with a number a line, which may follow
-            the class's name and a comma.
+        text: ``balanced``, numbers separated by commas, or the path of a file with one number per
+            line. A line may start with the class's name and a comma.
         images: the images.
 
     Raises:
-        MotleyError: the text is none of these, or the numbers do not fit the classes.
+        MotleyError: the text is not valid, or the numbers do not match the classes.
     """
     flag, classes = f"--class-weights {text}", images.classes
     if images.kind == VALUE:

@@ -1,7 +1,7 @@
-"""Images in .tar shards of webdataset, by index.
+"""Access by index to images in .tar shards of webdataset.
 
-The position of each image is found once, from the tar's headers, and the image is read from there.
-No member is unpacked, so a hostile name or link in a tar has no effect.
+The position of each image is found once, from the tar's headers. Later the image is read from this
+position. No member is unpacked, so a hostile name or link in a tar has no effect.
 """
 
 import json
@@ -32,8 +32,8 @@ class Shards:
 
     Args:
         paths: paths of the files.
-        label_key: another key in ``.json`` that has the label. Samples with a label below 0 under
-            that key are left out, as in timm.
+        label_key: key of the label in ``.json``, in place of ``label``. Samples with a label below
+            0 under such a key are left out, as in timm.
 
     Raises:
         MotleyError: a file cannot be read, is cut short, or an image in it has no label.
@@ -103,7 +103,7 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
 
 
 def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
-    """Return the members of each sample by their endings.
+    """Return for each sample its members by their endings.
 
     A later member replaces an earlier one of the same name.
     """

@@ -1,7 +1,8 @@
-"""The only module that imports DeepSpeed, and it suppresses DeepSpeed's messages.
+"""The import of DeepSpeed, without the messages of DeepSpeed. No other module imports it.
 
-By default DeepSpeed prints warnings on every rank that do not apply here. On a CPU it compiles code
-for inference, which takes half a minute and headers that a host may lack.
+By default DeepSpeed prints warnings that do not apply here, and does so on every rank. On a CPU,
+DeepSpeed also compiles code for inference. This takes half a minute, and needs headers that a host
+may lack.
 
 Importing this module raises MotleyError if DeepSpeed is absent, or is a version that trains
 wrongly.

@@ -43,8 +43,8 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
     Args:
         net: the network, whose parameters are optimised.
         config: the options.
-        fused: use a fused kernel if the optimizer has one, which is 3.6 times faster on a CPU too.
-            Complex parameters have no such kernel.
+        fused: True: use a fused kernel if the optimizer has one. On a CPU, too, it is 3.6 times
+            faster. Complex parameters have no fused kernel.
 
     Raises:
         MotleyError: timm has no such optimizer, or it cannot be built.
@@ -91,19 +91,19 @@ def _unknown_optimizer(config: Config) -> MotleyError:
 
 
 def name_optimizer(config: Config) -> str:
-    """Return the name of the optimizer in messages."""
+    """Return the name of the optimizer for messages."""
     task = get_task(config)
     return f"optimizer() of {type(task).__name__}" if has_optimizer(task) else f"--opt {config.opt}"
 
 
 def has_optimizer(task: Task) -> bool:
-    """Return True if a task has :meth:`Task.optimizer`, and not an option of this name."""
+    """Return True if a task overrides :meth:`Task.optimizer`, and has no option of this name."""
     own = type(task).optimizer
     return callable(own) and own is not Task.optimizer
 
 
 def _make_own(task: Task, net: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Return the optimizer of a task, from timm's groups with and without weight decay."""
+    """Return the task's own optimizer, for timm's groups with and without weight decay."""
     spared: Collection[str] = getattr(net, "no_weight_decay", set)()
     groups: list[dict[str, Any]] = timm.optim.param_groups_weight_decay(
         net, config.weight_decay, no_weight_decay_list=spared
@@ -138,7 +138,7 @@ def _list_keywords(config: Config) -> list[str]:
 def _read_keywords(config: Config) -> dict[str, Any]:
     """Return the values of ``--opt-kwargs``.
 
-    A task's own default is for Adam and its relatives, and leaves other optimizers as they are.
+    A task's own default applies only to Adam and similar optimizers.
     """
     if config.opt_kwargs is None:
         return {}
@@ -189,9 +189,9 @@ def _check_keyword(config: Config, given: Keyword, known: list[str]) -> None:
 
 
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
-    """Return a module with one parameter of this many numbers, and a gradient of zeros.
+    """Return a module with one parameter of ``numbers`` elements, and a gradient of zeros.
 
-    If the optimizer steps rows, the number is rounded up to whole rows.
+    If the optimizer needs whole rows, the number is rounded up to whole rows.
     """
     row = find_row(config.opt)
     shape = (-(-numbers // row), row) if row > 1 else (numbers,)
@@ -215,10 +215,10 @@ class OptimizerTraits:
     """The properties of an optimizer that matter to an engine.
 
     Attributes:
-        fused: a fused kernel may be requested.
-        wraps: the optimizer steps another optimizer, which has the state.
-        nests: the state contains lists of tensors.
-        counts: the optimizer changes a value of a parameter group, such as a step counter.
+        fused: True if the optimizer has a fused kernel.
+        wraps: True if the optimizer wraps another optimizer, which has the state.
+        nests: True if the state contains lists of tensors.
+        counts: True if a step changes a value of a parameter group, such as a step counter.
     """
 
     fused: bool
@@ -229,13 +229,13 @@ class OptimizerTraits:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The way in which an engine gives each rank a part of every parameter.
+    """The way in which an engine shards parameters over the ranks.
 
     Attributes:
-        words: name of the engine for the user.
+        words: name of the engine for messages.
         ranks: number of ranks.
-        cut: shards the parameters of a module.
-        share: converts a whole state to the form that a sharded module loads.
+        cut: function that shards the parameters of a module.
+        share: function that converts a whole state to the form that a sharded module loads.
     """
 
     words: str
@@ -245,15 +245,15 @@ class Sharding:
 
 
 class _Trial:
-    """A layer of two parameters, and its optimizer.
+    """A layer of two parameters, and its optimizer, which is tried on the layer.
 
     Args:
         config: the options. ``--opt`` names the optimizer.
         device: device of the layer.
-        rows: rows of the layer's matrix. Torch sums equal parts in another way than unequal parts,
-            so the layer has a matrix, which is divided evenly, and a vector.
+        rows: number of rows of the layer's matrix, which is sharded evenly. The layer also has a
+            vector that may be sharded unevenly, because torch sums such shards in another way.
         fused: True: use a fused kernel if the optimizer has one.
-        sharding: how ranks shard tensors; None: whole tensors.
+        sharding: the way in which an engine shards tensors; None: whole tensors.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class _Trial:
         self.memory = OptimizerMemory(self.net, self.optimizer)
 
     def steps(self, first: int, count: int) -> None:
-        """Take steps with gradients that depend only on the step and the parameters."""
+        """Take optimizer steps with gradients that depend only on the step and the parameters."""
         for step in range(first, first + count):
             for parameter in self.net.parameters():
                 parameter.grad = (parameter.detach() * 3 + step).sin()
@@ -307,15 +307,15 @@ def try_optimizer(
     Args:
         config: the options. ``--opt`` names the optimizer.
         device: device of the layer.
-        sharding: how ranks shard tensors. The optimizer is then tried on shards too, and all ranks
-            call this function. None: whole tensors only.
+        sharding: the way in which an engine shards tensors. The optimizer is then tried on shards
+            too, and all ranks call this function. None: try whole tensors only.
 
     Returns:
         The optimizer's traits.
 
     Raises:
         MotleyError: ``--opt`` fails to step, draws random numbers that differ between ranks, does
-            not continue bit by bit from a checkpoint, or computes something else on shards.
+            not continue exactly from a checkpoint, or computes different values on shards.
     """
     rows = _ROWS * (sharding.ranks if sharding else 2)  # Adafactor does not factor small matrices
     config = dataclasses.replace(config, lr=TRIAL_RATE)  # the user's rate may lead to infinities
@@ -339,7 +339,7 @@ def try_optimizer(
 def _try(
     config: Config, device: torch.device, rows: int, fused: bool, sharding: Sharding | None
 ) -> tuple[dict[str, Tensor], OptimizerTraits]:
-    """Return the whole parameters after the trial, and the optimizer's traits."""
+    """Return the unsharded parameters after the trial, and the optimizer's traits."""
     before = random_state(device)
     try:
         with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the trial
@@ -375,7 +375,7 @@ def _try(
 
 
 def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
-    """Step a small copy of each kind of trained parameter that is not fp32, or is a scalar.
+    """Try the optimizer on small copies of trained parameters that are scalars or not fp32.
 
     The random state of this process is left unchanged.
 
@@ -422,7 +422,7 @@ def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Te
 
 
 def is_elementwise(config: Config) -> bool:
-    """Return True if ``--opt`` steps each number independently of the tensor around it.
+    """Return True if ``--opt`` steps each element independently of the rest of its tensor.
 
     See :func:`steps_elementwise`.
     """
@@ -437,14 +437,14 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def steps_elementwise(make: MakeOptimizer, make_plain: MakeOptimizer) -> bool:
-    """Return True if an optimizer steps each number independently of the tensor around it.
+    """Return True if an optimizer steps each element independently of the rest of its tensor.
 
     The result comes from a trial on a small tensor, which draws no random numbers. AdamW steps each
-    number independently. LAMB and MARS use whole tensors.
+    element independently. LAMB and MARS use whole tensors.
 
     Args:
-        make: returns the optimizer of a module, with the learning rate TRIAL_RATE.
-        make_plain: returns the same without weight decay.
+        make: function that returns the optimizer of a module, with the learning rate TRIAL_RATE.
+        make_plain: function that returns this optimizer without weight decay.
     """
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
     # In fp64. The two halves differ from each other.
@@ -475,7 +475,7 @@ def steps_elementwise(make: MakeOptimizer, make_plain: MakeOptimizer) -> bool:
 
 
 def kept_numbers(config: Config) -> float:
-    """Return how many numbers of 32 bits the optimizer stores per number of a parameter.
+    """Return the size of the optimizer's state, in 32-bit values per element of a parameter.
 
     The result comes from a trial on a small layer. The trial draws no random numbers, because a
     resumed run continues with the random state of the checkpoint.

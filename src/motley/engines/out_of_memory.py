@@ -34,7 +34,7 @@ def out_of_memory(error: BaseException) -> bool:
 def set_aside() -> None:
     """Exclude all present objects from later garbage collections.
 
-    After a model has been compiled, a garbage collection takes 50 ms, in the middle of a step.
+    Without it, a garbage collection after a model is compiled takes 50 ms, in the middle of a step.
     """
     gc.collect()
     gc.freeze()
@@ -68,7 +68,7 @@ def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
     """Compute a part of a batch in as few pieces as memory allows, and return their results.
 
     Args:
-        compute: computes the rows of a slice.
+        compute: function that computes the rows of a slice.
         part: the rows to compute.
     """
     try:
@@ -120,7 +120,7 @@ def no_second_try(error: BaseException, device: torch.device, words: str, instea
     Args:
         error: the error of the pass.
         device: device whose memory ran out.
-        words: what the engine does in such a pass, as its traits say.
+        words: description of the communication in a pass, from the engine's traits.
         instead: name of an engine to use instead.
 
     Raises:

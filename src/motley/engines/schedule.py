@@ -59,7 +59,7 @@ def _flag(name: str) -> str:
 
 
 def has_schedule(task: Task) -> bool:
-    """Return True if a task has :meth:`Task.schedule`, and not an option of this name."""
+    """Return True if a task overrides :meth:`Task.schedule`, and has no option of this name."""
     own = type(task).schedule
     return callable(own) and own is not Task.schedule
 
@@ -67,11 +67,11 @@ def has_schedule(task: Task) -> bool:
 class Schedule:
     """A writer of each step's learning rate and weight decay to an optimizer's groups.
 
-    A rate of several cycles has a schedule of timm's for each. Their bounds are whole steps, so all
-    ranks begin a cycle at the same step, however their hosts round.
+    Each cycle of the learning rate has its own timm schedule. Cycles begin at whole steps, so that
+    all ranks begin a cycle at the same step, whatever the rounding of their hosts.
 
     Args:
-        optimizer: the optimizer, at the rate and weight decay of the options.
+        optimizer: the optimizer, with the learning rate and weight decay of the options.
         config: the options.
         length: length of the run.
 
@@ -102,10 +102,10 @@ class Schedule:
         self.step_update(0)
 
     def step_update(self, updates: float) -> None:
-        """Write the values of a step.
+        """Write the learning rate and weight decay of a step to the optimizer's groups.
 
         Args:
-            updates: position in the schedule; see Length.
+            updates: position in the schedule, in steps; see Length.
         """
         if self._task is not None:
             self._set_own(self._task, updates)
@@ -142,7 +142,7 @@ class Schedule:
                 group["lr"] *= 1 + part
 
     def _set_weight_decay(self, end: float, updates: float) -> None:
-        """Move the weight decay along a half cosine; groups without weight decay stay so."""
+        """Set the weight decay by a half cosine that ends at ``end``; a decay of 0 stays 0."""
         part = min(1.0, updates / max(1, self._total - 1))
         factor = end / self._config.weight_decay
         now = factor + (1 - factor) * (1 + math.cos(math.pi * part)) / 2
@@ -151,10 +151,10 @@ class Schedule:
 
 
 def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Schedule:
-    """Return the schedule: linear warm-up, then ``--sched``, or that of the task.
+    """Return the schedule: a linear warm-up, then ``--sched`` or the task's own schedule.
 
-    Cosine, tanh and poly end with the schedule at ``--min-lr``. The schedule counts steps, because
-    timm accepts any unit as an epoch.
+    Cosine, tanh and poly reach ``--min-lr`` at the end of the schedule. The schedule passes steps
+    to timm as epochs, because timm accepts any unit.
     """
     return Schedule(optimizer, config, length)
 
@@ -162,7 +162,7 @@ def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Sched
 def make_cycle(
     optimizer: Optimizer, config: Config, length: Length, warmup: int, steps: int
 ) -> Scheduler:
-    """Return timm's schedule of one cycle, of ``steps`` steps after those of the warm-up."""
+    """Return timm's schedule of one cycle: ``warmup`` steps of warm-up, then ``steps`` steps."""
     steps_an_epoch = length.steps_an_epoch
     # timm steps at the end of the update before a milestone.
     milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
@@ -181,7 +181,7 @@ def make_cycle(
 
 
 def warmup_steps(config: Config, length: Length, total: int) -> int:
-    """Return the number of steps of the warm-up; ``total`` is the number of the whole schedule."""
+    """Return the number of steps of the warm-up, out of ``total`` steps of the schedule."""
     typed, new = config.typed_names, config.typed_names - config.continued_names
     is_typed = "warmup_steps" in typed  # else the number is a task's default
     in_epochs = "warmup_epochs" in (new if is_typed else typed | config.recipe_names)
@@ -194,10 +194,10 @@ def warmup_steps(config: Config, length: Length, total: int) -> int:
 
 
 def cycle_ends(config: Config, steps: int) -> list[int]:
-    """Return the step after each cycle, ascending; the last one is ``steps``.
+    """Return the step at which each cycle ends, ascending; the last entry is ``steps``.
 
-    Each cycle is ``--lr-cycle-mul`` times as long as the one before it. A cycle has a step at
-    least, so a short schedule has fewer cycles.
+    Each cycle is ``--lr-cycle-mul`` times as long as the cycle before it. A cycle has at least one
+    step, so a short schedule has fewer cycles.
     """
     lengths = [1.0]
     for _ in range(config.lr_cycle_limit - 1):
@@ -218,8 +218,8 @@ def schedule_steps(config: Config, length: Length) -> int:
 def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
     """Return a sentence if the run ends before the end of its schedule, or before ``--max-steps``.
 
-    The schedule has not ended if the learning rate has not fallen to its last value. Otherwise
-    return an empty string.
+    At the end of a schedule, the learning rate has reached its last value. The result is an empty
+    string if the run does not end early.
     """
     last = length.last_step(state)
     if config.schedule_ends_with_run and config.max_steps is not None and last < config.max_steps:
@@ -249,8 +249,8 @@ def set_rate(schedule: Schedule, updates: float, batch: int, config: Config) -> 
 
     Args:
         schedule: the schedule.
-        updates: position in the schedule; see Length.
-        batch: samples in a full step at this position.
+        updates: position in the schedule, in steps; see Length.
+        batch: number of samples in a full step at this position.
         config: the options.
     """
     schedule.step_update(updates)
@@ -261,6 +261,6 @@ def set_rate(schedule: Schedule, updates: float, batch: int, config: Config) -> 
 
 
 def get_rate(optimizer: Optimizer) -> float:
-    """Return the current value of ``--lr`` in the schedule, without the scale of a group."""
+    """Return the current learning rate of the schedule, without a group's own scale."""
     group = optimizer.param_groups[0]
     return float(group["lr"] / group.get("lr_scale", 1.0))

@@ -76,7 +76,7 @@ class ZeroOptions:
 
 
 def config_path(options: ZeroOptions) -> Path:
-    """Return the path in ``--deepspeed-config``, or that of Motley's file for ``--stage``."""
+    """Return the path in ``--deepspeed-config``, or the path of Motley's file for ``--stage``."""
     own = PACKAGE / "engines" / "zero_configs" / f"zero{options.stage or 0}.json"
     return Path(options.deepspeed_config or own)
 
@@ -84,18 +84,18 @@ def config_path(options: ZeroOptions) -> Path:
 def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration for this rank.
 
-    Ranks may differ in micro-batch and accumulation. DeepSpeed checks batch = micro x accumulation
-    x ranks with each rank's own numbers. ``train_batch_size`` is therefore left out, and each rank
-    has its own.
+    Ranks may differ in micro-batch size and accumulation steps. DeepSpeed checks on each rank that
+    ``train_batch_size`` = micro-batch x accumulation x ranks. The global batch size would fail this
+    check, so the result has no ``train_batch_size``.
 
     Args:
-        path: path of the JSON file. The file has "auto" where a number comes from the plan, the
+        path: path of the JSON file. The file has "auto" where a value comes from the plan, the
             options or the model.
         context: plan, options and rank of this run.
         parameters: number of parameters in the model.
 
     Raises:
-        MotleyError: the file is not JSON, or has an unknown key, or a number that contradicts the
+        MotleyError: the file is not JSON, has an unknown key, or has a value that contradicts the
             plan.
     """
     from motley.engines.import_deepspeed import DeepSpeedZeroConfig  # slow
@@ -134,7 +134,7 @@ def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -
     """Fill in the sizes of the plan and ``--clip-grad``.
 
     Raises:
-        MotleyError: the file has another number.
+        MotleyError: the file has a different value.
     """
     sizes = context.plan.micro_batches[context.rank]
     right = dict(
@@ -154,7 +154,7 @@ def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") ->
     """Fill in the dtype of ``--wire``.
 
     Raises:
-        MotleyError: the file has another dtype.
+        MotleyError: the file has a different dtype.
     """
     wire = context.plan.wire
     if content.setdefault(_WIRE, wire.dtype) not in ("auto", wire.dtype):
@@ -174,7 +174,7 @@ def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> N
     """Fill in ``--offload``.
 
     Raises:
-        MotleyError: this stage or device has no such state to move.
+        MotleyError: this stage or device cannot move the requested state to the CPU.
     """
     zero = content["zero_optimization"]
     what, stage = context.config.group(ZeroOptions).offload, zero.get("stage", 0)
@@ -199,7 +199,7 @@ def read_stage(path: Path) -> int:
     """Return the ZeRO stage in a file.
 
     Raises:
-        MotleyError: the file is no JSON, or its stage is not 0 to 3.
+        MotleyError: the file is not JSON, or its stage is not 0 to 3.
     """
     zero = _read(path).get("zero_optimization", {})
     if not isinstance(zero, dict):

@@ -38,7 +38,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
 
     Raises:
         MotleyError: the folder is not empty, a package that ONNX needs is missing, or onnxruntime
-            computes another output.
+            computes an output that differs from torch's.
     """
     if onnx:
         check_extras(_NEEDED, "--onnx")
@@ -66,7 +66,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
 
 
 def follow_umask(path: Path) -> None:
-    """Set the mode of a file to that of a file made by open()."""
+    """Set the permissions of a file to those of a file that open() creates."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -75,10 +75,11 @@ def follow_umask(path: Path) -> None:
 def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
     """Return the inputs that a task passes to its network for some samples.
 
-    The task computes its scores, and a recorder in place of the network stores the inputs.
+    The function lets the task compute scores with a stand-in for the network, which records the
+    inputs.
 
     Raises:
-        MotleyError: the task passes inputs by name.
+        MotleyError: the task passes inputs as keyword arguments.
     """
     inputs: list[tuple[Any, ...]] = []
 
@@ -100,7 +101,7 @@ def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
     """Write the model for any number of samples, and compare onnxruntime's output with torch's.
 
     Returns:
-        A line on the file.
+        A line of text that describes the file.
     """
     import onnxruntime  # type: ignore[import-untyped]
 

@@ -23,14 +23,14 @@ from motley.text import escape_unprintable
 
 
 def open_writer(path: Path, averaged: bool = False) -> Writer:
-    """Return the language model of a run, of a checkpoint, or of transformers' folder.
+    """Open the language model of a run, of a checkpoint, or of a folder of transformers.
 
     Args:
         path: the folder.
-        averaged: True: use the average of the parameters.
+        averaged: True: use the moving average of the parameters.
 
     Raises:
-        MotleyError: there is no checkpoint, or it is no language model's.
+        MotleyError: there is no checkpoint, or the model is not a language model.
     """
     import torch
 
@@ -57,7 +57,7 @@ def open_writer(path: Path, averaged: bool = False) -> Writer:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write text as the command line says, and return the exit code."""
+    """Write text for the options on the command line, and return the exit code."""
     escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run or of a model")

@@ -1,4 +1,4 @@
-r"""Predict with a trained model of any task on all ranks, none of which waits for another.
+r"""Predict with a trained model of any task on all ranks, without waiting for each other.
 
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \
@@ -7,8 +7,8 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkp
   --images my/photos
 
 There is no process group: each rank takes the next free shard of samples, so a faster rank computes
-more. If a rank dies, the other ranks take over its shards. Finished shards stay: the same line
-again, on any ranks, computes the missing ones. All shards in order are then in OUT/predictions.csv.
+more. If a rank dies, the other ranks take over its shards. Finished shards stay. Run the command
+again, on any ranks, to compute missing shards. OUT/predictions.csv then has all shards in order.
 OUT has to be on a disk that all hosts share.
 """
 
@@ -41,11 +41,13 @@ GONE_S = 60.0  # NFS shows another machine's change of a time up to 30 s late
 
 
 class Leases:
-    """The leases of one process in a folder; use it as a context, in which they are renewed.
+    """A context manager that takes leases for this process, and renews them until it exits.
+
+    A lease is a file that gives one rank the right to compute one shard, for example.
 
     Args:
         folder: an existing folder that all ranks share.
-        gone_s: seconds without a renewal after which an owner counts as lost.
+        gone_s: seconds without a renewal after which the owner of a lease counts as lost.
     """
 
     def __init__(self, folder: Path, gone_s: float = GONE_S) -> None:
@@ -105,14 +107,14 @@ class Leases:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[TextIO | None]:
-        """Yield the lease's file, locked against other ranks, or None if there is none.
+        """Yield the file of a lease, locked against other ranks, or None if there is no file.
 
-        A rank must check the owner and take the lease under one lock. Otherwise two ranks could see
-        a lost owner at the same time, and the second would take the first one's new lease. The file
-        therefore stays and only its content changes. The kernel's lock ends with the process that
-        holds it. (NFS supports such locks, and a run's folder needs them too.) A file is unlinked
-        only by a rank that holds the lock of the file that has the name. The locked file therefore
-        still has the name when it is written to.
+        A rank must check the owner and take the lease while it holds the lock. Otherwise two ranks
+        could find a lost owner at the same time, and the second rank would take the lease that the
+        first rank has just taken. A lost lease is therefore taken by overwriting the content of its
+        file. The kernel releases the lock when a process ends. (NFS supports such locks, and a
+        run's folder needs them, too.) Only a rank that holds the lock may unlink the file, so a
+        locked file still has its name when it is written.
         """
         try:
             file = path.open("r+")
@@ -125,7 +127,8 @@ class Leases:
     def _lock(self, file: TextIO) -> bool:
         """Wait for the file's lock, and return True if it was obtained.
 
-        Other ranks hold it for a millisecond. The wait is limited, because its owner may be frozen.
+        Other ranks hold the lock for about a millisecond. The wait is limited, because a process
+        that holds the lock may be frozen.
         """
         deadline = time.monotonic() + _PATIENCE_S
         while True:
@@ -147,7 +150,10 @@ class Leases:
         return file.read().strip() == self._owner
 
     def _is_gone(self, file: TextIO) -> bool:
-        """Return True if the owner is lost, by the disk's clock, since machines' clocks differ."""
+        """Return True if the owner of a lease is lost.
+
+        Times are compared by the disk's clock, because the clocks of hosts differ.
+        """
         host, _, pid = file.read().strip().rpartition(".")
         if host == self._host and not Path("/proc", pid).exists():
             return True
@@ -176,13 +182,13 @@ MERGED = "predictions.csv"
 
 
 class Shards:
-    """A folder of shards of predictions.
+    """A folder with the predictions of all items, in one file per shard.
 
     Args:
-        folder: the folder.
+        folder: path of the folder.
         items: number of all items.
-        size: items per shard; the last may be smaller.
-        columns: names of the fields of a row.
+        size: number of items per shard; the last shard may be smaller.
+        columns: names of the columns of a row.
     """
 
     def __init__(self, folder: Path, items: int, size: int, columns: Sequence[str]) -> None:
@@ -193,10 +199,10 @@ class Shards:
         """Create the folder, or use an existing one with the same settings.
 
         Args:
-            about: the settings.
+            about: settings that the predictions depend on.
 
         Raises:
-            MotleyError: the folder has other settings.
+            MotleyError: the folder was created with other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         own = {**about, "items": self._items, "shard": self._size}
@@ -223,7 +229,7 @@ class Shards:
             )
 
     def name(self, number: int) -> str:
-        """Return the name of a shard, and of its lease."""
+        """Return the name of a shard, which is also the name of its lease."""
         return f"shard.{number:05d}"
 
     def get_items(self, number: int) -> range:
@@ -231,7 +237,7 @@ class Shards:
         return range(self._size * number, min(self._size * (number + 1), self._items))
 
     def path(self, number: int) -> Path:
-        """Return the path of a shard."""
+        """Return the path of a shard's file."""
         return self.folder / f"{self.name(number)}.csv"
 
     def missing(self) -> list[int]:
@@ -283,11 +289,11 @@ class Shards:
 
 _WORKER = "MOTLEY_INFER_WORKER"
 _WAIT_S = 0.3
-_START_S = 30.0  # in which all ranks of a launch have started, or will not start
+_START_S = 30.0  # limit for all ranks of a launch to start
 
 
 def main() -> int:
-    """Run the work in a subprocess, and return the exit code.
+    """Run :func:`work` in a subprocess, and return the exit code.
 
     mpirun ends all ranks if the process of a rank dies. This process therefore only waits for the
     subprocess. If the subprocess dies, this process waits for the other ranks to finish.
@@ -329,7 +335,7 @@ def ranks() -> range:
 
 
 def print_now(text: str, rank: int) -> None:
-    """Print a message with this rank and its host on stderr, without buffering."""
+    """Print a message with the rank's number and host to stderr, without buffering."""
     print(f"motley: rank {rank} on {os.uname().nodename}: {text}", file=sys.stderr, flush=True)
 
 
@@ -347,7 +353,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
-    """Open the model, compute shards until none is missing, merge them; return the exit code."""
+    """Open the model, compute missing shards, and merge all shards; return the exit code."""
     import torch  # imported here: the waiting process does not need it
 
     from motley.checkpoint.read import open_checkpoint
@@ -414,7 +420,10 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
 
 
 def choose_device(leases: Leases, torch: Any) -> Any:
-    """Return a GPU that no other rank has, or the CPU without GPUs; None if all are taken."""
+    """Return a GPU that no other rank uses, or the CPU on a host without GPUs.
+
+    None: other ranks use all GPUs.
+    """
     count = torch.cuda.device_count()
     if not count:
         return torch.device("cpu")

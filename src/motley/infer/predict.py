@@ -5,8 +5,9 @@
     python torch_dist/predict.py EXPORTED photos/ --out classes.jsonl
 
 RUN is a run of images, whose newest intact checkpoint is used, or a checkpoint. EXPORTED is a
-folder of torch_dist/export.py, which needs no data set. A line a file has the classes and their
-probabilities, as CSV or as JSON. Folders are searched at any depth. A GPU is used if there is one.
+folder of torch_dist/export.py, which needs no data set. The output has one line per file, with the
+classes and their probabilities, as CSV or as JSON. Folders are searched at any depth. A GPU is used
+if there is one.
 """
 
 import argparse
@@ -35,10 +36,10 @@ _EXPORTED = "config.json"
 
 
 def open_model(path: Path, data_dir: str | None, averaged: bool) -> "Trained":
-    """Return the image model of a run, of a checkpoint, or of an exported folder.
+    """Open the image model of a run, of a checkpoint, or of an exported folder.
 
     Raises:
-        MotleyError: there is no such model, or it is of another task.
+        MotleyError: there is no such model, or the model is not an image model.
     """
     from motley.infer.predictor import open_trained
     from motley.tasks.builtin.image import ImageTask
@@ -57,7 +58,7 @@ def open_model(path: Path, data_dir: str | None, averaged: bool) -> "Trained":
 
 
 def _open_exported(folder: Path) -> "Trained":
-    """Return the model of a folder that torch_dist/export.py or timm has written."""
+    """Open the model in a folder that torch_dist/export.py or timm has written."""
     import torch
 
     from motley.data.datasets import CLASS
@@ -106,12 +107,13 @@ def predict(
     """Yield a record for each image that can be read, in the order of the files.
 
     Args:
-        trained: the model, of a run of images.
+        trained: an image model.
         files: the image files.
         top_k: number of classes in a record.
         precision: precision of the computation, or ``auto``.
         batch: number of images that are computed together.
-        test_crops: crops of an image whose outputs are averaged; None: as in the run's evaluations.
+        test_crops: number of crops of an image whose outputs are averaged; None: the number in the
+            run's evaluations.
     """
     import torch
 
@@ -166,7 +168,10 @@ def write(records: Iterator[dict[str, Any]], file: TextIO, form: str) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write predictions as the command line says; return the exit code, 1 for unreadable files."""
+    """Write predictions for the files on the command line, and return the exit code.
+
+    The exit code is 1 if a file cannot be read.
+    """
     escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")

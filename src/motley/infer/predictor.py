@@ -25,16 +25,17 @@ from motley.train.command_line import config_from
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint, and the task that it was trained on.
+    """A checkpoint, and the task on which it was trained.
 
     Attributes:
         folder: folder of the checkpoint.
         weights: parameters and buffers by name, on the CPU.
         task: the task.
-        sample_list: list of its samples, see Task; empty if the checkpoint does not have it.
-        average: average of the parameters, each by its first name; empty if it is not used.
-        problems: faults of newer checkpoints.
-        net: the network with its weights; None: the task makes it.
+        sample_list: ``Task.sample_list`` of the training; empty if the checkpoint does not have it.
+        average: moving average of the parameters by name; empty if the average is not used. A tied
+            parameter has one entry, under its first name.
+        problems: error messages of newer checkpoints that are damaged.
+        net: the network with its weights; None: :meth:`build` makes the network.
     """
 
     folder: Path
@@ -63,12 +64,12 @@ def open_trained(
 
     Args:
         path: one checkpoint's folder, ``checkpoints/``, or a run folder.
-        data_dir: present folder of the data; None: the folder in training.
-        own: a folder of other samples, which replace the held-out ones.
-        averaged: True: use the average of the parameters.
+        data_dir: present folder of the data; None: the folder that the training used.
+        own: a folder of samples that replace the held-out samples; None: use the held-out samples.
+        averaged: True: use the moving average of the parameters.
 
     Raises:
-        MotleyError: there is no intact checkpoint, or it has no average.
+        MotleyError: there is no intact checkpoint, or the checkpoint has no average.
     """
     result = checkpoints_at(path)
     if not result:
@@ -106,12 +107,13 @@ class Predictor:
         device: the device.
         precision: the precision of the computation.
         threads: number of threads that read samples.
-        predict: returns the predictions of a batch, as Task.predict; None: that method.
-        on_unreadable: receives a message for a sample that cannot be read, which is left out; None:
-            such a sample is an error.
+        predict: function that returns the predictions of a batch, like Task.predict; None: use
+            Task.predict.
+        on_unreadable: function that is called with a message for each sample that cannot be read.
+            The sample is then left out. None: such a sample raises an error.
         columns: names of the columns of a row.
-        samples: number of samples that were computed.
-        seconds: time that this took.
+        samples: number of samples for which predictions were computed.
+        seconds: seconds that reading and computing these samples took.
     """
 
     trained: Trained
@@ -152,7 +154,7 @@ class Predictor:
 
     @property
     def mem_peak_mib(self) -> float:
-        """Peak memory of the GPU in MiB; on a CPU, present memory of this process."""
+        """Peak memory of the GPU in MiB; on a CPU, present memory of this process in MiB."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return float(psutil.Process().memory_info().rss) / 2**20

@@ -38,7 +38,7 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
 
     Args:
         models: the models, in the mode in which they train.
-        allow: names of what the user accepts.
+        allow: names of checks to skip, as for :func:`motley.join`.
     """
     if "batch_norm" in allow:
         return
@@ -57,7 +57,7 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
 
 
 def check_optimizers(optimizers: Collection[Optimizer]) -> None:
-    """Raise MotleyError if there is no optimizer whose step adds up the ranks' gradients."""
+    """Raise MotleyError without an optimizer, because its step sums gradients over ranks."""
     if not optimizers:
         raise MotleyError(
             "lab.prepare() was given no optimizer, and the ranks add up their gradients in "
@@ -67,11 +67,11 @@ def check_optimizers(optimizers: Collection[Optimizer]) -> None:
 
 
 def check_same(noun: str, own: Mapping[str, Any], ranks: Sequence[str]) -> None:
-    """Raise MotleyError if the ranks have different facts; all ranks call it.
+    """Raise MotleyError if a value differs between ranks; all ranks call it.
 
     Args:
         noun: noun for the message, as in ``model``.
-        own: facts of this rank by name.
+        own: values of this rank by name.
         ranks: each rank with its host, for the message.
     """
     facts = all_gather_object(dict(own))

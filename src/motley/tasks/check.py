@@ -3,8 +3,8 @@
 Training is exact only under these conditions. Each sample has a loss of its own, which depends on
 no other sample. Random numbers come from torch, seeded for the sample. A forward pass changes no
 parameter or buffer that is equal on all ranks. Every parameter is registered with torch, and has a
-gradient. A parameter may lack a gradient for some samples, as an expert that a sample does not
-choose.
+gradient. A parameter may lack a gradient for some samples, such as an expert that these samples do
+not choose.
 """
 
 import re
@@ -66,7 +66,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _wrapped(value: int) -> int:
-    """Return a number modulo 2**64 as a signed 64-bit number."""
+    """Return an integer modulo 2**64 as a signed 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -87,7 +87,8 @@ class ForwardChanges:
     """A record of a network's parameters and buffers before some passes, to find changes later.
 
     Args:
-        net: the network. Fingerprints of its parameters and copies of its buffers are kept.
+        net: the network. The object stores fingerprints of the parameters and copies of the
+            buffers.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -97,7 +98,7 @@ class ForwardChanges:
         """Return the names of the parameters and buffers that have changed since construction.
 
         Args:
-            caches: include buffers that are in no checkpoint. Such a buffer may be a cache that the
+            caches: True: include non-persistent buffers. Such a buffer may be a cache that the
                 first pass has filled.
         """
         saved, now = self._net.state_dict().keys(), _values(self._net)
@@ -109,7 +110,7 @@ class ForwardChanges:
 
 
 def check_renormalised(name: str, net: nn.Module) -> None:
-    """Raise MotleyError if an embedding rescales the rows that it reads (``max_norm``).
+    """Raise MotleyError if an embedding has ``max_norm``, which rescales weights when read.
 
     A check of two samples does not always show that the forward pass changes these weights.
 
@@ -123,7 +124,7 @@ def check_renormalised(name: str, net: nn.Module) -> None:
 
 
 def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyError:
-    """Return the error for tensors that a forward pass changes.
+    """Return the MotleyError for tensors that a forward pass changes.
 
     Args:
         name: name of the task.
@@ -176,7 +177,7 @@ _MORE = 32  # samples that are tried if the first ones leave some parameters wit
 
 
 def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple[str, ...]:
-    """Return the names of the parameters that some passes give no gradient.
+    """Return the names of the parameters that have no gradient after some passes.
 
     Args:
         name: name of the task.
@@ -185,8 +186,8 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
 
     Raises:
         MotleyError: a parameter has no gradient after any pass, nor after a pass over more samples.
-            A parameter is exempt if the same parameter of another module in its list has one, as
-            with the experts of a layer.
+            For equal modules in one list, such as the experts of a layer, a gradient in one module
+            is enough.
     """
     learning = [key for key, each in model.net.named_parameters() if each.requires_grad]
     result = list(passes)
@@ -208,11 +209,11 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
 
 
 def unused(model: TaskModel, data: dict[str, torch.Tensor]) -> set[str]:
-    """Return the names of the trainable parameters that a pass gives no gradient.
+    """Return the names of the trainable parameters that have no gradient after a pass.
 
     Args:
         model: the task's model.
-        data: tensors of the samples of the pass, by name.
+        data: batch of the pass: tensors by name.
     """
     model.zero_grad(set_to_none=True)
     model(data).sum().backward()
@@ -227,7 +228,7 @@ def without_gradient(net: nn.Module) -> set[str]:
 def _like(name: str) -> str:
     """Return a parameter's name with list indices replaced by ``*``.
 
-    Parameters of equal modules in one list have the same result.
+    Parameters of equal modules in one list therefore get the same name.
     """
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
@@ -236,7 +237,7 @@ def refuse_unused(model: TaskModel, engine: str) -> None:
     """Raise MotleyError if some samples leave parameters unused, which the engine does not support.
 
     Args:
-        model: the checked model. Its ``sometimes_unused`` names these parameters.
+        model: the checked model, whose ``sometimes_unused`` lists these parameters.
         engine: name of the engine for the message.
     """
     if model.sometimes_unused:
@@ -249,9 +250,9 @@ def refuse_unused(model: TaskModel, engine: str) -> None:
 
 
 def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyError:
-    """Return the error for parameters that had no gradient in a training step.
+    """Return the MotleyError for parameters that had no gradient in a training step.
 
-    In the check at the start, each of these parameters had a gradient.
+    These parameters all had a gradient in the check at the start.
 
     Args:
         model: the model that is trained.
@@ -265,7 +266,7 @@ def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyE
     )
 
 
-_TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
+_TOLERANCE = 1e-3  # relative error of a loss; rounding is far below it
 
 
 def check_task(model: TaskModel) -> tuple[str, ...]:
@@ -277,7 +278,7 @@ def check_task(model: TaskModel) -> tuple[str, ...]:
         model: the task's model, in fp32, not wrapped.
 
     Returns:
-        The names of the parameters that some samples give no gradient.
+        The names of the parameters that have no gradient for some samples.
     """
     task = type(model.task).__name__
     _check_samples(task, model.task)
@@ -380,7 +381,7 @@ def _check_losses(name: str, model: TaskModel) -> None:
 def _check_dense(name: str, net: nn.Module) -> None:
     """Raise MotleyError if a gradient is sparse.
 
-    A sparse gradient holds a few rows, and these differ between ranks.
+    A sparse gradient holds only some rows, and ranks may have different rows.
     """
     result = [
         key for key, each in net.named_parameters()
@@ -396,11 +397,11 @@ def _check_dense(name: str, net: nn.Module) -> None:
 def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> list[set[str]]:
     """Raise MotleyError if a training pass changes a parameter or buffer.
 
-    Buffers that are in no checkpoint may change in the first pass, as caches do.
+    Non-persistent buffers may change in the first pass, because they may be caches.
 
     Returns:
-        The names of the parameters without a gradient, one set per sample, each from a pass over
-            that sample alone.
+        For each sample, the names of the parameters without a gradient after a pass over that
+            sample alone.
     """
     devices = [model.device.index or 0] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

@@ -52,7 +52,7 @@ def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model of timm, by its name."""
+    """A classifier of timm, identified by its name."""
 
     name: str
 
@@ -86,7 +86,7 @@ class Classifier:
     def data_config(self) -> dict[str, Any]:
         """Return the mean, std, interpolation and crop with which the model was trained.
 
-        If timm has no such values for the model, they are ImageNet's usual ones.
+        If timm has no such values for the model, ImageNet's usual values are returned.
         """
         known: Any = timm.get_pretrained_cfg(self.name)
         own = {"interpolation": "bilinear"} if known is None else known.to_dict()
@@ -105,7 +105,7 @@ class Classifier:
             return bool(batch_norms(self.build()))
 
     def build(self, **options: Any) -> nn.Module:
-        """Return timm's model.
+        """Build and return timm's model.
 
         Raises:
             MotleyError: timm cannot build the model with these options.
@@ -128,7 +128,8 @@ class Classifier:
 def list_blocks(net: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a timm model by name, in order.
 
-    A search for lists of equal modules would find the stages of Swin and ConvNeXt instead.
+    A block is a member of a list that is named ``blocks``. A search for lists of equal modules
+    would find the stages of Swin and ConvNeXt instead.
     """
     return {
         name: part for name, part in net.named_modules()
@@ -144,7 +145,7 @@ def find_head(net: nn.Module) -> tuple[str, ...]:
 
 
 def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """Return weights converted to the names and image size of timm's model."""
+    """Return weights converted to the parameter names and the image size of ``net``."""
     convert = getattr(sys.modules[type(net).__module__], "checkpoint_filter_fn", None)
     return tensors if convert is None else dict(convert(tensors, net))
 

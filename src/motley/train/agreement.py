@@ -37,7 +37,7 @@ _TRIALS, _PROBED = 3, 20  # trials of a device's arithmetic, and steps in each
 
 
 class Agreement:
-    """The comparison of the replicated state of all ranks, with repair.
+    """The comparison of the state that all ranks replicate, and its repair.
 
     Args:
         job: the objects of the training.
@@ -52,13 +52,13 @@ class Agreement:
     def check(self, position: TrainState) -> TrainState:
         """Compare the replicated state of all ranks, and repair differences; all ranks call it.
 
-        If each rank holds a different part, there is nothing to compare.
+        If the engine shards all state over the ranks, there is nothing to compare.
 
         Returns:
             The position to continue from: ``position``, or that of a checkpoint.
 
         Raises:
-            MotleyError: neither a majority nor a checkpoint determines the right state.
+            MotleyError: no state is that of a majority of ranks, and there is no checkpoint.
         """
         job = self._job
         if not job.engine.replicated or len(job.workers) == 1:
@@ -102,7 +102,7 @@ class Agreement:
         )  # fmt: skip
 
     def _difference(self, wrong: Sequence[int], right: int = 0) -> str:
-        """Return a sentence that names the values of some ranks that differ; all ranks call it.
+        """Return a sentence that names the state in which some ranks differ; all ranks call it.
 
         Args:
             wrong: the ranks that differ.
@@ -148,7 +148,7 @@ class Agreement:
         return back
 
     def saved(self, position: TrainState) -> None:
-        """Record that all ranks agreed on the state of a new checkpoint."""
+        """Note that all ranks had equal state at a new checkpoint."""
         if self._back_at is not None and position.step > self._back_at:
             self._back_at = None
 
@@ -158,7 +158,7 @@ class Agreement:
 
 
 def digests(engine: Engine) -> list[str]:
-    """Return one hash per rank of its replicated state; all ranks call it."""
+    """Return a hash of each rank's replicated state, by rank; all ranks call it."""
     digest = hashlib.sha256()
     for name, text in fingerprints(engine).items():
         digest.update(f"{name} {text}".encode())
@@ -195,9 +195,9 @@ def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) 
 
 
 def arithmetic(device: torch.device) -> list[int]:
-    """Return a hash of the result of some optimizer steps on this device, for each trial.
+    """Run the same optimizer steps several times on this device; return a hash of each result.
 
-    The steps are equal in all trials, and on all ranks.
+    A sound device returns equal hashes, and all ranks run the same steps.
     """
     start = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(device)
     result = []
@@ -213,13 +213,13 @@ def arithmetic(device: torch.device) -> list[int]:
 
 
 def unsound(told: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks whose device computed wrong numbers.
+    """Return the ranks whose device computed wrong results.
 
-    These are the ranks whose numbers changed from trial to trial. If there are none, these are the
-    ranks whose numbers differ from those of most ranks.
+    These are the ranks whose results changed between trials. If there are none, these are the ranks
+    whose result differs from the most frequent result.
 
     Args:
-        told: the :func:`arithmetic` of each rank; their devices are of one kind.
+        told: result of :func:`arithmetic` of each rank. All devices are of one kind.
     """
     shaky = [rank for rank, numbers in enumerate(told) if len(set(numbers)) > 1]
     most = Counter(numbers[0] for numbers in told).most_common(1)[0][0]
@@ -229,8 +229,8 @@ def unsound(told: Sequence[Sequence[int]]) -> list[int]:
 def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
     """Return the rank with the majority's state, and the ranks with another state.
 
-    Without a majority the first value is None, and the second has the ranks that differ from rank
-    0.
+    Without a majority, the first value is None, and the second value lists the ranks that differ
+    from rank 0.
 
     Args:
         digests: hash of the state of each rank.
@@ -252,7 +252,7 @@ _SHOWN = 8  # samples in a message
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
-    """Return the indices of the batch's samples, after reporting unreadable ones.
+    """Report the unreadable samples of a batch, and return the indices of the batch's samples.
 
     Raises:
         MotleyError: a sample is unreadable, and ``--bad-samples`` is ``fail``.
@@ -276,7 +276,7 @@ def check_finite(
         loss_sum: sum of the losses of all ranks.
         sample_loss: loss of each of this rank's samples, [n].
         indices: indices of these samples.
-        batches: reads this rank's batches again.
+        batches: function that reads this rank's batches again.
     """
     if math.isfinite(loss_sum):
         return
@@ -295,12 +295,14 @@ def check_finite(
 def check_scores(
     scores: Tensor, indices: Sequence[tuple[int, ...]], batches: Callable[[], Iterable[Batch]]
 ) -> None:
-    """Raise NotFiniteError if held-out data is not finite, since every evaluation would fail.
+    """Raise NotFiniteError if scores are not finite because of values in the held-out data.
+
+    Every evaluation would have such scores.
 
     Args:
-        scores: scores of each of this rank's batches, [batches, any].
+        scores: scores of each of this rank's batches, [batches, ...].
         indices: indices of the samples in each batch.
-        batches: reads these batches again.
+        batches: function that reads these batches again.
     """
     fine = scores.isfinite().all(dim=1).tolist()
     bad = {index for known, part in zip(fine, indices, strict=True) if not known for index in part}
@@ -312,10 +314,11 @@ def check_scores(
 
 
 def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
-    """Return a phrase on input tensors that explain the losses; empty if there are none.
+    """Return a phrase on input tensors that explain losses that are not finite.
 
-    An input explains them if it is not finite in some of the samples ``bad``, and finite in all
-    others. A mask that is infinite in other samples too is therefore no cause.
+    An input tensor explains the losses if it is not finite in some of the samples ``bad``, and
+    finite in all other samples. A mask that is infinite in other samples too is therefore no cause.
+    The phrase is empty if no input tensor explains the losses.
 
     Args:
         batches: the batches with these samples.
@@ -340,7 +343,7 @@ def _shown(indices: Sequence[int]) -> str:
 def check_numbers(
     job: Job, plan: Plan, state: TrainState, result: StepResult, indices: list[int]
 ) -> None:
-    """Raise NotFiniteError if a loss is not finite, or a gradient at any loss scale.
+    """Raise NotFiniteError if a loss is not finite, or a gradient that no loss scale can fix.
 
     Args:
         job: the objects of the training.
@@ -361,14 +364,15 @@ def check_numbers(
         error = explain_overflow(job, plan, state, result)
         if dist.get_rank() == (*result.unsound, 0)[0]:
             raise error
-        dist.barrier()  # that rank raises the error, which ends the job
+        dist.barrier()  # another rank raises the error, which ends the job
 
 
 def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> MotleyError:
     """Return an error that names the layer that overflows, and the samples.
 
-    This function is called when skipping steps helps no more. All ranks compute the step again and
-    get the same error. Engines whose ranks cannot compute alone give no explanation.
+    The caller uses it when lowering the loss scale has not helped. All ranks compute the step again
+    and get the same error. If an engine's ranks cannot compute a batch alone, the error names no
+    layer.
 
     Args:
         job: the objects of the training.
@@ -439,8 +443,7 @@ def shrink_micro_batches(
     The shares stay the same. A note to the user names the processes that hold the memory.
 
     Args:
-        plan: plan of the batch of that step, as far as it is known. The batch may be the ragged
-            last one of an epoch.
+        plan: plan of the step's batch, which may be the smaller last batch of an epoch.
         job: the objects of the training.
         result: outcome of the step.
         recorder: the recorder of the run.

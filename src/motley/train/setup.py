@@ -1,6 +1,6 @@
 """The setup of the objects that training needs.
 
-They are data, length, budget of disk space, model, engine and schedule.
+These objects are the data, length, budget of disk space, model, engine and schedule.
 """
 
 import dataclasses
@@ -51,10 +51,10 @@ class Budget:
         steps: number of steps left.
         step_s: forecast seconds per step; None if nothing was measured.
         checkpoint: bytes of one checkpoint.
-        saves: number of checkpoints that are going to be saved.
-        keep: number of checkpoints that stay on the disk.
+        saves: number of checkpoints that the rest of the run will save.
+        keep: number of checkpoints to keep on the disk.
         there: number of checkpoints that are on the disk already, and will be replaced.
-        free: free bytes of the disk.
+        free: free space of the disk in bytes.
         folder: folder of the checkpoints.
     """
 
@@ -69,7 +69,11 @@ class Budget:
 
     @property
     def needed(self) -> float:
-        """Bytes of disk at most. A new checkpoint is complete before the oldest is removed."""
+        """Largest number of bytes that new checkpoints need on the disk.
+
+        The number includes one checkpoint more than are kept, because a new checkpoint is complete
+        before the oldest one is removed.
+        """
         return self.checkpoint * min(self.saves, max(1, self.keep + 1 - self.there))
 
     def check(self) -> None:
@@ -85,7 +89,7 @@ class Budget:
         )
 
     def sentence(self) -> str:
-        """Return a sentence for the log."""
+        """Return a sentence on the remaining time and the disk space, for the log."""
         if not self.steps:
             return (
                 "all steps are done; --epochs or --max-steps with a larger number adds some, and "
@@ -119,8 +123,8 @@ def make_budget(
         state: position of the training.
         checkpoint: bytes of a checkpoint.
         keep: number of checkpoints to keep.
-        step_s: forecast seconds per step, or None.
-        keeps_best: the best checkpoint is kept besides.
+        step_s: forecast seconds per step; None if nothing was measured.
+        keeps_best: True: the best checkpoint is kept in addition.
     """
     checkpoints.sweep()
     saves = length.saves_left(state) + (length.evaluations_left(state) if keeps_best else 0)
@@ -139,7 +143,7 @@ def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> 
 
     Args:
         numbers: number of elements in the model's parameters and buffers.
-        trained: number of elements that are trained. Only these have further state.
+        trained: number of elements that are trained. Only these have optimizer state.
         config: the options.
         plan: the plan, whose wire mode may keep copies on each rank.
     """
@@ -163,7 +167,7 @@ class Sizes:
         numbers: number of elements in parameters and buffers.
         parameters: number of elements in parameters, trained or not.
         trained: number of elements that are trained.
-        gradient_bytes: bytes of a gradient on the wire.
+        gradient_bytes: bytes of the whole gradient in the format in which it is sent.
     """
 
     numbers: int
@@ -183,7 +187,7 @@ class Sizes:
         )  # fmt: skip
 
     def notes(self) -> list[Note]:
-        """Return a note on frozen parameters, in a list; empty if there are none."""
+        """Return a list with a note on frozen parameters; empty if no parameter is frozen."""
         if self.trained == self.parameters:
             return []
         text = (
@@ -254,7 +258,7 @@ def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
         config: the options.
         plan: the plan.
         loader: the loader, which has the number of samples in an epoch.
-        keeps: True: save checkpoints. False: save them only if the user sets an interval.
+        keeps: True: the task saves checkpoints. False: save only if the user sets an interval.
     """
     every = config.save_every or (None if keeps or config.keep_best else 0)
     evaluates = config.eval_every
@@ -295,13 +299,13 @@ class Job:
         checkpoints: checkpoints of the run.
         numbers: number of elements in the model's parameters and buffers.
         trained: number of elements that are trained.
-        gradient_bytes: bytes of a gradient on the wire, each time that it is sent.
+        gradient_bytes: bytes of the whole gradient in the format in which it is sent.
         length: end of this run, and steps at which it saves.
         saved_config: options in the form that a checkpoint stores.
         notes: notes on the setup, for the records.
         workers: the ranks that train.
-        watch: proposes another split when this one does not fit any more.
-        metric: metric that decides which evaluation is the best; None if no option needs it.
+        watch: monitor that proposes another split when ranks become slower or faster.
+        metric: metric that selects the best evaluation; None if no option needs a metric.
     """
 
     config: Config
@@ -342,7 +346,7 @@ class StartedJob:
         job: the job.
         state: position of the training.
         notes: notes on the resume and on the setup.
-        budget: time and disk space; on the rank that writes, else None.
+        budget: time and disk space of the rest of the run; None on ranks that write no checkpoints.
         first_steps: comparison of the first steps with the forecast.
     """
 
@@ -353,10 +357,10 @@ class StartedJob:
     first_steps: FirstSteps
 
     def take_over(self, shared: bool) -> None:
-        """Set the run's folder for checkpoints, and set aside later ones on the rank that writes.
+        """Use the run's folder for checkpoints, and rename checkpoints of later steps in it.
 
         Args:
-            shared: True if all ranks see its disk.
+            shared: True if all ranks see the disk of the folder.
         """
         self.job.checkpoints.in_parts = shared and self.job.model.by_blocks is not None
         place = self.job.checkpoints.path = (
@@ -378,18 +382,21 @@ def begin(
     initial: Sequence[str],
     kept: KeptState | None = None,
 ) -> StartedJob | None:
-    """Make the job and load the state that it continues; return None on a rank that is left out.
+    """Make the job, and load the state from which it continues.
+
+    The result is None on a rank that takes no part in training.
 
     Args:
         run: the run.
         group: process group of the ranks that train.
         planned: the plan.
         config: the options.
-        engine_factory: makes the engine.
-        model: the model; None on a rank that is left out.
-        monitor: makes the monitor that proposes another split.
+        engine_factory: factory of the engine.
+        model: the model; None on a rank that takes no part in training.
+        monitor: factory of the monitor that proposes another split.
         initial: notes for the user on the initial weights.
-        kept: state that this rank has copied from a larger group; None: no rank was lost.
+        kept: state that this rank has kept from the group before a rank was lost; None: no rank was
+            lost.
     """
     if group.rank is None or model is None:
         return None
@@ -408,7 +415,7 @@ def begin(
         state, notes = job.resume(run.resume_from)
         took_s = time.monotonic() - began
     check_profile(config, group.workers, job.length.last_step(state))
-    if writes and state != foreseen:  # that checkpoint was damaged
+    if writes and state != foreseen:  # the foreseen checkpoint was damaged
         budget = ready.budget(state, planned)
     new_notes: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
     new_notes += [("initial", note, {}) for note in initial]
@@ -420,7 +427,7 @@ def begin(
 
 
 def check_samples(config: Config, workers: Sequence[Rank]) -> None:
-    """Raise MotleyError unless all ranks learn from the same data, by their task's fingerprint."""
+    """Raise MotleyError unless the fingerprint of the task's data is equal on all ranks."""
     task = get_task(config)
     sets = {name: len(source) for name, source in task.held_out_sets().items()}
     own = {CLASS_NAMES: task.class_names, SAMPLES: task.sample_list, "held-out sets": sets}
@@ -452,10 +459,10 @@ def assemble(
         run: the run.
         group: process group of the ranks that train.
         planned: the plan.
-        engine_factory: makes the engine.
+        engine_factory: factory of the engine.
         model: the model.
-        monitor: makes the monitor that proposes another split.
-        fresh: True if no earlier state, with its loss scale, is continued.
+        monitor: factory of the monitor that proposes another split.
+        fresh: True if the run continues no earlier state. The loss scale is then searched.
     """
     assert group.rank is not None
     config, plan, loader, sizes = ready.config, ready.plan, ready.loader, ready.sizes

@@ -1,4 +1,4 @@
-"""Local SGD: ranks do not send gradients, but average their parameters now and then."""
+"""Local SGD: ranks send no gradients, and average their parameters every few steps."""
 
 import dataclasses
 import re
@@ -41,7 +41,7 @@ class LocalSgd(WireMode):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """Return the mode with the fewest steps that hide the wire. See WireMode."""
+        """Return the mode with the fewest local steps that hide the transfer time. See WireMode."""
         return [cls(steps) for steps in _OFFERED if steps >= part][:1]
 
     @property

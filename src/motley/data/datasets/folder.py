@@ -1,6 +1,6 @@
-"""Images with one folder per class, under ``train`` and ``val``, as torchvision reads them.
+"""Images in one folder per class, below ``train`` and ``val``, as torchvision reads them.
 
-The held-out images may be under ``validation``, ``valid`` or ``test`` instead.
+The held-out images may be below ``validation``, ``valid`` or ``test`` instead of ``val``.
 """
 
 from pathlib import Path

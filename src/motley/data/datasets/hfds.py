@@ -19,8 +19,8 @@ class _Split:
     """The images of one split.
 
     Args:
-        reader: timm's reader. Timm's own data set on top of the reader is not used, because it
-            silently replaces an unreadable image by another one.
+        reader: timm's reader. timm's own data set class is not used, because it silently replaces
+            an unreadable image by another image.
         name: name of the split.
         label: name of the column with the labels.
     """
@@ -102,10 +102,10 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
 
 
 def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> str:
-    """Return the name of the column that timm would read, or the only one of its kind.
+    """Return the name of the column that timm would read, or of the only column of a kind.
 
     Raises:
-        MotleyError: there is not exactly one such column.
+        MotleyError: timm's column is missing, and there is not exactly one column of the kind.
     """
     fit = [name for name, feature in features.items() if type(feature).__name__ == kind]
     if usual in features:
@@ -119,7 +119,7 @@ def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> 
 
 
 def _classes(part: _Split, known: int | None, option: str) -> int:
-    """Return the number of classes: those with names, or up to the highest label of this split.
+    """Return the number of classes, by their names or by the highest label of this split.
 
     Raises:
         MotleyError: a label is not the number of a class.

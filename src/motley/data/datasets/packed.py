@@ -32,10 +32,10 @@ class _Part:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Return an image as :class:`motley.data.images.Images` has it, and its label.
+        """Return an image in the form of :class:`motley.data.images.Images`, and its label.
 
-        Pixels are not copied. The tensor [C, H, W] is a view of [H, W, C], as torchvision makes it
-        from PIL's images, so that transforms read the same numbers in the same memory order.
+        Pixels are not copied. The tensor [C, H, W] is a view of [H, W, C], like torchvision's
+        tensors from PIL images, so that transforms read pixels in the same memory order.
 
         Raises:
             UnreadableSample: the image could not be read when it was packed.
@@ -82,7 +82,7 @@ def _open(place: Path, img_size: int) -> "Images":
 
 
 def _file(place: Path) -> Path:
-    """Return the path itself, or that of the only packed file in a folder.
+    """Return the path of a packed file, given this path or a folder with one packed file.
 
     Raises:
         MotleyError: the folder has no packed file, or several.

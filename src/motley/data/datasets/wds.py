@@ -1,7 +1,8 @@
-"""Shards of webdataset, as timm's ``wds/`` names them, with access to images by index.
+"""Shards of webdataset, named as in timm's ``wds/``, with access to images by index.
 
-timm's reader reads shards from beginning to end, in an order of its own for each process. Here the
-global order decides which image comes next, so motley.data.shards reads the shards.
+timm's reader reads shards from beginning to end, in a different order in each process. Here the
+global order of samples decides which image comes next. Therefore motley.data.shards reads the
+shards.
 """
 
 import json
@@ -28,8 +29,8 @@ class _Split:
 
     Attributes:
         paths: paths of the shards.
-        count: number of samples, if it is known.
-        label_key: see Shards.
+        count: number of samples; None if it is not known.
+        label_key: key of the label in a sample's JSON; see Shards.
     """
 
     paths: tuple[Path, ...]
@@ -114,9 +115,9 @@ def _read_sizes(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
 
 
 def _by_name(folder: Path) -> dict[str, _Split]:
-    """Return shards by split. The first split name in a shard's path decides.
+    """Return the shards of each split, by the first name of a split in a shard's path.
 
-    ``flowers-train-0007.tar`` is of the split ``train``, for example.
+    For example, ``flowers-train-0007.tar`` belongs to the split ``train``.
     """
     result: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.tar"), *folder.glob("*/*.tar")]):

@@ -1,6 +1,6 @@
 """The built-in tasks, one per file, and the search for the task that ``--task`` names.
 
-``--task`` names a built-in task, or a file of the user with a task in it.
+``--task`` names a built-in task, or a user's file that defines a task.
 """
 
 import dataclasses
@@ -38,25 +38,25 @@ def _is_entry(item: object) -> bool:
 
 
 def get_task(config: Config) -> Task:
-    """Return the task in a configuration, or the default task."""
+    """Return the task that a configuration names, or the default task."""
     return next((each for each in config.own if isinstance(each, Task)), known_tasks()[USUAL]())
 
 
 def get_identity(config: Config) -> dict[str, Any]:
-    """Return the facts that a checkpoint and the run that continues it must share.
+    """Return the values that must be equal in a checkpoint and the run that continues it.
 
-    Options are not among them; they are compared separately.
+    Options are not among the values, because they are compared separately.
     """
     task = get_task(config)
     return {"task_class": type(task).__name__, **task.identity()}
 
 
 def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
-    """Raise MotleyError if the task's classes have other names than those of a checkpoint.
+    """Raise MotleyError if the names of the task's classes differ from those of a checkpoint.
 
     Args:
         task: the task of this run.
-        saved: the options in the checkpoint, by name.
+        saved: values of the options in the checkpoint, by name.
     """
     before, now = saved.get(CLASS_NAMES), list(task.class_names)
     if not before or not now or before == now:
@@ -152,7 +152,7 @@ def _only_task(name: str, module: ModuleType) -> type[Task]:
 
 
 def _check_complete(name: str, kind: type[Task]) -> type[Task]:
-    """Return the class as a dataclass.
+    """Return a task's class as a dataclass.
 
     Raises:
         MotleyError: the class lacks a method that every task needs, or has an ``__init__``.

@@ -1,4 +1,4 @@
-"""Images and their classes, labels or values: timm's models, on many kinds of data."""
+"""The image task: timm's models that predict classes, labels or values of images."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ RECIPES = {
 
 
 def crops(text: str) -> int:
-    """Read a number of test-time crops."""
+    """Parse the number of crops of an image at test time."""
     count = natural(text)
     if count not in (1, 5, 10):
         raise argparse.ArgumentTypeError(f"{count} is no number of crops; choose 1, 5 or 10")
@@ -71,7 +71,7 @@ def crops(text: str) -> int:
 def _pair(
     flag: str, given: tuple[float, ...] | None, usual: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the two numbers of an option, the smaller one first."""
+    """Return the two numbers of an option, the smaller one first, or the default."""
     if given is None:
         return usual
     if len(given) != 2 or given[0] > given[1] or given[0] <= 0:
@@ -88,12 +88,12 @@ _USUAL_DIR = "data"
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """Images and their classes, labels or values.
+    """The task of predicting classes, labels or values of images.
 
-    A batch has ``images``, uint8 [n, C, H, W], and ``labels``, as in motley.tasks.targets. The
-    images have the model's size, or are smaller (see Look.enlarged). If images are mixed, the batch
-    also has ``partners``, the labels of the other images, and ``own``, the weights of ``labels``,
-    fp32 [n]. With weighted classes a training batch has ``weights``, fp32 [n].
+    A batch has ``images``, uint8 [n, C, H, W], and ``labels``; see motley.tasks.targets. The images
+    have the model's size, or are smaller (see Look.enlarged). If images are mixed in pairs, the
+    batch also has ``partners``, the labels of the second images, and ``own``, the weights of
+    ``labels``, fp32 [n]. With weighted classes a training batch has ``weights``, fp32 [n].
     """
 
     noun = "image"
@@ -293,7 +293,7 @@ class ImageTask(Task):
 
     @cached_property
     def classifier(self) -> "Classifier":
-        """Model that ``--model`` names."""
+        """The model that ``--model`` names."""
         from motley.tasks.classifiers import Classifier
 
         return Classifier(str(self.name))
@@ -330,7 +330,7 @@ class ImageTask(Task):
 
     @cached_property
     def images(self) -> "Images":
-        """Data set that ``--dataset`` names, opened."""
+        """The data set that ``--dataset`` names. The first access opens it."""
         from motley.data.images import select_classes
 
         if self.labels is not None:
@@ -376,10 +376,10 @@ class ImageTask(Task):
 
     @cached_property
     def look(self) -> "Look":
-        """Preparation of images for the model.
+        """The preparation of images for the model: size, crop and normalisation.
 
-        The data set's mean and std are used if it has them and the weights are random, else those
-        for which the model was made.
+        If the weights are random and the data set has a mean and std, these are used. Otherwise the
+        mean and std with which the model was trained are used.
         """
         from motley.data.transforms import Look
 
@@ -539,14 +539,14 @@ class ImageTask(Task):
 
         Args:
             files: the files.
-            folder: a folder above all of them, which names in messages leave out.
-            test_crops: number of crops; None: as before.
+            folder: a common parent folder of the files, which messages leave out of file names.
+            test_crops: number of crops of each image; None: the task's present number.
         """
         from motley.data.images import with_files
 
         changed = replace(self, eval_data=None, test_crops=test_crops or self.test_crops)
         changed.__dict__["images"] = with_files(self.images, files, folder)
-        changed.__dict__["look"] = self.look  # as in the run's own evaluations
+        changed.__dict__["look"] = self.look  # images are prepared as in the run's evaluations
         return changed
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
@@ -586,7 +586,7 @@ class ImageTask(Task):
 
     @property
     def has_weights(self) -> bool:
-        """See Task: a training image weighs as its class does."""
+        """See Task: a training image has the weight of its class."""
         own = type(self).weights is not ImageTask.weights
         return own or (self.class_weights is not None and self.target == CLASS)
 
@@ -619,9 +619,9 @@ class ImageTask(Task):
         return logits
 
     def _mean_and_std(self, device: "torch.device") -> "tuple[Tensor, Tensor]":
-        """Return mean and deviation of a pixel, fp32 [1, C, 1, 1] each.
+        """Return mean and standard deviation of a pixel, fp32 [1, C, 1, 1] each.
 
-        The two tensors are not buffers, which DDP would broadcast.
+        The two tensors are not buffers of the model, because DDP would broadcast buffers.
         """
         import torch
 
@@ -700,7 +700,7 @@ class ImageTask(Task):
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return random pixels as a batch for timing.
 
-        A GPU draws less power on images that are all alike. Its steps would be faster than in
+        Constant images would make a GPU draw less power, so that its steps would be faster than in
         training.
         """
         import torch

@@ -1,7 +1,7 @@
-"""Language models: a GPT from scratch, or a model of the transformers library.
+"""The text task: a GPT that is trained from scratch, or a model of the transformers library.
 
-The GPT learns from bytes or characters of any file in any language, without a tokenizer. A
-transformers model has its own tokens. Either all weights are trained, or LoRA matrices only.
+The GPT learns from the bytes or characters of any file in any language, without a tokenizer. A
+transformers model has its own tokens. Either all weights are trained, or only LoRA matrices.
 """
 
 import json
@@ -48,7 +48,7 @@ _PADDING = -1  # number of the document that padding is
 
 @dataclass(frozen=True)
 class HfOptions(Task):
-    """Base of a text task: the options of transformers models and of LoRA."""
+    """Base class of the text task, with the options of transformers models and of LoRA."""
 
     compiles_whole = True  # logits, the largest tensor, are then never written to memory
 
@@ -93,7 +93,7 @@ class HfOptions(Task):
         """Raise MotleyError for options that contradict each other or have no effect.
 
         Args:
-            shape: names of the given options that shape the built-in model.
+            shape: names of the given options that apply to the built-in GPT alone.
             tokens: value of ``--tokens``.
             tokenizer: value of ``--tokenizer``.
         """
@@ -121,8 +121,8 @@ class HfOptions(Task):
 
         Args:
             model: the model.
-            length: tokens in a sample.
-            codec: the tokens.
+            length: number of tokens in a sample.
+            codec: encoder of text to tokens.
         """
         if model.longest is not None and length > model.longest:
             raise MotleyError(
@@ -147,7 +147,7 @@ class HfOptions(Task):
         return self.named.weights(), str(self.named.path)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """See Task: LoRA's matrices, which foreign weights do not contain."""
+        """See Task: LoRA's matrices, which weights from outside do not contain."""
         from motley.tasks.hf_model import matrices
 
         return matrices(net)
@@ -159,10 +159,10 @@ class HfOptions(Task):
         return beside_lora(tensors, net)
 
     def save(self, net: "nn.Module", folder: Path) -> None:
-        """Save the model as transformers loads it, with its tokenizer. See Task.
+        """Save the model with its tokenizer in the format of transformers. See Task.
 
-        LoRA's matrices are merged into the layers to which they belong. Beside weights of a folder,
-        ``adapter/`` has the matrices alone, as peft loads them.
+        LoRA's matrices are merged into their layers. If the model's weights come from a folder, the
+        subfolder ``adapter/`` has the matrices alone, in the format of peft.
         """
         if self.lora is not None:
             from motley.tasks.hf_model import merge_lora, save_adapter
@@ -186,7 +186,7 @@ class HfOptions(Task):
 
 @dataclass(frozen=True)
 class TextTask(HfOptions):
-    """Text, each token predicted from those before it.
+    """The task of predicting each token of a text from the tokens before it.
 
     A batch has ``tokens`` and ``targets``, int64 [n, length], and ``bytes``, int64 [n], the number
     of bytes of the targets in UTF-8.
@@ -313,7 +313,7 @@ class TextTask(HfOptions):
 
     @cached_property
     def _codec(self) -> Codec:
-        """The tokens, without an alphabet."""
+        """The encoder of text to tokens, without the alphabet, which needs the training text."""
         kind = str(self.tokens)
         if kind != TOKENIZER:
             return Codec(kind)
@@ -332,10 +332,10 @@ class TextTask(HfOptions):
         return find_tokenizer(self.tokenizer, downloads)
 
     def _spec(self, downloads: bool = False) -> TextSpec:
-        """Return all that decides the tokens of the text.
+        """Return the specification of the text and of its tokens.
 
         Args:
-            downloads: True: missing files may be downloaded.
+            downloads: True if missing files may be downloaded.
         """
         train = Sources(self.text, "--text", self.text_field, self.chat, downloads=downloads)
         validation = None
@@ -350,7 +350,7 @@ class TextTask(HfOptions):
         )
 
     def prepare(self) -> None:
-        """See Task: download what has a name on the hub, and encode the text."""
+        """See Task: download files from the Hugging Face hub, and encode the text."""
         if self.tokenizer is not None:
             self._tokenizer_folder(downloads=True)
         open_text(self._spec(downloads=True), self._cache)
@@ -378,7 +378,7 @@ class TextTask(HfOptions):
 
     @property
     def window(self) -> int:
-        """Most tokens that the model sees."""
+        """Largest number of tokens in the model's context."""
         if self.named is None:
             return self.length
         return self.named.longest or _WINDOW
@@ -389,17 +389,17 @@ class TextTask(HfOptions):
 
     @cached_property
     def corpus(self) -> TokenizedText:
-        """Text that ``--text`` names, as tokens."""
+        """The tokens of the text that ``--text`` names."""
         return open_text(self._spec(), self._cache)
 
     @cached_property
     def codec(self) -> Codec:
-        """The tokens alone. Only an alphabet of characters needs the training text."""
+        """The encoder of text to tokens. Only an alphabet needs the training text."""
         return self.corpus.codec if self.tokens == "characters" else self._codec
 
     @cached_property
     def _pieces(self) -> dict[bool, Windows | Pieces]:
-        """Return the pieces of the held-out text under True, and those of the rest under False."""
+        """Return the samples of the training text by key False, of the held-out text by True."""
         result: dict[bool, Windows | Pieces] = {}
         for held_out in (False, True):
             part = self.corpus.held_out if held_out else self.corpus.train
@@ -525,7 +525,7 @@ class TextTask(HfOptions):
         return result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
-        """See Task: samples are padded to the longest. Padding is a document of its own."""
+        """See Task: samples are padded to the longest one. Padding is a separate document."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -567,7 +567,7 @@ class TextTask(HfOptions):
         return {"loss": self.losses(net, batch), "bytes": batch["bytes"]}
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task; ``bits_per_byte`` can be compared between kinds of tokens."""
+        """See Task. ``bits_per_byte`` allows comparisons between models with different tokens."""
         loss = means["loss"]
         return {
             "bits_per_byte": loss / math.log(2) / means["bytes"],
