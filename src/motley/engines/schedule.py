@@ -131,7 +131,7 @@ class Schedule:
     def _add_noise(self, bounds: tuple[float, ...], epoch: int) -> None:
         """Change the rates of an epoch by a part that depends on ``--seed`` and the epoch alone.
 
-        As in timm, the part is normally distributed, and is drawn again until it is small enough.
+        The part is normally distributed. Like timm, draw it again until it is small enough.
         """
         begin, end = (part * self._config.epochs for part in (*bounds, math.inf)[:2])
         if begin <= epoch < end:
