@@ -35,7 +35,7 @@ from motley.plotting.run_diff import describe_run, format_value
 from motley.plotting.run_steps import read_or_say, title
 from motley.plotting.run_verdict import add_co2
 from motley.plotting.traces import describe_trace
-from motley.records.classes import read_worst
+from motley.records.classes import ClassResult, read_classes, read_worst
 from motley.records.costs import Training, median
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.json_files import JsonDict
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _WRONG = 0.01  # relative difference of a wrong loss; 30 steps in 16 bits differ by a tenth of that
 _TIE = 0.02  # relative difference of equal rates
+_CLASSES = 10  # classes that are shown of a run
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -218,6 +219,7 @@ class Details:
         verdict: sentences on the run.
         pictures: pictures of the run.
         profiled: lines on its traces.
+        classes: the classes with the lowest held-out accuracy.
         worst: held-out samples with the largest loss.
     """
 
@@ -226,6 +228,7 @@ class Details:
     verdict: list[str]
     pictures: list[Picture]
     profiled: list[str]
+    classes: list[ClassResult]
     worst: list[WorstSample]
 
 
@@ -347,7 +350,11 @@ def details(
             profiled += describe_trace(summarise(read_trace(path)))
         except MotleyError as error:
             command.warn(error)
-    return Details(name, summary, sentences, pictures, profiled, list_worst(run))
+    classes = [
+        replace(each, name=plain(each.name), mistaken_for=plain(each.mistaken_for))
+        for each in read_classes(run)[:_CLASSES]
+    ]
+    return Details(name, summary, sentences, pictures, profiled, classes, list_worst(run))
 
 
 def make_matrix_section(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
