@@ -44,7 +44,7 @@ def script(lab: Door, name: str, *words: object) -> Done:
 
 def test_who_cannot_leave_is_refused(lab: Door) -> None:
     none = script(lab, "leave_cn", NAMES[1])
-    assert none.code == 2 and "no training of yours runs on leave1" in none.output
+    assert none.code == 2 and "you have no training on leave1" in none.output
     assert script(lab, "leave_cn", NAMES[1], "--for", "0h").code == 2
     assert "takes part already" in script(lab, "join_cn", NAMES[1]).output
     alone = f"cd {ROOT} && exec ./entry_cn.sh tests/support/drivers/linger.py alone"
@@ -76,7 +76,7 @@ def test_a_host_leaves_and_is_taken_back_and_no_step_is_lost(lab: Door, jobs: Jo
     assert f"motley: {NAMES[1]} leaves as asked (leave_cn.sh, until" in output
     assert f"keep_training: {NAMES[1]} is away, until" in output
     assert "on with 2 of 3 hosts, about 0.67 of the speed" in output
-    assert f"keep_training: {NAMES[1]} is taken back after this step: that saves" in output
+    assert f"keep_training: {NAMES[1]} rejoins after this step: that saves" in output
     assert f"keep_training: {NAMES[1]} is back; on with 3 of 3 hosts" in output
     assert output.rstrip().endswith("finished, after 2 restarts")
     steps = RunFolder(folder).read_steps()
