@@ -242,16 +242,20 @@ def workers_that_fit(
             if workers == wanted:
                 return wanted, ""
             return workers, (
-                f"{workers} loader processes in place of {wanted}: {micro_batch} samples of "
-                f"{_text(sample)} are a micro-batch, {wanted} would hold {held(wanted)} of those, "
-                f"and this rank's part of the free memory is {_text(there)}"
+                f"{workers} loader processes instead of {wanted}: a micro-batch is {micro_batch} "
+                f"samples of {_text(sample)}, {wanted} processes would hold {held(wanted)} "
+                f"micro-batches, and this rank's part of the free memory is {_text(there)}"
             )
     fits = int(there / (_ALONE * sample))
     raise MotleyError(
-        f"a micro-batch of {micro_batch} samples of {_text(sample)} is read by holding {_ALONE} of "
-        f"them, {_text(_ALONE * batch)}, and this rank's part of the host's free memory is "
-        f"{_text(there)}; "
-        + (f"--micro-batch {fits} fits" if fits else "no sample fits: take fewer ranks a host")
+        f"reading micro-batches of {micro_batch} samples of {_text(sample)} needs memory "
+        f"for {_ALONE} micro-batches, {_text(_ALONE * batch)}, and this rank's part of the host's "
+        f"free memory is {_text(there)}; "
+        + (
+            f"--micro-batch {fits} fits"
+            if fits
+            else "not even one sample fits: start fewer ranks per host"
+        )
     )
 
 
