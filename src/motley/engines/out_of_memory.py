@@ -127,6 +127,6 @@ def no_second_try(error: BaseException, device: torch.device, words: str, instea
         NoMemoryError: always.
     """
     raise NoMemoryError(
-        f"{shortage(error, device)}; the step cannot be repeated with smaller micro-batches, since "
-        f"{words}; lower --micro-batch, add --grad-checkpointing, or take {instead}"
+        f"{shortage(error, device)}. The step cannot be repeated with smaller micro-batches, "
+        f"since {words}. Lower --micro-batch, add --grad-checkpointing, or take {instead}"
     ) from error
