@@ -146,7 +146,7 @@ def rank_sys_exit(place: Place, seen: Seen) -> None:
 
 @row("os._exit(0) on a rank", "that rank is named")
 def rank_os_exit(place: Place, seen: Seen) -> None:
-    _fails(place, seen, "gone", 20, "died without a word", kind=FaultKind.KILLED)
+    _fails(place, seen, "gone", 20, "died without a message", kind=FaultKind.KILLED)
 
 
 @row("a segfault on a rank", "that rank, the signal, and where its traceback is")

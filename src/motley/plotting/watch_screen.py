@@ -467,7 +467,7 @@ def runs_screen(
     runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
 ) -> list[Text]:
     """Return the lines of all runs, two per run, the newest first."""
-    text = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
+    text = f"{len(runs)} runs" if runs else "there is no run yet; this view waits for one"
     lines = [Text(text, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")
     for now in runs:
