@@ -88,7 +88,8 @@ def messages(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Call) and node.args:
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             parts = [words_of(each) for each in node.args[ERRORS.get(name, slice(0))]]
-            text = re.sub(r"\s+", " ", "; ".join(filter(None, parts))).strip()
+            kind = f"{parts.pop(0)}: " if name == "HostTrouble" and parts[0] else ""
+            text = re.sub(r"\s+", " ", kind + "; ".join(filter(None, parts))).strip()
             if len(re.sub("<[^>]*>", "", text).strip()) > 8:
                 yield text
 

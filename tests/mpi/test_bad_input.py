@@ -38,7 +38,7 @@ def test_a_batch_smaller_than_the_ranks(jobs: Jobs) -> None:
 
 def test_an_unknown_host(jobs: Jobs) -> None:
     line = refused(jobs, DDP, "--hosts", "nowhere", ranks=2)
-    assert "there is no 'nowhere' among the started hosts" in line and "auto, or all" in line
+    assert "there is no 'nowhere' among the started hosts" in line and "give auto or all" in line
 
 
 def test_an_unknown_model(jobs: Jobs) -> None:
@@ -86,7 +86,7 @@ OWN = ("--task", "tests/support/own_training.py")
     ("words", "says"),
     [
         ((DDP, "--opt-kwargs", "beta=0.9,0.95"), "takes no beta (nearest: betas); it takes betas"),
-        ((DDP, "--opt-kwargs", "lr=1"), "write --lr 1 in its place"),
+        ((DDP, "--opt-kwargs", "lr=1"), "write --lr 1 instead"),
         ((DDP, "--opt-kwargs", "betas=0.9,1.5"), "Invalid beta parameter at index 1"),
         ((DDP, "--momentum", 0.5), "--opt adamw has none; leave it out"),
         ((DDP, "--clip-mode", "agc"), "no effect without --clip-grad; add --clip-grad 0.01"),
@@ -96,7 +96,7 @@ OWN = ("--task", "tests/support/own_training.py")
         ),
         (
             (ZERO, "--stage", 2, "--clip-grad", 1, "--clip-mode", "value"),
-            "--clip-mode value: DeepSpeed clips by the norm at ZeRO stage 2",
+            "--clip-mode value: at ZeRO stage 2, DeepSpeed clips only by the norm",
         ),
         ((DDP, *OWN, "--opt", "sgd"), "--opt has no effect, since optimizer() of Lines makes"),
         ((DDP, *OWN, "--strategy", "fsdp"), "after_evaluation() of Lines needs the whole model"),
@@ -124,7 +124,7 @@ def test_a_run_that_exists_or_is_in_use(jobs: Jobs) -> None:
 
 
 def test_resuming_what_is_not_there_or_another_model(jobs: Jobs, tmp_path: Path) -> None:
-    assert "no checkpoint there" in refused(jobs, DDP, "--resume", tmp_path / "none")
+    assert "there is no checkpoint" in refused(jobs, DDP, "--resume", tmp_path / "none")
     jobs.train(1, DDP, "mine", "--max-steps", 2)
     line = refused(jobs, DDP, "--run", "mine", "--resume", "auto", "--img-size", 16)
     assert "--img-size 16 (the checkpoint: 8)" in line
@@ -194,11 +194,11 @@ SCALED = """class Scaled(nn.Module):
                 "    def losses",
                 "    def costs(self, indices):\n        return [0.0]\n\n    def losses",
             ),
-            "costs() of Sums gives 1 numbers for 128 samples, 0 to 0; it gives one of each",
+            "costs() of Sums returns 1 numbers for 128 samples, from 0 to 0. Return one number",
         ),
         (
             ("    def losses", f"{NO_WEIGHT}\n\n    def losses"),
-            "held-out samples weigh 0 in all, and have no mean; weights() of Sums gives",
+            "held-out samples are all 0, so a mean over them has no value; let weights() of Sums",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_parameter_without_dimensions_cannot_be_sharded(jobs: Jobs, tmp_path: 
     path = tmp_path / "mine.py"
     path.write_text(task.replace("nn.GELU()", "Scaled()").replace("@dataclass", SCALED))
     line = refused(jobs, DDP, "--task", path, "--strategy", "fsdp", ranks=2)
-    assert "has none: give it the shape [1]" in line
+    assert "has no dimension: give it the shape [1]" in line
 
 
 def test_an_option_of_another_task(jobs: Jobs) -> None:
@@ -230,8 +230,8 @@ def test_an_option_of_another_task(jobs: Jobs) -> None:
     [
         (DDP, ("--strategy", "fsdp", "--wire", "powersgd:4"), "--wire powersgd:4: FSDP gathers"),
         (DDP, ("--offload", "parameters"), "add --strategy fsdp"),
-        (ZERO, ("--offload", "optimizer"), "where all is already"),
-        (ZERO, ("--stage", "1", "--opt", "lamb"), "looks at whole tensors"),
+        (ZERO, ("--offload", "optimizer"), "so its memory holds everything already"),
+        (ZERO, ("--stage", "1", "--opt", "lamb"), "computes with whole tensors"),
         (DDP, ("--grad-checkpointing", "mpl"), "nearest: mlp"),
     ],
 )
@@ -247,9 +247,9 @@ def test_what_a_strategy_cannot_do(
         ('{"micro_batch_per_gpu": 4}', "nearest: train_micro_batch_size_per_gpu"),
         (
             '{"zero_optimization": {"stag": 1}}',
-            "zero_optimization.stag is unknown, or not supported here (nearest: stage",
+            "zero_optimization.stag is unknown, or not supported by Motley (nearest: stage",
         ),
-        ('{"optimizer": {"type": "Adam"}}', "is set by --opt"),
+        ('{"optimizer": {"type": "Adam"}}', "--opt, --lr and --weight-decay decides the key"),
         ('{"train_micro_batch_size_per_gpu": 3}', "the plan gives rank 0 128"),
         ('{"zero_optimization": {"stage": 4}}', "stage 4 is not one of"),
         ("{", "not a readable JSON file"),
@@ -266,7 +266,7 @@ def test_a_wrong_deepspeed_configuration(
 @pytest.mark.parametrize(
     ("hosts", "says"),
     [
-        (None, "hosts.txt does not exist; write one host a line, as hosts.example.txt"),
+        (None, "hosts.txt does not exist; create it with one host per line, as hosts.example.txt"),
         ("", "hosts.txt names no host"),
         ("-oProxyCommand=touch${IFS}hacked slots=1\n", "line 1: '-oProxyCommand"),
         ("$(touch${IFS}hacked) slots=1\n", "is not a host name"),

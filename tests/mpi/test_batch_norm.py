@@ -91,6 +91,6 @@ def test_a_batch_of_broken_groups_is_refused_before_anything_is_trained(jobs: Jo
     done = jobs.fork(1, DDP, "--model", "test_resnet", "--batch-size", 100)
     assert done.code != 0
     assert done.output.rstrip().endswith(
-        "--batch-size 100 is no multiple of 32, and 32 samples share one batch norm (--bn-group); "
-        "take 96 or 128, or --bn-group 25"
+        "--batch-size 100 is not a multiple of 32, and 32 samples share one batch norm "
+        "(--bn-group); take 96 or 128, or --bn-group 25"
     )

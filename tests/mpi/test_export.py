@@ -122,7 +122,7 @@ def test_plain_timm_predicts_of_files_what_inference_does(jobs: Jobs, tmp_path: 
     again = ("--logs", jobs.logs, "--run", "run", "--resume", "auto", "--epochs", 3)
     Image.new("RGB", (40, 40)).save(root / "train" / "2" / "new.png")
     done = jobs.fork(1, DDP, *again)
-    assert done.code == 0 and "other samples than the checkpoint's: 37 training" in done.output
+    assert done.code == 0 and "the samples differ from the checkpoint's: 37 training" in done.output
     for part in ("train", "val"):
         (root / part / "10").rename(root / part / "30")
     for done in (jobs.fork(1, DDP, *again), jobs.fork(1, infer, "--checkpoint", run.folder,
@@ -207,13 +207,13 @@ def test_a_model_writes_text_in_the_tokens_of_its_run(jobs: Jobs, tmp_path: Path
         "torch_dist/generate.py", run.folder, "--prompt", "Früh " * 9, "--length", 3
     )
     assert longer.returncode == 0 and longer.stdout.startswith("Früh " * 9)
-    assert "the prompt has 45 tokens, and the model sees the last 16" in longer.stderr
+    assert "the prompt has 45 tokens, and the model uses only the last 16" in longer.stderr
     assert len(write(run.folder, "--samples", 2, "--length", 5).split("\n---\n")) == 2
     for wrong, says in (
-        ((run.folder, "--prompt", "☃"), "that the training text lacks (☃)"),
+        ((run.folder, "--prompt", "☃"), "that are not in the training text (☃)"),
         ((run.folder, "--prompt", ""), "--prompt is empty"),
         ((run.folder, "--top-p", 2), "--top-p 2 is no probability"),
-        ((tmp_path,), "no checkpoint is there"),
+        ((tmp_path,), "has no checkpoint"),
     ):
         done = run_script("torch_dist/generate.py", *wrong)
         assert done.returncode != 0 and says in done.stderr.splitlines()[-1]
@@ -269,7 +269,7 @@ def test_files_are_predicted_by_a_run_and_by_its_export(jobs: Jobs, tmp_path: Pa
         line["file"]: line["class"] for line in lines
     }
     for words, says in (
-        ((tmp_path, photos), "no checkpoint is there"), ((run.folder, tmp_path / "x"), "not exist"),
+        ((tmp_path, photos), "has no checkpoint"), ((run.folder, tmp_path / "x"), "not exist"),
     ):  # fmt: skip
         done = predict(*words)
         assert done.returncode == 1 and says in done.stderr

@@ -63,4 +63,4 @@ def test_groups_that_stay_together_fit_into_each_of_its_batches(module_jobs: Job
         2, DDP, "--logs", module_jobs.logs, "--run", "odd", "--batch-size", "16:64:3/600",
         "--mixup", 0.2,
     )  # fmt: skip
-    assert done.code == 2 and "--batch-size 16:64:3/600: 19 is no multiple of 2" in done.output
+    assert done.code == 2 and "--batch-size 16:64:3/600: 19 is not a multiple of 2" in done.output
