@@ -65,7 +65,9 @@ def words_of(node: ast.expr) -> str:
         return f"<{name_of(node.value)}>"
     if isinstance(node, ast.BinOp):
         return words_of(node.left) + words_of(node.right)
-    return ""
+    if isinstance(node, ast.Call) and name_of(node.func) == "typed_command":
+        return words_of(node.args[0])
+    return f"<{name_of(node)}>"
 
 
 def name_of(node: ast.expr) -> str:

@@ -52,7 +52,10 @@ def test_who_cannot_leave_is_refused(lab: Door) -> None:
     try:
         time.sleep(5)
         last = script(lab, "leave_cn", NAMES[1])
-        assert last.code == 2 and "leave1 is the last host of a run" in last.output
+        assert (
+            last.code == 2
+            and "leave1 cannot leave, because the run would have no host left" in last.output
+        )
         assert job.poll() is None
     finally:
         lab.run("exec", NAMES[1], "--", "pkill", "-f", "linger.py alone")

@@ -280,11 +280,11 @@ def explain_workers(workers: int) -> Iterator[None]:
             f"a loader process on {socket.gethostname()} "
             + (f"found no room in {_SHARED}" if no_room else f"died: {text.splitlines()[0]}")
             + f"; {_text(there.free)} of {_text(there.total)} are free in {_SHARED}, and "
-            f"{_text(memory.available)} of {_text(memory.total)} of memory. Micro-batches larger "
-            f"than the first ones pass through {_SHARED}, up to "
-            f"{PREFETCH * workers + _TOGETHER} at once with {workers} loader processes per "
-            "rank; take fewer --workers (0: none) or a "
-            f"smaller --micro-batch, or enlarge {_SHARED} (in a container: --shm-size)"
+            f"{_text(memory.available)} of {_text(memory.total)} of the host's memory are. "
+            f"Micro-batches that are larger than the first one pass through {_SHARED}, up to "
+            f"{PREFETCH * workers + _TOGETHER} at once with {workers} loader processes per rank. "
+            "Start fewer loader processes with --workers (0: none), take a smaller --micro-batch, "
+            f"or enlarge {_SHARED} (in a container: --shm-size)"
         ) from None
 
 

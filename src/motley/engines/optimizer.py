@@ -165,7 +165,7 @@ def check_optimizer(config: Config) -> None:
     if config.momentum is not None and not has_momentum:
         raise MotleyError(
             f"--momentum has no effect, since --opt {config.opt} has no momentum; leave it out, "
-            "or set the betas of an optimizer that has some, as in --opt-kwargs betas=0.9,0.999"
+            "or set the betas of an optimizer that has betas, as in --opt-kwargs betas=0.9,0.999"
         )
     if config.opt_kwargs and "opt_kwargs" in config.typed_names:
         try:

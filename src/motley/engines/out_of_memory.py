@@ -95,7 +95,9 @@ def shortage(error: BaseException, device: torch.device) -> str:
         for process in sorted(result, key=lambda process: -(process.mib or 0))
         if process.pid != os.getpid()
     ]
-    return f"{text}; others there: {', '.join(others) or 'none that the driver names'}"
+    return (
+        f"{text}; other processes on the GPU: {', '.join(others) or 'none that the driver names'}"
+    )
 
 
 def get_uuid(device: torch.device) -> str:

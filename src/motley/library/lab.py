@@ -217,8 +217,9 @@ class Lab:
         elif isinstance(each, torch.amp.GradScaler):
             if self._state.shards:
                 raise MotleyError(
-                    'a GradScaler sees this rank\'s part of the gradient with strategy="fsdp": '
-                    "leave it out, since lab.autocast() has a loss scale that all ranks share"
+                    'with strategy="fsdp", a GradScaler would see only the gradient of this '
+                    "rank's part of the parameters: leave it out, since lab.autocast() has a loss "
+                    "scale that all ranks share"
                 )
             if gate:
                 gate.add_scaler(each)

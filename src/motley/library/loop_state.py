@@ -159,8 +159,8 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             kind: [take_apart(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]
         }
     raise MotleyError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: have its "
-        "state_dict() return tensors, numbers, texts, lists and dictionaries"
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: let its "
+        "state_dict() return tensors, numbers, strings, lists and dictionaries"
     )
 
 

@@ -360,9 +360,9 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
         )
     if asked is not None and asked.slow_rank is not None and not asked.slow_rank < group.size > 2:
         raise MotleyError(
-            f"--wire {asked}: {group.size} ranks take part, and /leafK needs 3 or more; K is the "
-            "number, from 0, of the rank whose link it spares. Leave the choice to the plan with "
-            "--wire exact"
+            f"--wire {asked}: /leafK spares the link of rank K, counted from 0, and needs 3 or "
+            f"more ranks; {group.size} ranks take part. Leave the choice to the plan with --wire "
+            "exact"
         )
 
 

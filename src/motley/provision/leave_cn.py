@@ -164,10 +164,9 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
     for job, size in sizes.items():
         if there[job] >= size:
             hosts = [h for h, e in found.items() if any(r["job"] == job for r in e["ranks"])]
-            them = "are all hosts" if len(hosts) > 1 else "is the last host"
             raise MotleyError(
-                f"{join_names(hosts)} {them} of a run, which could not continue without a host, "
-                "so nothing was changed. To end the run, press Ctrl-C where it was started; "
+                f"{join_names(hosts)} cannot leave, because the run would have no host left, so "
+                "nothing was changed. To end the run, press Ctrl-C where it was started; "
                 "continue it later with --resume auto"
             )
 

@@ -162,7 +162,7 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
             "host key not listed",
             f"{host} has the key {shown.fingerprint}, and {path} lists no key for "
             f"{read_login(host).known_as}",
-            "add that line to the file, or leave out --known-hosts to be asked",
+            "add its key to the file, or leave out --known-hosts to be asked",
         )
     if shown.kind not in [key.kind for key in held]:
         shown = host_key(host, [key.kind for key in held])

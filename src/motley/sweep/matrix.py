@@ -421,7 +421,8 @@ def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
     where = f"{path}: cell {cell.name}"
     if not 1 <= cell.hosts <= len(hosts):
         raise MotleyError(
-            f"{where} is for {cell.hosts} hosts, and hosts.txt names {len(hosts)}; change hosts"
+            f"{where} is for {cell.hosts} hosts, and hosts.txt names {len(hosts)}; change one "
+            "of the two"
         )
     _, ranks = first_hosts(cell, hosts)
     if cell.batch < 1 or not 0 < cell.fraction <= 1:

@@ -428,10 +428,13 @@ def _losses(name: str, model: TaskModel, data: Tensors, n: int) -> Tensor:
     if result.shape != (n,):
         mean = result.dim() == 0
         raise MotleyError(
-            f"losses() of {name} gives a tensor of shape {tuple(result.shape)} for {n} samples; it "
-            f"should give one number a sample, ({n},)"
-            + (': a sum or mean over the batch? Take reduction="none"' if mean else "")
-            + (", then .sum() over what is left of each sample" if not mean else "")
+            f"losses() of {name} returns a tensor of shape {tuple(result.shape)} for {n} samples; "
+            f"return one number per sample, of shape ({n},)"
+            + (
+                ', as with reduction="none" in place of a sum or mean over the batch'
+                if mean
+                else ", as with .sum() over all other dimensions"
+            )
         )
     return result
 

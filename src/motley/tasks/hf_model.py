@@ -332,7 +332,7 @@ class HfModel:
             names = sorted(each[0] if isinstance(each, tuple) else each for each in info[key])
             if names:
                 raise MotleyError(
-                    f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}; "
+                    f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}. "
                     f"is its {_CONFIG} of another model?"
                 )
         result: dict[str, Tensor] = net.state_dict()

@@ -96,7 +96,7 @@ class Agreement:
             )
         raise MotleyError(
             f"{self._difference(wrong)} after step {position.step}, "
-            + ("again, as before all went back to a checkpoint" if folders
+            + ("as they did before all ranks went back to a checkpoint" if folders
                else "and there is no checkpoint to go back to")
             + f": {cause}; {fix}" + ("continue with --resume auto" if folders else "start anew")
         )  # fmt: skip
@@ -287,8 +287,8 @@ def check_finite(
         raise NotFiniteError(
             f"the loss of {len(bad)} of this rank's {len(indices)} samples is not finite (sample "
             f"indices {_shown(bad)}){why and f': {why}'}; "
-            + ("repair or remove it" if why else "lower --lr, or set --clip-grad 1.0")
-            + ", and --resume auto"
+            + ("repair or remove that data" if why else "lower --lr, or set --clip-grad 1.0")
+            + ", and continue with --resume auto"
         )
 
 
@@ -306,8 +306,8 @@ def check_scores(
     bad = {index for known, part in zip(fine, indices, strict=True) if not known for index in part}
     if bad and (why := bad_data(batches(), bad)):
         raise NotFiniteError(
-            f"scores of held-out samples are not finite: {why}; repair or remove it, and "
-            "--resume auto"
+            f"scores of held-out samples are not finite: {why}; repair or remove that data, "
+            "and continue with --resume auto"
         )
 
 
@@ -376,12 +376,13 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
         position: position before the step.
         result: outcome of the step.
     """
-    results = (
-        f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
-    )
+    scale = f"{result.loss_scale:g}"
     advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
     if not job.engine.replicated:
-        return NotFiniteError(f"{results} are finite; {advice}")
+        return NotFiniteError(
+            f"the gradient is not finite at the loss scale {scale}, though the losses are finite; "
+            f"{advice}"
+        )
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
     usual_weight = part.global_batch * job.model.task.weight
     factor = result.loss_scale * job.engine.loss_weight / usual_weight
@@ -404,7 +405,7 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
             f"{host} from hosts.txt first"
         )
     return NotFiniteError(
-        f"{results} are finite: "
+        f"the gradient is not finite at the loss scale {scale}, though the losses are finite: "
         f"{where or 'no gradient of a single rank overflows, but their sum does'}; {advice}"
     )
 

@@ -66,8 +66,8 @@ def test_what_was_fetched_once_needs_no_hub(
 @pytest.mark.parametrize(
     ("counts", "known", "says"),
     [
-        ({"train": 3}, {}, "has the splits train, and needs train, and validation or val or valid"),
-        ({"test": 3}, {}, "has the splits test, and needs train"),
+        ({"train": 3}, {}, "has the splits train, and needs the splits train and val"),
+        ({"test": 3}, {}, "has the splits test, and needs the splits train"),
         ({"train": 3, "test": 0}, {}, "cannot be loaded (ValueError: "),
         ({"train": 3, "test": 3}, {"labels": [0, -1, 1]}, "image 1 of train has the label -1"),
         ({"train": 3, "test": 3}, {"labels": [0, 1, None]}, "image 2 of train has the label None"),

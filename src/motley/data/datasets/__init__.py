@@ -136,6 +136,6 @@ def held_out_split(splits: Collection[str], where: str) -> str:
     if TRAIN not in splits or result is None:
         raise MotleyError(
             f"{where} has {('the splits ' + ', '.join(splits) if splits else 'no split')}, and "
-            f"needs {TRAIN}, and {' or '.join(HELD_OUT)}"
+            f"needs the splits {TRAIN} and {' or '.join(HELD_OUT)}"
         )
     return result

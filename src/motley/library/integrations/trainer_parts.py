@@ -88,8 +88,8 @@ def check_trainer(trainer: Any) -> None:
         )
     if args.train_sampling_strategy == "batch_rebalance":
         raise MotleyError(
-            "train_sampling_strategy='batch_rebalance' deals equal parts to all ranks: write "
-            "train_sampling_strategy='group_by_length'"
+            "train_sampling_strategy='batch_rebalance' gives all ranks equal parts, and Motley's "
+            "parts are unequal: write train_sampling_strategy='group_by_length'"
         )
     if getattr(config, "output_router_logits", False):
         raise MotleyError(
