@@ -212,7 +212,7 @@ def loses_no_step(logs: Path, launcher: Sequence[object], **extra: str) -> None:
     """
     fault = (FAILING, "--fail", "killed", "--step", 7, "--on", 2, "--pace", 0.5)
     done = keep(launcher, *fault, "--max-steps", 12, "--logs", logs, "--run", "kept", **extra)
-    assert done.returncode == 0 and "on with 2 of 3 ranks" in done.stdout, done.stdout
+    assert done.returncode == 0 and "2 of 3 ranks continue" in done.stdout, done.stdout
     assert "keep_training:" not in done.stdout, done.stdout
     folder = RunFolder(logs / "kept")
     assert [step["step"] for step in folder.read_steps()[0]] == list(range(12))

@@ -76,7 +76,7 @@ def test_a_bashrc_that_ends_the_shell_or_names_another_python(lab: Door) -> None
     lab.on(NAMES[0], "tee", ".bashrc", stdin="echo hello; sleep 600")
     done = start_others(lab, "hostname", "MOTLEY_LOGIN_TIMEOUT=4")
     assert done.code not in (0, 124, 137) and done.seconds < 20, done.output
-    assert "has not come to mpirun's daemon within 4 s" in done.output
+    assert "did not reach mpirun's daemon within 4 s" in done.output
     lab.on(NAMES[0], "tee", ".bashrc", stdin="exit 3")
     script = ROOT / "setup" / "test_cn_connection.sh"
     done = lab.run("exec", NAMES[0], "--", "bash", script, "--hostfile", "hosts.txt", "--json")

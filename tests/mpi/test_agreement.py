@@ -47,7 +47,10 @@ def test_without_either_the_run_ends(jobs: Jobs) -> None:
     done = jobs.fork(2, FLIPPED, *WORDS, "--flip", "1:moment:4", "--logs", jobs.logs, "--run", "r")
     assert done.code != 0
     assert "no checkpoint to go back to" in done.output and "--hosts NAME" in done.output
-    assert "differ from rank 0 on" in done.output and ".exp_avg_sq after step 4" in done.output
+    assert (
+        "differ from those of rank 0 on" in done.output
+        and ".exp_avg_sq after step 4" in done.output
+    )
     assert "gives the same numbers on all ranks" in done.output
     assert "faulty" not in done.output  # nothing shows that
     assert "Traceback" not in done.output

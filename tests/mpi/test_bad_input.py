@@ -38,7 +38,7 @@ def test_a_batch_smaller_than_the_ranks(jobs: Jobs) -> None:
 
 def test_an_unknown_host(jobs: Jobs) -> None:
     line = refused(jobs, DDP, "--hosts", "nowhere", ranks=2)
-    assert "there is no 'nowhere' among the started hosts" in line and "give auto or all" in line
+    assert "'nowhere' is not among the started hosts" in line and "give auto or all" in line
 
 
 def test_an_unknown_model(jobs: Jobs) -> None:
@@ -85,10 +85,13 @@ OWN = ("--task", "tests/support/own_training.py")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((DDP, "--opt-kwargs", "beta=0.9,0.95"), "takes no beta (nearest: betas); it takes betas"),
+        (
+            (DDP, "--opt-kwargs", "beta=0.9,0.95"),
+            "has no argument beta (nearest: betas); its arguments are betas",
+        ),
         ((DDP, "--opt-kwargs", "lr=1"), "write --lr 1 instead"),
         ((DDP, "--opt-kwargs", "betas=0.9,1.5"), "Invalid beta parameter at index 1"),
-        ((DDP, "--momentum", 0.5), "--opt adamw has none; leave it out"),
+        ((DDP, "--momentum", 0.5), "--opt adamw has no momentum; leave it out"),
         ((DDP, "--clip-mode", "agc"), "no effect without --clip-grad; add --clip-grad 0.01"),
         (
             (DDP, "--strategy", "fsdp", "--clip-grad", 1, "--clip-mode", "agc"),
@@ -98,7 +101,7 @@ OWN = ("--task", "tests/support/own_training.py")
             (ZERO, "--stage", 2, "--clip-grad", 1, "--clip-mode", "value"),
             "--clip-mode value: at ZeRO stage 2, DeepSpeed clips only by the norm",
         ),
-        ((DDP, *OWN, "--opt", "sgd"), "--opt has no effect, since optimizer() of Lines makes"),
+        ((DDP, *OWN, "--opt", "sgd"), "--opt has no effect, since optimizer() of Lines creates"),
         ((DDP, *OWN, "--strategy", "fsdp"), "after_evaluation() of Lines needs the whole model"),
     ],
 )
@@ -154,7 +157,10 @@ def test_a_sample_that_is_no_number_is_named_by_the_rank_that_has_it(
     words = ("--task", path, "--batch-size", 4000, "--epochs", 1, "--shares", "2,1", *options)
     line = refused(jobs, script, *words, ranks=2)
     assert re.search(r"the loss of 1 of this rank's \d+ samples is not finite", line), line
-    assert "(sample indices 137): neither is 'x' in the data of 137; repair or remove it" in line
+    assert (
+        "(sample indices 137): 'x' is not finite either in the data of 137; repair or remove"
+        in line
+    )
 
 
 def test_a_held_out_sample_that_is_no_number_is_named(jobs: Jobs, tmp_path: Path) -> None:
@@ -163,7 +169,10 @@ def test_a_held_out_sample_that_is_no_number_is_named(jobs: Jobs, tmp_path: Path
     path.write_text(task.replace('return {"x": x', 'return {"x": x / (item != 20_137)'))
     words = ("--task", path, "--batch-size", 4000, "--epochs", 2, "--shares", "2,1")
     line = refused(jobs, DDP, *words, ranks=2)
-    assert "scores of held-out samples are not finite: neither is 'x' in the data of 137;" in line
+    assert (
+        "scores of held-out samples are not finite: 'x' is not finite either in the data of 137;"
+        in line
+    )
 
 
 NO_WEIGHT = """    def weights(self, batch):
@@ -185,9 +194,9 @@ SCALED = """class Scaled(nn.Module):
     [
         (
             ("else range(20_000)", "else []"),
-            "Sums has no training samples: data(held_out=False) is empty",
+            "Sums has no training samples: data(held_out=False) returns none",
         ),
-        (("range(20_000, 21_000)", "[]"), "no held-out samples: data(held_out=True) is empty"),
+        (("range(20_000, 21_000)", "[]"), "no held-out samples: data(held_out=True) returns none"),
         ((".sum(dim=1)", ".sum(dim=1)[:60]"), "shape (60,) for 64 samples"),
         (
             (
@@ -228,7 +237,11 @@ def test_an_option_of_another_task(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("script", "options", "says"),
     [
-        (DDP, ("--strategy", "fsdp", "--wire", "powersgd:4"), "--wire powersgd:4: FSDP gathers"),
+        (
+            DDP,
+            ("--strategy", "fsdp", "--wire", "powersgd:4"),
+            "--wire powersgd:4 does not work with this strategy: FSDP gathers",
+        ),
         (DDP, ("--offload", "parameters"), "add --strategy fsdp"),
         (ZERO, ("--offload", "optimizer"), "so its memory holds everything already"),
         (ZERO, ("--stage", "1", "--opt", "lamb"), "computes with whole tensors"),

@@ -124,7 +124,7 @@ def test_a_lost_rank_costs_no_batch_of_a_function(jobs: Jobs) -> None:
         words = json.dumps(case | {"run": shares} | more)
         done = jobs.fork(ranks, BATCHES, words, out, **SURVIVE, MOTLEY_SHARES=shares)
         kept.append(json.loads(out.read_text()))
-        assert ("on with 2 of 3 ranks" in done.output) == bool(more), done.output
+        assert ("2 of 3 ranks continue" in done.output) == bool(more), done.output
     assert difference(*kept) < 2e-6
 
 
@@ -176,7 +176,7 @@ def test_a_lost_rank_costs_no_step(
     ranks = 3 if left_out is None else 4
     done = jobs.run(ranks, LOOP, json.dumps(case | {"kill": kill, "left_out": left_out}), out,
                     **SURVIVE, MOTLEY_SHARES="5,2,3")  # fmt: skip
-    assert done.code == 0 and f"on with {ranks - 1} of {ranks} ranks" in done.output, done.output
+    assert done.code == 0 and f"{ranks - 1} of {ranks} ranks continue" in done.output, done.output
     assert difference(whole, json.loads(out.read_text())) < 2e-6
     events = [each["event"] for each in RunFolder(jobs.logs / "lost").read_events()]
     quiet = ("silent", "heard_again")  # as a busy machine may make a rank

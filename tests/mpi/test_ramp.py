@@ -26,7 +26,7 @@ def test_it_grows_as_asked_and_the_rate_with_it(whole: Trained) -> None:
         assert step["n_global"] == 16 + 8 * min(6, used * 6 // 600)
         used += step["n_global"]
     assert "a step is 64 samples = 32 + 11 + 21, " in whole.done.output
-    assert "the batch grows from 16 to 64 samples, by 8" in whole.done.output
+    assert "the batch grows from 16 to 64 samples, in steps of 8" in whole.done.output
     assert whole.run["last_step"] == len(steps)
     plain = [step["lr"] / (step["n_global"] / 64) ** 0.5 for step in steps[:-1]]
     assert plain == sorted(plain)  # the warm-up of before

@@ -161,7 +161,7 @@ class Case:
             content = json.loads(text)
         except ValueError as error:
             raise MotleyError(
-                f"--case is no JSON: {error}; quote it as the fuzzer has printed it, as in "
+                f"--case is not valid JSON: {error}; quote it as the fuzzer has printed it, as in "
                 '--case \'{"recipe":{"opt":"lamb"}}\''
             ) from None
         case = _build(Case, content, "the case")
