@@ -29,7 +29,7 @@ def the_line_of(done: Done) -> str:
 
 def test_shares_that_do_not_match_the_ranks(jobs: Jobs) -> None:
     line = refused(jobs, DDP, "--shares", "3,2,1", ranks=2)
-    assert "--shares 3,2,1 is for 3 ranks, but 2 take part" in line
+    assert "--shares 3,2,1 has 3 values, but 2 ranks take part" in line
 
 
 def test_a_batch_smaller_than_the_ranks(jobs: Jobs) -> None:
@@ -69,7 +69,10 @@ def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Pa
 
 def test_a_metric_that_nobody_has_or_of_unknown_direction(jobs: Jobs, tmp_path: Path) -> None:
     line = refused(jobs, DDP, "--keep-best", "top2", ranks=2)
-    assert "metric top2 (nearest: top" in line and "--keep-best: top1, top5, loss" in line
+    assert (
+        "metric top2 (nearest: top" in line
+        and "name one of top1, top5, loss with --keep-best" in line
+    )
     (tmp_path / "mine.py").write_text(
         (ROOT / "examples/my_task.py").read_text()
         + "\n    def summary(self, means):\n        return {**means, 'skill': 1.0}\n"
@@ -231,7 +234,7 @@ def test_a_parameter_without_dimensions_cannot_be_sharded(jobs: Jobs, tmp_path: 
 
 def test_an_option_of_another_task(jobs: Jobs) -> None:
     line = refused(jobs, DDP, "--task", "text", "--bn-group", 16)
-    assert "unknown option --bn-group: it is one of --task image" in line
+    assert "unknown option --bn-group: it belongs to --task image" in line
 
 
 @pytest.mark.parametrize(

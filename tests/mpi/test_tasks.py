@@ -179,7 +179,7 @@ def test_parameters_of_several_types_are_learnt_or_refused_by_name(module_jobs: 
         assert run.losses == pytest.approx(alone.losses, rel=1e-2)  # some weights have 8 bits
         assert not [event for event in run.events if event["event"] == "drift"]
     for says, script, *options in (
-        ("turned is of complex64: take --strategy ddp", DDP, "--strategy", "fsdp"),
+        ("turned has the type complex64: take --strategy ddp", DDP, "--strategy", "fsdp"),
         ("wide is of float64: take torch_dist/train_vit.py", ZERO, "--stage", 1),
         ("wide is of float64: take --wire exact", DDP, "--wire", "powersgd:4"),
     ):

@@ -102,6 +102,6 @@ def check_trainer(trainer: Any) -> None:
     if not is_known and trainer.loss_is_scaled_for_ga is None:
         raise MotleyError(
             f"{owner.__name__}.compute_loss returns either a mean over rows or a sum divided by "
-            "num_items_in_batch, and Motley cannot tell which: write `loss_is_scaled_for_ga = "
+            "num_items_in_batch, and Motley cannot find out which: write `loss_is_scaled_for_ga = "
             f"False` in the class {owner.__name__} for a mean, or True for such a sum"
         )
