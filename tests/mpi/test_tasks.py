@@ -180,8 +180,8 @@ def test_parameters_of_several_types_are_learnt_or_refused_by_name(module_jobs: 
         assert not [event for event in run.events if event["event"] == "drift"]
     for says, script, *options in (
         ("turned has the type complex64: take --strategy ddp", DDP, "--strategy", "fsdp"),
-        ("wide is of float64: take torch_dist/train_vit.py", ZERO, "--stage", 1),
-        ("wide is of float64: take --wire exact", DDP, "--wire", "powersgd:4"),
+        ("wide has the type float64: take torch_dist/train_vit.py", ZERO, "--stage", 1),
+        ("wide has the type float64: take --wire exact", DDP, "--wire", "powersgd:4"),
     ):
         run_name = ("--logs", module_jobs.logs, "--run", f"types {options}")
         done = module_jobs.fork(2, script, *TYPES, *run_name, *shares, *options)
