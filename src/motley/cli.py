@@ -106,10 +106,10 @@ GROUPS = {
         "plot-timeline": _picture("plot_timeline", "draw the steps of all ranks"),
         "plot-baselines": _picture("plot_baselines", "draw a matrix of baselines"),
     },
-    "Share the machines of hosts.txt": {
-        "keep": _on_hosts("keep_training", "start a training again when a machine is lost"),
-        "leave": _on_hosts("leave_cn", "have a host leave training after its step"),
-        "join": _on_hosts("join_cn", "call a host back"),
+    "Share the hosts of hosts.txt": {
+        "keep": _on_hosts("keep_training", "start a training again after a host is lost"),
+        "leave": _on_hosts("leave_cn", "let a host leave training after its step"),
+        "join": _on_hosts("join_cn", "let a host take part again"),
         "clean": _on_hosts("clean_cn", "end your own leftover training processes"),
         "slurm": _on_hosts("slurm_job", "write a batch script of Slurm's, and submit it"),
     },
@@ -213,8 +213,8 @@ def find_script(words: Sequence[str]) -> list[str]:
         stop(f"the script is missing{name and f' before {name}'}; name it, as in: {_RUN_EXAMPLE}")
     if not Path(name).is_file():  # each host checks its own disk
         print(
-            f"motley: there is no script {name} on {os.uname().nodename}; name one that all hosts "
-            f"have, as in: {_RUN_EXAMPLE}",
+            f"motley: the script {name} does not exist on {os.uname().nodename}; name one that "
+            f"all hosts have, as in: {_RUN_EXAMPLE}",
             file=sys.stderr,
         )  # fmt: skip
         sys.exit(2)

@@ -191,9 +191,12 @@ def _advice(text: str) -> str:
     if says_no_memory(text):
         return "lower --micro-batch (the result stays the same)"
     if "dataloader worker" in lower:
-        return "see to the host's memory and /dev/shm, or take fewer with --workers (0: none)"
+        return (
+            "check the host's memory and /dev/shm, or start fewer loader processes with "
+            "--workers (0: none)"
+        )
     if "too many open files" in lower:
         return "raise the limit with ulimit -n"
     if "no space left" in lower:
-        return "free some disk, or choose another one with --logs DIR"
+        return "free some space, or choose another folder with --logs DIR"
     return ""

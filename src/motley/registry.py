@@ -38,8 +38,8 @@ def entries(
         listed = getattr(_import_entry(f"{package}.{module.name}", path), name, None)
         if not (isinstance(listed, tuple) and all(map(is_entry, listed))):
             raise MotleyError(
-                f"{path}: {name} has to be a tuple of {form}; a whole example: "
-                f"{folder / example}.py"
+                f"{path}: {name} has to be a tuple of {form}; {folder / example}.py is a complete "
+                "example"
             )
         result += listed
     return result
@@ -85,7 +85,9 @@ def import_extra(name: str, option: str, packages: str = "", where: str = _ON_AL
     except ModuleNotFoundError as error:
         if _root(str(error.name)) in {_root(name), *packages.split()}:
             raise MotleyError(_missing(packages or name, option, where)) from None
-        raise MotleyError(f"{option}: {name} imports {error.name}, which is missing") from None
+        raise MotleyError(
+            f"{option}: {name} imports {error.name}, which is not installed"
+        ) from None
     except ImportError as error:
         raise MotleyError(f"{option}: {name} cannot be imported: {error}") from None
 
@@ -133,6 +135,6 @@ def _root(module: str) -> str:
 
 def _missing(packages: str, option: str, where: str = _ON_ALL) -> str:
     return (
-        f"{option} needs what is not installed here; install it{where}, as in: "
+        f"{option} needs a package that is not installed; install it{where}, as in: "
         f".venv/bin/pip install {packages}"
     )

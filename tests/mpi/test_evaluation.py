@@ -188,9 +188,12 @@ def test_labels_of_a_file_are_learnt_as_by_one_rank(
 def test_a_set_of_other_classes_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "pets" / "cat").mkdir(parents=True)
     done = jobs.fork(1, DDP, "--logs", jobs.logs, "--eval-data", f"pets={tmp_path / 'pets'}")
-    assert done.code and "has the classes cat, which the training does not have" in done.output
+    assert (
+        done.code
+        and "has the classes cat, which are not classes of the training data" in done.output
+    )
     done = jobs.fork(1, DDP, "--logs", jobs.logs, "--eval-data", f"pets={tmp_path / 'none'}")
-    assert done.code and "needs one folder a class; No such file" in done.output
+    assert done.code and "needs one folder per class; No such file" in done.output
 
 
 @pytest.mark.turns

@@ -165,7 +165,7 @@ def find_first_intact(
             return folder, look(folder)
         except MotleyError as error:
             problems.append(str(error))
-    raise MotleyError("no checkpoint is whole: " + "; ".join(problems))
+    raise MotleyError("no checkpoint is intact: " + "; ".join(problems))
 
 
 @contextlib.contextmanager
@@ -193,10 +193,10 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(manifest, dict) or not (
             manifest.keys() - _MORE_FILES == _FILES or _are_parts(manifest.keys())
         ):
-            raise ValueError(f"it does not list {', '.join(sorted(_FILES))}, and these alone")
+            raise ValueError(f"it has to list {', '.join(sorted(_FILES))} and nothing else")
         for name, described in manifest.items():
             if not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
-                raise ValueError(f"it does not give size and SHA-256 of {name}")
+                raise ValueError(f"it lacks the size or the SHA-256 of {name}")
     return manifest
 
 
@@ -229,8 +229,7 @@ def _check_size(path: Path, allowed: Container[int]) -> None:
     """
     result = path.stat()
     if not stat.S_ISREG(result.st_mode) or result.st_size not in allowed:
-        raise ValueError(f"it is no file of the size that it was saved with, but {result.st_size} "
-                         "bytes")  # fmt: skip
+        raise ValueError(f"it has {result.st_size} bytes, not the recorded size")  # fmt: skip
 
 
 def _check_progress(progress: Any, needs: Collection[str]) -> None:
@@ -304,9 +303,7 @@ def verify(path: Path) -> Iterable[Finding]:
     checkpoints = checkpoints_at(path)
     if not is_run:
         if not checkpoints:
-            raise MotleyError(
-                f"{path}: neither a run nor a checkpoint is there; name a run's folder"
-            )
+            raise MotleyError(f"{path} is neither a run nor a checkpoint; name the folder of a run")
         checkpoints = checkpoints[:1] if path in checkpoints else checkpoints
     else:
         yield _of_run(run)
@@ -323,7 +320,7 @@ def _of_pointer(place: Path) -> Iterable[Finding]:
     """Yield a finding if ``latest`` or ``best`` does not name a checkpoint that exists."""
     if (best := read_best(place)) and not (place / best).is_dir():
         yield Finding(
-            f"{place / BEST} is damaged: it names {best}, which is not there; remove the link",
+            f"{place / BEST} is damaged: it names {best}, which does not exist; remove the link",
             damaged=True,
         )
     latest = place / "latest"
@@ -336,9 +333,9 @@ def _of_pointer(place: Path) -> Iterable[Finding]:
         return
     if not name or not (place / name).is_dir():
         yield Finding(
-            f"{latest} is damaged: it names {name or 'nothing'}, which is not there; --resume does "
-            f"not need it, but takes the newest checkpoint. Write the name of one that is there "
-            "into it, or remove it", damaged=True,
+            f"{latest} is damaged: it names {name or 'nothing'}, which does not exist. --resume "
+            "does not need this file, since it takes the newest checkpoint. Write the name of an "
+            "existing checkpoint into it, or remove it", damaged=True,
         )  # fmt: skip
 
 
@@ -361,7 +358,10 @@ def _of_lines(file: Path) -> Finding:
     words = f"{file}: {whole} lines"
     if torn:
         listed = ", ".join(map(str, torn[:5])) + ", ..." * (len(torn) > 5)
-        words += f"; {len(torn)} more cut short, and left out by all that read it: line {listed}"
+        words += (
+            f"; {len(torn)} more lines are cut short, and all programs leave them out: line "
+            f"{listed}"
+        )
     return Finding(words)
 
 
@@ -371,6 +371,6 @@ def _of_checkpoint(folder: Path) -> Finding:
         size = opened.check() / 2**20
     except MotleyError as error:
         if not folder.exists():
-            return Finding(f"{folder}: removed meanwhile, for a newer one")
+            return Finding(f"{folder} was removed during this check, for a newer checkpoint")
         return Finding(str(error), damaged=True)
     return Finding(f"{folder}: whole, step {opened.progress['step']}, {size:,.1f} MiB")

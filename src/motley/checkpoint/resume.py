@@ -158,23 +158,24 @@ def read_weights(asked: str, trust: bool) -> Weights:
         inside = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
         if not inside:
             raise MotleyError(
-                f"{flag}: neither checkpoints nor {' nor '.join(_IN_FOLDERS)} are in this folder"
+                f"{flag}: this folder has no checkpoints, and neither {' nor '.join(_IN_FOLDERS)}"
             )
         path = inside[0]
     if not path.is_file():
-        raise MotleyError(f"{flag}: there is no such run, file or folder on rank 0's machine")
+        raise MotleyError(f"{flag}: rank 0's host has no such run, file or folder")
     if path.suffix == ".safetensors":
         try:
             return Weights(load_file(path), path)
         except (SafetensorError, OSError) as error:
             raise MotleyError(
-                f"{flag}: {path.name} is damaged, or no safetensors but for its name: {error}; "
-                "copy it anew, or convert it"
+                f"{flag}: {path.name} cannot be read as safetensors: {error}. Copy it again if it "
+                "is damaged, or convert it if it has another format"
             ) from None
     if not trust:
         raise MotleyError(
-            f"{flag}: {path.name} is no .safetensors, but perhaps a pickle, which may hold code; "
-            "convert it, or add --trust to read the tensors in it, and nothing else"
+            f"{flag}: {path.name} is not a .safetensors file. It may be a pickle, which can run "
+            "code when it is read. Convert it, or add --trust, which reads tensors from it and "
+            "refuses everything else"
         )
     return Weights(_read_pickle(flag, path), path)
 
@@ -184,14 +185,16 @@ def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MotleyError(f"{flag}: it holds more than tensors, or is damaged: {why}") from None
+        raise MotleyError(
+            f"{flag}: the file is damaged, or it holds objects other than tensors: {why}"
+        ) from None
     while isinstance(content, Mapping):
         inner = [content[name] for name in _NESTED if isinstance(content.get(name), Mapping)]
         if not inner:
             break
         content = inner[0]
     if not isinstance(content, Mapping) or not all(isinstance(t, Tensor) for t in content.values()):
-        raise MotleyError(f"{flag}: it is no table of tensors by name")
+        raise MotleyError(f"{flag}: the file does not hold a dictionary of tensors by name")
     return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 
 
@@ -232,18 +235,19 @@ def fit(
                                 (shaped, "of another shape")) if names
         ]  # fmt: skip
         raise MotleyError(
-            f"the weights of {weights.source} are of another model; {'; '.join(parts)}. "
-            "Give the options of the model that they were made with"
+            f"the weights of {weights.source} do not fit this model: {'; '.join(parts)}. Give the "
+            "options of the model that they were trained with"
         )
     anew = sorted(
         name for name in own.keys() - outside
         if not keep_head or name not in tensors or tensors[name].shape != own[name].shape
     )  # fmt: skip
     why = (
-        "which tells other classes apart there" if not keep_head
-        else "of another shape there" if tensors.keys() & {*anew} else "not there"
+        "because the checkpoint was trained on other classes" if not keep_head
+        else "because their shape differs from the checkpoint's" if tensors.keys() & {*anew}
+        else "because the checkpoint lacks them"
     )  # fmt: skip
-    notes = [f"made anew: {', '.join(anew)}, {why}"] if anew else []
+    notes = [f"new random weights for {', '.join(anew)}, {why}"] if anew else []
     taken = own.keys() & tensors.keys() - {*anew}
     return {name: tensors[name].to(own[name].dtype) for name in sorted(taken)}, notes
 
@@ -433,17 +437,21 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
         texts = [" ".join(each) or NONE for each in (here, there)]
         wrong.append(f"--opt-kwargs {texts[0]} (the checkpoint: {texts[1]})")
     if wrong:
-        raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
+        raise MotleyError(
+            f"the checkpoint cannot be continued with {', '.join(wrong)}; give the values of the "
+            "checkpoint"
+        )
     changed = ", ".join(differing(is_fixed=False))
-    notes = [f"note: other options than the checkpoint's: {changed}"] if changed else []
+    notes = [f"note: these options differ from the checkpoint's: {changed}"] if changed else []
     if saved.get(SAMPLES) and now.get(SAMPLES) and saved[SAMPLES] != now[SAMPLES]:
         notes.append(
-            f"note: other samples than the checkpoint's: {now[SAMPLES]} (the checkpoint: "
+            f"note: the samples differ from the checkpoint's: {now[SAMPLES]} (the checkpoint: "
             f"{saved[SAMPLES]}); their order changes"
         )
     if converts:
         notes.append(
-            f"note: --opt {now['opt']}, and the moments of the checkpoint's {saved['opt']}"
+            f"note: --opt {now['opt']} continues with the moments of the checkpoint's "
+            f"{saved['opt']}"
         )
     return notes
 

@@ -47,9 +47,7 @@ def find_run(config: Config, explains: bool = True) -> tuple[Path, list[Path]]:
         try:
             RunFolder(continued).read_run()
         except MotleyError as error:
-            print(
-                f"motley: {error}; its checkpoints are used, and who does how much is planned anew"
-            )
+            print(f"motley: {error}. The run continues from its checkpoints, with a new plan")
     return path, result
 
 
@@ -69,8 +67,8 @@ def _find_run(config: Config, logs: Path, explains: bool) -> tuple[Path, list[Pa
         result = checkpoints_at(Path(config.resume))
         if not result:
             raise MotleyError(
-                f"--resume {config.resume}: no checkpoint there; name a run folder, or a folder "
-                "checkpoints/step_... in one"
+                f"--resume {config.resume}: there is no checkpoint; name the folder of a run, or "
+                "one of its folders checkpoints/step_..."
             )
         return named or get_run(result[0]) or _by_time(logs), result
     if named:
@@ -82,10 +80,13 @@ def explain_new_run(config: Config) -> str:
     """Return a sentence for the user if ``--resume auto`` has found no run to continue."""
     logs = Path(config.logs)
     if config.run is not None:
-        return f"{logs / config.run} has no checkpoint; --resume auto begins it anew"
+        return (
+            f"{logs / config.run} has no checkpoint, so --resume auto starts the run from the "
+            "beginning"
+        )
     return (
-        f"no unfinished run with a checkpoint is in {logs.absolute()}; --resume auto begins a new "
-        "run. Name the place with --logs DIR, or a run with --run NAME"
+        f"{logs.absolute()} has no unfinished run with a checkpoint, so --resume auto starts a "
+        "new run. To continue one, name its folder with --logs DIR, or the run with --run NAME"
     )
 
 
@@ -105,8 +106,8 @@ def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[P
             content = run.read_run()
         except MotleyError as error:
             print(
-                f"motley: {error}; --resume auto passes this run over; --run {run.path.name} "
-                "--resume auto goes on from its checkpoints"
+                f"motley: {error}; --resume auto skips this run. To continue from its "
+                f"checkpoints, use --run {run.path.name} --resume auto"
             )
             continue
         started = content.get("started")
@@ -121,8 +122,8 @@ def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[P
             return path, result
         if explains:
             print(
-                f"motley: {path} learns --task {learns}; --resume auto passes it over. Add "
-                f"--task {shlex.quote(learns)} to continue it"
+                f"motley: --resume auto skips {path}, which has --task {learns}. To continue it, "
+                f"add --task {shlex.quote(learns)}"
             )
     return None
 
@@ -158,7 +159,9 @@ def _run_name(name: str) -> str:
     if not name:
         raise MotleyError("--run is empty; give a name, or leave it out (default: the time)")
     if name in (".", "..") or "/" in name or "\0" in name or "\n" in name:
-        raise MotleyError(f"--run {name!r} is a name, not a path; choose the place with --logs DIR")
+        raise MotleyError(
+            f"--run {name!r} is a path, and has to be a name; choose the folder with --logs DIR"
+        )
     return name
 
 
@@ -317,7 +320,7 @@ class Run:
         if own:
             os.environ["NCCL_DEBUG_FILE"] = self.folder.nccl_log(self._world.number)
         if self._first:
-            print(f"what NCCL says goes to {self.folder.path}/nccl.rank*.log", flush=True)
+            print(f"the output of NCCL goes to {self.folder.path}/nccl.rank*.log", flush=True)
 
     def event(self, kind: str, **content: Any) -> None:
         """Record an event of this rank; see RunFolder.event."""
@@ -345,9 +348,9 @@ class Run:
         world = self._world
         if world.machines[leader] != world.machines[0] and not self.is_shared():
             raise MotleyError(
-                f"{world.nodes[0].host}, where the run's records are, would not train, and not "
-                f"all hosts see its {self.folder.path.absolute()}: name it in --hosts too, or "
-                "choose a place that all share with --logs DIR"
+                f"{world.nodes[0].host} holds the run's records and does not train, and not all "
+                f"hosts see its folder {self.folder.path.absolute()}. Add {world.nodes[0].host} "
+                "to --hosts, or name a folder that all hosts share with --logs DIR"
             )
 
     def _leave_mark(self) -> Path | None:
@@ -387,8 +390,9 @@ class Run:
             return
         if self._unreadable:
             print(
-                f"{len(self._unreadable)} samples could not be read, and were replaced in training "
-                f"and left out in evaluation; {self.folder.path / 'events.jsonl'} names them"
+                f"{len(self._unreadable)} samples could not be read. Training replaced them by "
+                "other samples, and evaluations left them out; "
+                f"{self.folder.path / 'events.jsonl'} lists them"
             )
         result = {**self._result, "unreadable_samples": len(self._unreadable)}
         self.folder.update_run(status="finished", result=result, ended=time.time())

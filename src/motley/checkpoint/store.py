@@ -318,8 +318,8 @@ class Checkpoints:
         except OSError as error:
             free = free_bytes(self.path)
             room = (
-                f"it takes {size / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free; free some "
-                "disk, or choose another with --logs DIR"
+                f"it takes {size / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free; free "
+                "some space, or choose another folder with --logs DIR"
             )
             wrong = (
                 f"cannot save the checkpoint {self._final(step)}: {error}; {fix_for(error, room)}"
@@ -548,8 +548,8 @@ def _unite(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
     steps = [position.step for position in positions]
     where = f"{min(steps)} to {max(steps)}" if min(steps) < max(steps) else f"{steps[0]}"
     note = (
-        f"continuing from the mean of those who are left, at their steps {where}; what the lost "
-        "rank had learned and not yet sent is lost"
+        f"continuing from the mean of the surviving ranks' parameters, at their steps {where}; "
+        "the steps that the lost rank had taken since the last exchange are lost"
     )
     return positions[0], [note]
 

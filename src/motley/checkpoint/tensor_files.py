@@ -104,7 +104,7 @@ def _content(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bytes 
     end = 0
     for name, tensor in ordered:
         if tensor.dtype not in _NAMES:
-            raise TypeError(f"{name} is of a type that no checkpoint holds, {tensor.dtype}")
+            raise TypeError(f"{name} has the type {tensor.dtype}, which a checkpoint cannot hold")
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape],
                         "data_offsets": [begin, end]}  # fmt: skip
@@ -200,9 +200,9 @@ def wait_for_parts(folder: Path, ranks: int) -> None:
         if time.monotonic() - since > _SILENT_S or not threading.main_thread().is_alive():
             late = [rank for rank in range(ranks) if part_names(rank)[1] not in there]
             raise MotleyError(
-                f"the checkpoint in {folder} is not whole: nothing more comes from ranks "
-                f"{', '.join(map(str, late))}; do their hosts still see this disk? Then continue "
-                "with --resume"
+                f"the checkpoint in {folder} is incomplete: ranks {', '.join(map(str, late))} "
+                "have not written their parts. Check that their hosts reach this disk, and "
+                "continue with --resume"
             )
         time.sleep(_LOOK_S)
 
@@ -233,7 +233,7 @@ class Piece:
             source.seek(self.begin)
             result = source.readinto(content)
         if result != size or hashlib.sha256(content).hexdigest() != self.sha256:
-            raise ValueError("a tensor in it is not what was written")
+            raise ValueError("the content of a tensor has changed since it was written")
         if not size:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(content, dtype=self.dtype).reshape(self.shape)
@@ -322,7 +322,7 @@ def _pieces(file: Path, index: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]
         length = int.from_bytes(first, "little")
         content = source.read(length) if length <= _MOST_HEADER else b""
     if hashlib.sha256(first + content).hexdigest() != index["header"]:
-        raise ValueError("its header is not what was written")
+        raise ValueError("its header has changed since it was written")
     hashes = index["tensors"]
     for name, about in json.loads(content).items():
         begin = 8 + length + int(about["data_offsets"][0])

@@ -257,8 +257,8 @@ def in_thread(
             if not isinstance(error, RuntimeError | MemoryError):  # a fault of the program's
                 traceback.print_exception(error)
             text = MotleyError(
-                f"gradients could not be added up ({type(error).__name__}: {error}); continue with "
-                "--resume auto, with --wire exact if it happens again"
+                f"the all-reduce of gradients failed ({type(error).__name__}: {error}). Continue "
+                "with --resume auto; if it happens again, add --wire exact"
             )
             text.__cause__ = error
             threading.excepthook(

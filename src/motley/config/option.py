@@ -137,8 +137,9 @@ def _plain(group: type, each: "Field[Any]") -> Option:
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if len(kinds) != 1 or kinds[0] not in (int, float, str, bool):
         raise MotleyError(
-            f"{name} is of type {hint}, which no option can have; take int, float, str or bool, or "
-            "one of these | None; for a list, take a str as in 1,2 and split it in the task"
+            f"{name} has the type {hint}, which an option cannot have; take int, float, str or "
+            "bool, or one of these with | None. For a list, take a str such as 1,2, and split it "
+            "in the task"
         )
     if each.default is MISSING or callable(each.default):
         raise MotleyError(
@@ -274,7 +275,8 @@ def metric(text: str) -> Metric:
     name, colon, direction = text.partition(":")
     if not name or (colon and direction not in (MIN, MAX)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a metric, as loss, or one with {MIN} or {MAX}, as accuracy:{MAX}"
+            f"{text!r} is not a metric, such as loss, or a metric with {MIN} or {MAX}, as in "
+            f"accuracy:{MAX}"
         )
     return Metric(name, direction)
 
@@ -306,7 +308,7 @@ def keyword(text: str) -> Keyword:
     name, is_joined, value = text.partition("=")
     if not (is_joined and name.isidentifier() and value):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=VALUE, as betas=0.9,0.95 or eps=1e-8"
+            f"{text!r} is not of the form NAME=VALUE, as in betas=0.9,0.95 or eps=1e-8"
         )
     return Keyword(name, value)
 
@@ -316,7 +318,7 @@ def named_path(text: str) -> Keyword:
     name, is_joined, path = text.partition("=")
     if not (is_joined and name.isidentifier() and path):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=PATH, with a name of letters, digits and _, as "
+            f"{text!r} is not of the form NAME=PATH, with a name of letters, digits and _, as in "
             "night=photos/night"
         )
     return Keyword(name, path)
@@ -351,10 +353,14 @@ def step_span(text: str) -> StepSpan:
     """Read a range of steps, such as 20:40. The second number is excluded."""
     first, colon, end = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two steps with a colon, as 20:40")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not two steps joined by a colon, as in 20:40"
+        )
     span = StepSpan(natural(first), natural(end))
     if span.first >= span.end:
-        raise argparse.ArgumentTypeError(f"{text} has no step; the second number is to be larger")
+        raise argparse.ArgumentTypeError(
+            f"{text} contains no step; give a second number that is larger than the first"
+        )
     return span
 
 

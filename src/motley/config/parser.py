@@ -69,8 +69,8 @@ class OneVoice(argparse.ArgumentParser):
             if of_others := [word for word in words if word in _OF_OTHER_LAUNCHERS]:
                 stop_usage(
                     f"{of_others[0]} comes from another launcher (DeepSpeed's, or "
-                    "torch.distributed.launch), which Motley's ranks do not meet through; start "
-                    f"them as in: mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh {sys.argv[0]}"
+                    "torch.distributed.launch), whose ranks Motley cannot connect. Start the "
+                    f"ranks as in: mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh {sys.argv[0]}"
                 )
             kind = f"unknown option{'s' * (len(words) > 1)}" if options else "unexpected word"
             message = f"{kind} {'; '.join(f'{word}{self.hint(word)}' for word in words)}"
@@ -125,8 +125,10 @@ class OptionParser(OneVoice):
         help_group.add_argument("--help-all", action="help", help="all options")
         help_group.add_argument(
             "--config", metavar="FILE", default=argparse.SUPPRESS,
-            help="options of a TOML file, as in lr = 3e-4, or of a run.json; what is typed counts "
-            "more",
+            help=(
+                "file of options: TOML, with lines such as lr = 3e-4, or a run.json; options on "
+                "the command line take precedence"
+            ),
         )  # fmt: skip
         self._usual: dict[str, str] = {}  # help in -h, by the option's name
         self._declared: dict[str, Option] = {}
@@ -147,7 +149,7 @@ class OptionParser(OneVoice):
             task = "" if known else self.elsewhere.get(own.split()[0])
             return f": it is {own}, of {task}" if task else f": it is {own} here"
         if name in self.elsewhere:
-            return f": it is one of {self.elsewhere[name]}"
+            return f": it belongs to {self.elsewhere[name]}"
         if name in other_tools.ANSWERS:
             return f": {typed_command(other_tools.ANSWERS[name])}"
         if not word.startswith("-"):
@@ -183,8 +185,8 @@ class OptionParser(OneVoice):
         for name, declared in get_options(group).items():
             if declared.name in taken or get_flag(declared) in self._option_string_actions:
                 raise MotleyError(
-                    f"{group.__name__}.{name} would be the option {get_flag(declared)}, which all "
-                    "scripts have; give it another name"
+                    f"{group.__name__}.{name} would become the option {get_flag(declared)}, which "
+                    "every script has already; give it another name"
                 )
         self._add_group(group, {}, title)
         self.own = (*self.own, group)
@@ -220,7 +222,7 @@ class OptionParser(OneVoice):
         screen.add_arguments(shown)
         screen.end_section()
         rest = len(listed) - len(shown)
-        screen.add_text(f"{self.prog} --help-all tells of these and {rest} more.")
+        screen.add_text(f"{self.prog} --help-all lists these and {rest} more.")
         print(typed_command(screen.format_help()), end="", flush=True)
 
     def _add_group(
@@ -281,21 +283,21 @@ class OptionParser(OneVoice):
             MotleyError: the option is unknown, or has no such value.
         """
         if name not in self._declared:
-            raise MotleyError(f"{name} is no option{self.hint('--' + name.replace('_', '-'))}")
+            raise MotleyError(f"{name} is not an option{self.hint('--' + name.replace('_', '-'))}")
         actions = [each for each in self._actions if each.dest == name]
         switches = {each.const: each.option_strings[0] for each in actions if each.nargs == 0}
         if switches:
             if not isinstance(value, bool):
-                raise MotleyError(f"{name} is true or false, not {value!r}")
+                raise MotleyError(f"{name} has to be true or false, and is {value!r}")
             return [switches[value]] if value in switches else []
         (action,) = actions
         if isinstance(value, bool) and action.nargs == "?":
             if value:  # typed without a value
                 return [action.option_strings[0]]
-            raise MotleyError(f"{name} is true, or one of {', '.join(action.choices or ())}")
+            raise MotleyError(f"{name} has to be true, or one of {', '.join(action.choices or ())}")
         values = value if isinstance(value, list) else [value]
         if any(isinstance(each, bool | dict) for each in values):
-            raise MotleyError(f"{name} is a text or a number, not {value!r}")
+            raise MotleyError(f"{name} has to be a string or a number, and is {value!r}")
         flag = action.option_strings[0]
         texts = [NONE if each is None else str(each) for each in values]
         if action.nargs != "+":
@@ -313,7 +315,7 @@ class OptionParser(OneVoice):
             raise MotleyError(f"{flag} {text}: {error}") from None
         except (TypeError, ValueError):
             kind = getattr(action.type, "__name__", "value")
-            raise MotleyError(f"{flag} {text}: it is no {kind}") from None
+            raise MotleyError(f"{flag} {text}: the value is not a valid {kind}") from None
         if action.choices is not None and read not in action.choices:
             if answer := other_tools.answer_value(flag, text):
                 raise MotleyError(f"{flag} {text}: {answer}")
@@ -401,7 +403,7 @@ def split_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
             rest.append(word)
     if len(result) > 1 or "" in result:
         raise MotleyError(
-            f"{FLAG} takes one file, and {len(list(filter(None, result)))} are named; write it as "
+            f"{FLAG} takes one file, and {len(list(filter(None, result)))} are given; write it as "
             f"in {FLAG} options.toml"
         )
     return (Path(result[0]) if result else None), rest
@@ -441,13 +443,13 @@ class ConfigFile:
             content = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise MotleyError(
-                f"{path} is no TOML: {error}; write one option a line, as in lr = 3e-4"
+                f"{path} is not valid TOML: {error}; write one option per line, as in lr = 3e-4"
             ) from None
         values: dict[str, Any] = {}
         for key, value in _flat(content):
             name = key.replace("-", "_")
             if name in values:
-                raise MotleyError(f"{path} has {key} twice; leave one of them")
+                raise MotleyError(f"{path} has {key} twice; remove one of them")
             values[name] = value
         return cls(path, values, {name: _find_line(text, name) for name in values}, is_run=False)
 
@@ -488,8 +490,8 @@ def _options_of_run(path: Path, text: str) -> dict[str, Any]:
         return {str(name): value for name, value in result.items() if name != "task_class"}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise MotleyError(
-            f'{path} is no run.json: it has no options under "config"; name the file of a run, '
-            "as in logs/RUN/run.json, or a TOML file"
+            f'{path} is not the run.json of a run, which has options under "config"; name such a '
+            "file, as in logs/RUN/run.json, or a TOML file"
         ) from None
 
 

@@ -92,7 +92,8 @@ def load_splits(
     datasets = import_datasets(option)
     if not is_folder(name) and name.count("/") != 1:
         raise MotleyError(
-            f"{option} is no folder here; give one, or the OWNER/NAME of a data set of the hub"
+            f"{option} is not a folder on this host; name a folder, or OWNER/NAME of a data set "
+            "on the hub"
         )
     try:
         if in_place and is_folder(name) and is_saved(Path(name)):

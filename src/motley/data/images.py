@@ -220,7 +220,9 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             if not path.exists():
-                raise MotleyError(f"{path} does not exist; name image files, or folders of them")
+                raise MotleyError(
+                    f"{path} does not exist; name image files, or folders that hold them"
+                )
             result.append(path)
             continue
         found = (
@@ -230,7 +232,9 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
         )  # fmt: skip
         files = sorted(found, key=lambda each: tuple(map(composed, each.parts)))
         if not files:
-            raise MotleyError(f"{path}: no image is in it, such as {', '.join(endings[:4])}")
+            raise MotleyError(
+                f"{path} has no image; images end with {', '.join(endings[:4])} or similar"
+            )
         result += files
     return result
 
@@ -268,16 +272,16 @@ def open_held_out(images: Images, name: str, folder: Path) -> Source:
         result = ImageFolder(folder)
     except OSError as error:
         raise MotleyError(
-            f"--eval-data {name}={folder} needs one folder a class; {error.strerror or error}"
+            f"--eval-data {name}={folder} needs one folder per class; {error.strerror or error}"
         ) from None
     known = images.class_names or tuple(map(str, range(images.classes)))
     if unknown := [each for each in result.classes if each not in known]:
         raise MotleyError(
-            f"--eval-data {name}={folder} has the classes {name_some(unknown)}, which the training "
-            f"does not have; its classes are {name_some(known)}"
+            f"--eval-data {name}={folder} has the classes {name_some(unknown)}, which are not "
+            f"classes of the training data: {name_some(known)}"
         )
     if not len(result):
-        raise MotleyError(f"--eval-data {name}={folder} has no images; is it the right folder?")
+        raise MotleyError(f"--eval-data {name}={folder} has no images; check the path")
     number = [known.index(each) for each in result.classes]
     result.samples = [(path, number[label]) for path, label in result.samples]
     result.targets = [label for _, label in result.samples]
@@ -315,8 +319,8 @@ def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(
-            f"its pixels are {'floats' if image.mode == 'F' else '32-bit integers'}, whose range "
-            "no file tells; convert it to 8 or 16 bits"
+            f"its pixels are {('floats' if image.mode == 'F' else '32-bit integers')}, whose "
+            "range the file does not record; convert it to 8 or 16 bits"
         )
     image = image if image.mode == colours else image.convert(colours)
     return image if turn is None else image.transpose(turn)
@@ -384,12 +388,12 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
             name = composed(entry.name)
             if name in self._folders:
                 raise MotleyError(
-                    f"{directory} has two folders for the class {name}, whose names differ in "
-                    "Unicode's form alone; put their images into one"
+                    f"{directory} has two folders for the class {name}, whose names differ only "
+                    "in their Unicode normal form; move the images into one of them"
                 )
             self._folders[name] = entry.path
         if not self._folders:
-            raise FileNotFoundError(f"there is no class folder in {directory}")
+            raise FileNotFoundError(f"{directory} has no class folder")
         classes = sorted(self._folders)
         return classes, {name: place for place, name in enumerate(classes)}
 

@@ -91,8 +91,9 @@ def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> 
     found, missing = index.find(rows, file)
     if not found:
         raise MotleyError(
-            f"--labels {file} names {len(rows):,} files, and none of them is below {root}, as "
-            f"{name_some([row.name for row in rows], 2)}; give the folder with --data-dir"
+            f"--labels {file} names {len(rows):,} files, and {root} has none of them, such as "
+            f"{name_some([row.name for row in rows], 2)}; name the folder of the images with "
+            "--data-dir"
         )
     labels, names = _read_labels(found, file, kind, None)
     split, by = _split(found, file)
@@ -107,8 +108,8 @@ def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> 
     for part, word in ((train, "to train on"), (test, "held out")):
         if not len(part):
             raise MotleyError(
-                f"--labels {file}: no image is {word}; say which are by a column split with the "
-                f"words {TRAIN} and {HELD_OUT[1]}"
+                f"--labels {file}: the file assigns no image to {word}; add a column split with "
+                f"the words {TRAIN} and {HELD_OUT[1]}"
             )
     without = index.list_others(path for _, path in found)
     words = [_count(len(train), kind, names, len(test)) + by]
@@ -147,7 +148,7 @@ def open_held_out_file(
     if missing or not found:
         raise MotleyError(
             f"--eval-data {name}={file}: of {len(rows):,} files, "
-            + _name(f"are not below {root}", [row.name for row in missing])
+            + _name(f"are not in {root}", [row.name for row in missing])
         )
     labels, _ = _read_labels(found, file, images.kind, images.class_names)
     pairs = zip((path for _, path in found), labels, strict=True)
@@ -169,7 +170,7 @@ def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is no text in UTF-8"
+        reason = getattr(error, "strerror", None) or "the file is not UTF-8 text"
         raise MotleyError(f"--labels {file}: {reason}; name a CSV file") from None
     header = text.partition("\n")[0]
     delimiter = max(",;\t", key=header.count)
@@ -193,7 +194,7 @@ def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
     except csv.Error as error:
         raise MotleyError(f"{file}, line {lines.line_num}: {error}; write it as CSV") from None
     if not rows:
-        raise MotleyError(f"--labels {file} has no rows; write a line a file, as in a.jpg,cat")
+        raise MotleyError(f"--labels {file} has no rows; write one line per image, as in a.jpg,cat")
     return rows
 
 
@@ -220,8 +221,8 @@ def _find_columns(
         at, label = 0, 1
     if at is None or label is None:
         raise MotleyError(
-            f"--labels {file}: no column is named {'file' if at is None else 'label'}; its "
-            f"columns are {', '.join(header)}; name two of them, as in --label-columns "
+            f"--labels {file}: no column has the name {('file' if at is None else 'label')}; its "
+            f"columns are {', '.join(header)}. Name two of them, as in --label-columns "
             f"{','.join([*header, 'file', 'label'][:2])}"
         )
     return at, label, find(_SPLIT)
@@ -232,7 +233,7 @@ class _Index:
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise MotleyError(f"--data-dir {root} is no folder; give that of the images")
+            raise MotleyError(f"--data-dir {root} is not a folder; name the folder of the images")
         endings, self._root = image_endings(), root
         self.paths = dict[str, str]()  # full path, by the composed path below the folder
         for here, folders, names in os.walk(root):
@@ -261,8 +262,8 @@ class _Index:
             others = [name] if name in self.paths else self._short.get(name, [])
             if len(others) > 1:
                 raise MotleyError(
-                    f"{file}, line {row.line}: {row.name} may be {name_some(sorted(others))}; "
-                    f"write the path below {self._root}"
+                    f"{file}, line {row.line}: several files fit {row.name}: "
+                    f"{name_some(sorted(others))}; write the path below {self._root}"
                 )
             if others:
                 found.append((row, self.paths[others[0]]))
@@ -294,13 +295,13 @@ def _read_labels(
         before = texts.setdefault(path, [])
         if kind != LABELS and before and before[0] != row.label:
             raise MotleyError(
-                f"{file}, line {row.line}: {row.name} has the label {row.label!r}, and "
-                f"{before[0]!r} in line {first[path].line}; keep one of them, or add --target "
+                f"{file}, line {row.line}: {row.name} has the label {row.label!r} here, and "
+                f"{before[0]!r} in line {first[path].line}; keep one of the two, or add --target "
                 f"{LABELS}"
             )
         if kind != LABELS and not row.label:
             raise MotleyError(
-                f"{file}, line {row.line}: {row.name} has no label; write one, or remove the line"
+                f"{file}, line {row.line}: {row.name} has no label; add one, or remove the line"
             )
         before.append(row.label)
         first.setdefault(path, row)
@@ -318,15 +319,15 @@ def _read_labels(
     names = tuple(known or _sort(set().union(*parts.values())))
     if len(names) < (2 if kind == CLASS else 1):
         raise MotleyError(
-            f"{file} has {len(names)} different labels, and a classifier needs two; name the right "
-            "column with --label-columns, or for numbers add --target value"
+            f"{file} has {len(names)} different labels, and a classifier needs at least two. Name "
+            "the column of the labels with --label-columns, or for numbers add --target value"
         )
     place = {name: number for number, name in enumerate(names)}
     for path, own in parts.items():
         if unknown := own - place.keys():
             raise MotleyError(
-                f"{file}, line {first[path].line}: the training has no class "
-                f"{name_some(sorted(unknown))}; its classes are {name_some(names)}"
+                f"{file}, line {first[path].line}: {name_some(sorted(unknown))} is not a class of "
+                f"the training data; its classes are {name_some(names)}"
             )
     if kind == CLASS:
         return [place[next(iter(own))] for own in parts.values()], names
@@ -345,8 +346,8 @@ def _number(row: _Row, text: str, file: Path) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise MotleyError(
-            f"{file}, line {row.line}: {text!r} of {row.name} is no number; correct it, or name "
-            "the right column with --label-columns"
+            f"{file}, line {row.line}: {text!r} for {row.name} is not a number; correct it, or "
+            "name the column of the numbers with --label-columns"
         )
     return value
 
@@ -408,11 +409,14 @@ def read_class_weights(text: str, images: Images) -> list[float]:
     """
     flag, classes = f"--class-weights {text}", images.classes
     if images.kind == VALUE:
-        raise MotleyError(f"{flag}: --target value has no classes; leave it out")
+        raise MotleyError(f"{flag} needs classes, and --target value has none; leave it out")
     targets = getattr(images.train, "targets", None)
     if text == "balanced":
         if targets is None:
-            raise MotleyError(f"{flag}: this data set does not list its labels; give the weights")
+            raise MotleyError(
+                f"{flag}: this data set does not list its labels, from which the weights are "
+                "computed; give the weights as numbers"
+            )
         if images.kind == LABELS:
             positive = np.sum(targets, axis=0)
             return list(((len(targets) - positive) / np.maximum(positive, 1)).astype(float))
@@ -433,15 +437,16 @@ def read_class_weights(text: str, images: Images) -> list[float]:
         weights = [float(each) for each in lines]
     except ValueError:
         raise MotleyError(
-            f"{flag}: there is no such file, and these are no numbers; give balanced, a file, or "
-            "numbers as in 1,2.5,1"
+            f"{flag} is neither balanced, nor the path of a file, nor a list of numbers such as "
+            "1,2.5,1"
         ) from None
     if len(weights) != classes:
         raise MotleyError(
-            f"{flag} has {len(weights)} weights, and the data has {classes} classes; give one each"
+            f"{flag} has {len(weights)} weights, and the data has {classes} classes; give one "
+            "weight per class"
         )
     if not all(0 <= each < math.inf for each in weights) or not sum(weights):
-        raise MotleyError(f"{flag}: weights are not below 0 and not all 0")
+        raise MotleyError(f"{flag}: give weights of 0 or more, at least one of them above 0")
     return weights
 
 
@@ -453,11 +458,11 @@ def labels_to_balance(images: Images) -> list[int]:
     """
     targets = getattr(images.train, "targets", None)
     if images.kind != CLASS or targets is None:
-        reason = "an image has several labels or a number" if images.kind != CLASS else (
+        reason = "an image has several labels or a number here" if images.kind != CLASS else (
             "this data set does not list its labels"
         )  # fmt: skip
         raise MotleyError(
             f"--balanced-sampling needs one class for each image, and {reason}; leave it out, or "
-            "take --class-weights"
+            "use --class-weights"
         )
     return [int(each) for each in targets]

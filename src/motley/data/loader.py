@@ -307,8 +307,8 @@ class Loader:
         if self.workers > (cores := 1 + spare_cores()):
             self.note = self.note or (
                 f"--workers {self.workers} starts more loader processes than this rank has cores "
-                f"({cores}): they take turns, and take time from the training thread; --workers "
-                f"{max(1, spare_cores())} leaves it a core"
+                f"({cores}), so they slow each other and the training thread; --workers "
+                f"{max(1, spare_cores())} leaves a core for training"
             )
         # A number that the user has chosen stays.
         grows = config.workers is None and samples.needs_workers and not self.note
@@ -363,10 +363,10 @@ class Loader:
         known = len(costs) == len(part) and all(0 <= cost < math.inf for cost in costs)
         if not known or not sum(costs):
             raise MotleyError(
-                f"costs() of {type(self._samples).__name__} gives {len(costs)} numbers for "
-                f"{len(part)} samples, {min(costs, default=math.nan):g} to "
-                f"{max(costs, default=math.nan):g}; it gives one of each, not below 0 and not all "
-                "0, or None where samples take equally long"
+                f"costs() of {type(self._samples).__name__} returns {len(costs)} numbers for "
+                f"{len(part)} samples, from {min(costs, default=math.nan):g} to "
+                f"{max(costs, default=math.nan):g}. Return one number of 0 or more per sample, at "
+                "least one of them above 0, or None if all samples take the same time"
             )
         return plan.by_cost(costs)
 

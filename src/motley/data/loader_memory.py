@@ -242,16 +242,20 @@ def workers_that_fit(
             if workers == wanted:
                 return wanted, ""
             return workers, (
-                f"{workers} loader processes in place of {wanted}: {micro_batch} samples of "
-                f"{_text(sample)} are a micro-batch, {wanted} would hold {held(wanted)} of those, "
-                f"and this rank's part of the free memory is {_text(there)}"
+                f"{workers} loader processes instead of {wanted}: a micro-batch is {micro_batch} "
+                f"samples of {_text(sample)}, {wanted} processes would hold {held(wanted)} "
+                f"micro-batches, and this rank's part of the free memory is {_text(there)}"
             )
     fits = int(there / (_ALONE * sample))
     raise MotleyError(
-        f"a micro-batch of {micro_batch} samples of {_text(sample)} is read by holding {_ALONE} of "
-        f"them, {_text(_ALONE * batch)}, and this rank's part of the host's free memory is "
-        f"{_text(there)}; "
-        + (f"--micro-batch {fits} fits" if fits else "no sample fits: take fewer ranks a host")
+        f"reading micro-batches of {micro_batch} samples of {_text(sample)} needs memory "
+        f"for {_ALONE} micro-batches, {_text(_ALONE * batch)}, and this rank's part of the host's "
+        f"free memory is {_text(there)}; "
+        + (
+            f"--micro-batch {fits} fits"
+            if fits
+            else "not even one sample fits: start fewer ranks per host"
+        )
     )
 
 
@@ -277,11 +281,11 @@ def explain_workers(workers: int) -> Iterator[None]:
             f"a loader process on {socket.gethostname()} "
             + (f"found no room in {_SHARED}" if no_room else f"died: {text.splitlines()[0]}")
             + f"; {_text(there.free)} of {_text(there.total)} are free in {_SHARED}, and "
-            f"{_text(memory.available)} of {_text(memory.total)} of memory. Micro-batches larger "
-            f"than the first ones pass through {_SHARED}, up to "
-            f"{PREFETCH * workers + _TOGETHER} at once with {workers} loader processes per "
-            "rank; take fewer --workers (0: none) or a "
-            f"smaller --micro-batch, or enlarge {_SHARED} (in a container: --shm-size)"
+            f"{_text(memory.available)} of {_text(memory.total)} of the host's memory are. "
+            f"Micro-batches that are larger than the first one pass through {_SHARED}, up to "
+            f"{PREFETCH * workers + _TOGETHER} at once with {workers} loader processes per rank. "
+            "Start fewer loader processes with --workers (0: none), take a smaller --micro-batch, "
+            f"or enlarge {_SHARED} (in a container: --shm-size)"
         ) from None
 
 

@@ -128,7 +128,7 @@ def open_packed(path: Path) -> Packed:
             begin, tail = _tail(path, file, size)
         about, rows = _parse(tail)
         if not _fits(about, rows, begin):
-            raise ValueError("its rows lie outside of it")
+            raise ValueError("its rows lie outside of the file")
         content = np.asarray(np.memmap(path, np.uint8, mode="c", shape=(begin,)))
     except OSError as error:
         raise MotleyError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from None
@@ -146,23 +146,27 @@ def _tail(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
     """
     first = file.read(BEGIN)
     if first[: len(_MAGIC)] != _MAGIC:
-        raise MotleyError(f"{path} is no packed data set; {_AGAIN}")
+        raise MotleyError(f"{path} is not a packed data set; {_AGAIN}")
     if len(first) < BEGIN:
-        raise MotleyError(f"{path} is cut short, to {size} bytes; copy it anew, or {_AGAIN}")
+        raise MotleyError(
+            f"{path} is cut short: it has only {size} bytes. Copy it again, or {_AGAIN}"
+        )
     _, version, begin, length, digest = _FIRST.unpack(first)
     if version != VERSION:
         raise MotleyError(
-            f"{path} is of version {version}, and this Motley reads version {VERSION}; {_AGAIN}"
+            f"{path} has version {version} of the file format, and this Motley reads version "
+            f"{VERSION}; {_AGAIN}"
         )
     if size != begin + length:
-        short = "cut short" if size < begin + length else "longer than it was"
+        short = "cut short" if size < begin + length else "longer than recorded"
         raise MotleyError(
-            f"{path} is {short}: {size:,} bytes of {begin + length:,}; copy it anew, or {_AGAIN}"
+            f"{path} is {short}: it has {size:,} bytes, and should have {begin + length:,}. Copy "
+            f"it again, or {_AGAIN}"
         )
     file.seek(begin)
     tail = file.read(length)
     if hashlib.sha256(tail).digest() != digest:
-        raise ValueError("what it says of its images has another hash than it had")
+        raise ValueError("the hash of its description of the images has changed")
     return begin, tail
 
 
@@ -173,7 +177,7 @@ def _parse(tail: bytes) -> tuple[About, NDArray[np.int64]]:
     header["classes"] = tuple(header["classes"])
     header["unreadable"] = {int(number): str(why) for number, why in header["unreadable"].items()}
     if header["kept"] not in (PIXELS, JPEG):
-        raise ValueError(f"it keeps images as {header['kept']!r}")
+        raise ValueError(f"it stores images as {header['kept']!r}, which this Motley does not read")
     rows = np.frombuffer(tail, "<i8", offset=_LENGTH.size + length).astype(np.int64)
     return About(**header), rows.reshape(-1, _COLUMNS)
 
@@ -391,7 +395,7 @@ def _take(file: IO[bytes], part: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise MotleyError(f"another process writes {part}; wait until it ends") from None
+        raise MotleyError(f"another process is writing {part}; wait until it ends") from None
     file.truncate(0)
 
 

@@ -83,7 +83,7 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
             # tarfile takes a damaged or missing header for the end of the tar.
             file.seek(tar.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"no tar goes on like this at byte {tar.offset}")
+                raise tarfile.ReadError(f"byte {tar.offset} is not the beginning of a member")
             result = []
             for key, parts in samples.items():
                 image = next((parts[each] for each in _IMAGES if each in parts), None)
@@ -96,8 +96,8 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
         raise
     except Exception as error:  # tarfile raises many types of error for damaged headers
         raise MotleyError(
-            f"{path} cannot be read: it is cut short, damaged, or no .tar that is not compressed "
-            f"({type(error).__name__}: {error}); copy it anew"
+            f"{path} cannot be read: it is cut short, damaged, or not an uncompressed .tar file "
+            f"({type(error).__name__}: {error}); copy it again"
         ) from None
     return np.array(result, np.int64).reshape(-1, 4)
 
@@ -137,7 +137,7 @@ def _label(
         if key and label < 0:
             return None
         if not 0 <= label < _MOST_CLASSES:
-            raise ValueError(f"{label} is no class; they are counted from 0")
+            raise ValueError(f"{label} is not a class; classes are counted from 0")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else error
         beside = "" if key else "a .cls with the number of its class, or "

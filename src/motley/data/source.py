@@ -323,11 +323,12 @@ class Keyed(Dataset[Answer]):
             content = self._samples.sample(item, self._training)
             if not isinstance(content, Mapping):
                 raise MotleyError(
-                    f"sample() of {type(self._samples).__name__} gives a {type(content).__name__}; "
-                    'a sample is what the model gets by name, as in {"x": ..., "y": ...}'
+                    f"sample() of {type(self._samples).__name__} returns a "
+                    f"{type(content).__name__}; return a dictionary of the model's inputs by "
+                    'name, as in {"x": ..., "y": ...}'
                 )
             return Answer(content, index, tuple(unreadable))
-        raise MotleyError(f"no sample can be read; the first: {unreadable[0]}")
+        raise MotleyError(f"no sample can be read; the first one is {unreadable[0]}")
 
     def batch(self, samples: list[Answer]) -> Batch:
         """Return a batch of the samples that could be read.
@@ -354,8 +355,9 @@ class Keyed(Dataset[Answer]):
             if rows != n:
                 kind = f"shape {tuple(value.shape)}" if rows is not None else "no rows"
                 raise MotleyError(
-                    f"collate() of {type(self._samples).__name__} gives {name!r} with {kind} for "
-                    f"{n} samples; a batch is tensors by name, whose first dimension is the sample"
+                    f"collate() of {type(self._samples).__name__} returns {name!r} with {kind} "
+                    f"for {n} samples; return a dictionary of tensors whose first dimension is "
+                    "the sample"
                 )
 
 
@@ -403,13 +405,13 @@ def check_length(samples: Samples, length: int, held_out: bool, part: str = "") 
     """
     if not length and part:
         raise MotleyError(
-            f"the held-out set {part} of {type(samples).__name__} has no samples; does it look in "
-            "the right place?"
+            f"the held-out set {part} of {type(samples).__name__} has no samples; check where the "
+            "task looks for its data"
         )
     if not length:
         raise MotleyError(
-            f"{type(samples).__name__} has no {'held-out' if held_out else 'training'} samples: "
-            f"data(held_out={held_out}) is empty; does it look in the right place?"
+            f"{type(samples).__name__} has no {('held-out' if held_out else 'training')} samples: "
+            f"data(held_out={held_out}) returns none; check where the task looks for its data"
         )
 
 

@@ -190,8 +190,9 @@ class Look:
         parts = (self.scale, self.ratio, self.turn)
         if self.augment and parts != (Look.scale, Look.ratio, Look.turn):
             raise MotleyError(
-                f"--scale, --ratio and --vflip are for images of several sizes, and these have "
-                f"{native} pixels a side, which are shifted and mirrored; leave them out"
+                "--scale, --ratio and --vflip apply to images of several sizes, and all of these "
+                f"have {native} pixels a side and are only shifted and mirrored; leave the "
+                "options out"
             )
         if self.augment and images.augment:
             return ShiftAndFlip(native, fit, self.mirror)
@@ -209,8 +210,8 @@ class Look:
             result: Any = make(self.auto, known)
         except (AssertionError, ValueError, KeyError) as error:
             raise MotleyError(
-                f"--aa {self.auto}: timm has no such augmentation ({error}); take one as in "
-                "rand-m9-mstd0.5, original or v0"
+                f"--aa {self.auto}: timm does not know this augmentation ({error}); use one such "
+                "as rand-m9-mstd0.5, original or v0"
             ) from None
         for op in getattr(result, "ops", None) or chain.from_iterable(result.policy):
             if op.aug_fn is auto_augment.posterize:

@@ -76,9 +76,9 @@ def check_types(model: TaskModel, known: Sequence[torch.dtype], engine: str, ins
         if parameter.requires_grad and parameter.dtype not in known:
             others = name_types(known)
             raise MotleyError(
-                f"{engine} adds up gradients of {others}, and {name} is of "
-                f"{name_types([parameter.dtype])}: take {instead}, or make the parameter one of "
-                f"{others}"
+                f"{engine} sums gradients of the types {others}, and the parameter {name} has the "
+                f"type {name_types([parameter.dtype])}: take {instead}, or give the parameter one "
+                "of these types"
             )
 
 

@@ -163,9 +163,7 @@ class DdpEngine(ReducingEngine):
             if not out_of_memory(error):
                 raise
             result = shortage(error, self._context.device)
-            raise NoMemoryError(
-                f"{result}; no room is left for the gradients themselves"
-            ) from error
+            raise NoMemoryError(f"{result}. No memory is left for the gradients") from error
 
 
 class NoOverlapEngine(ReducingEngine):
@@ -242,4 +240,6 @@ class NoOverlapEngine(ReducingEngine):
                 self._short = shortage(error, self._context.device)
             self._zero_gradients()  # no rank will step
             release()
-        raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")
+        raise NoMemoryError(
+            f"{self._short}. No memory is left for the buffer from which the gradient is sent"
+        )

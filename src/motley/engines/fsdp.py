@@ -122,14 +122,15 @@ def check_parts(net: nn.Module, engine: str, instead: str) -> None:
     """
     if scalars := [name for name, each in net.named_parameters() if each.dim() == 0]:
         raise MotleyError(
-            f"{engine} cuts parameters into rows, and {name_some(scalars)} has none: give it the "
-            f"shape [1], as nn.Parameter(torch.ones(1)) has, or take {instead}"
+            f"{engine} cuts parameters into rows, and {name_some(scalars)} has no dimension: give "
+            f"it the shape [1], as nn.Parameter(torch.ones(1)) has, or take {instead}"
         )
     kinds = {each.dtype for each in net.parameters()}
     if len(kinds) > 1:
         raise MotleyError(
-            f"{engine} gathers parameters of one type, and the model has "
-            f"{name_types(sorted(kinds, key=str))}: take {instead}, or make them all float32"
+            f"{engine} gathers parameters of one type, and the model has several "
+            f"({name_types(sorted(kinds, key=str))}): take {instead}, or make all parameters "
+            "float32"
         )
 
 
@@ -243,7 +244,7 @@ class FsdpEngine(SynchronousEngine):
         if context.config.clip_grad is not None and context.config.clip_mode == "agc":
             raise MotleyError(
                 "--clip-mode agc needs whole parameters, and --strategy fsdp gives each rank a "
-                "part of them: take --strategy ddp, or --clip-mode norm"
+                "part of each parameter: take --strategy ddp, or --clip-mode norm"
             )
         self.loss_weight = context.size
         options: dict[str, Any] = {"reshard_after_forward": own.reshard_after_forward}

@@ -30,8 +30,8 @@ except importlib.metadata.PackageNotFoundError:
     raise MotleyError(f"DeepSpeed is not installed here; {_INSTALL}") from None
 if Version(_installed) < Version(_LEAST):
     raise MotleyError(
-        f"DeepSpeed {_installed} is silently wrong in some steps (before {_LEAST} it does not wait "
-        f"for all that it gathers); {_INSTALL}"
+        f"DeepSpeed {_installed} computes wrong results in some steps, without an error (versions "
+        f"before {_LEAST} do not wait for all parameters that they gather); {_INSTALL}"
     )
 
 if not torch.cuda.is_available():

@@ -48,8 +48,9 @@ class LocalEngine(StepEngine):
         super().__init__(model, context)
         if self.optimizer_traits.nests:
             raise MotleyError(
-                f"--opt {context.config.opt} keeps what cannot be averaged over ranks, as --wire "
-                f"{context.plan.wire} does; choose another --wire, or an optimizer such as adamw"
+                f"--opt {context.config.opt} has state that cannot be averaged over ranks, which "
+                f"--wire {context.plan.wire} needs; choose another --wire, or an optimizer such "
+                "as adamw"
             )
         self._plan, self._sync_every = context.plan, context.plan.wire.sync_every
         self._heard: Tensor | None = None  # received table that is not yet returned to the loop

@@ -156,8 +156,8 @@ def other_model_error(said: str) -> MotleyError:
         said: text that describes the difference that was found.
     """
     return MotleyError(
-        f"the checkpoint is of another model: {' '.join(said.split())[:300]}; give the --model, "
-        "--dataset and --img-size that it was made with"
+        f"the checkpoint is of another model: {' '.join(said.split())[:300]}. Give the --model, "
+        "--dataset and --img-size that it was trained with"
     )
 
 
@@ -358,7 +358,7 @@ def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         pairs = [[_describe(k, key, {}), _describe(v, f"{key}.{k}", tensors)]
                  for k, v in value.items()]  # fmt: skip
         return {"dict": pairs}
-    raise TypeError(f"{key} is of a type that no checkpoint holds, {type(value).__name__}")
+    raise TypeError(f"{key} has the type {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -70,7 +70,7 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
         return timm.optim.create_optimizer_v2(net, opt=config.opt, **options)
     except (KeyError, ValueError, AssertionError, TypeError) as error:
         if _plain_name(config) in _list_names():
-            raise MotleyError(f"--opt {config.opt} cannot be made here: {error}") from None
+            raise MotleyError(f"--opt {config.opt} cannot be created: {error}") from None
         raise _unknown_optimizer(config) from None
 
 
@@ -85,8 +85,9 @@ def _list_names() -> list[str]:
 
 def _unknown_optimizer(config: Config) -> MotleyError:
     return MotleyError(
-        f"--opt {config.opt}: timm has no such optimizer"
-        f"{did_you_mean(_plain_name(config), _list_names())}; see timm.optim.list_optimizers()"
+        f"--opt {config.opt}: timm has no such "
+        f"optimizer{did_you_mean(_plain_name(config), _list_names())}; "
+        "timm.optim.list_optimizers() returns all names"
     )
 
 
@@ -111,8 +112,8 @@ def _make_own(task: Task, net: nn.Module, config: Config) -> torch.optim.Optimiz
     made = task.optimizer([{**group, "lr": config.lr} for group in groups])
     if not isinstance(made, torch.optim.Optimizer):
         raise MotleyError(
-            f"{name_optimizer(config)} gives {type(made).__name__}; return a torch.optim.Optimizer "
-            "of the groups"
+            f"{name_optimizer(config)} returns a {type(made).__name__}, and has to return a "
+            "torch.optim.Optimizer that has the given groups"
         )
     return made
 
@@ -155,7 +156,7 @@ def check_optimizer(config: Config) -> None:
             if name in typed:
                 raise MotleyError(
                     f"--{name.replace('_', '-')} has no effect, since {name_optimizer(config)} "
-                    "makes the optimizer; leave it out"
+                    "creates the optimizer; leave it out"
                 )
         return
     if _plain_name(config) not in _list_names():
@@ -163,14 +164,14 @@ def check_optimizer(config: Config) -> None:
     has_momentum = timm.optim.get_optimizer_info(_plain_name(config)).has_momentum
     if config.momentum is not None and not has_momentum:
         raise MotleyError(
-            f"--momentum: --opt {config.opt} has none; leave it out, or write --opt-kwargs "
-            "betas=0.9,0.999 for one with betas"
+            f"--momentum has no effect, since --opt {config.opt} has no momentum; leave it out, "
+            "or set the betas of an optimizer that has betas, as in --opt-kwargs betas=0.9,0.999"
         )
     if config.opt_kwargs and "opt_kwargs" in config.typed_names:
         try:
             known = _list_keywords(config)
         except (AssertionError, ImportError, TypeError) as error:
-            raise MotleyError(f"--opt {config.opt} cannot be made here: {error}") from None
+            raise MotleyError(f"--opt {config.opt} cannot be created: {error}") from None
         for each in config.opt_kwargs:
             _check_keyword(config, each, known)
 
@@ -180,11 +181,11 @@ def _check_keyword(config: Config, given: Keyword, known: list[str]) -> None:
         return
     if given.name in _ELSEWHERE:
         raise MotleyError(
-            f"--opt-kwargs {given}: write {_ELSEWHERE[given.name]} {given.text} in its place"
+            f"--opt-kwargs {given}: write {_ELSEWHERE[given.name]} {given.text} instead"
         )
     raise MotleyError(
-        f"--opt-kwargs {given}: --opt {config.opt} takes no {given.name}"
-        f"{did_you_mean(given.name, known)}; it takes {', '.join(known)}"
+        f"--opt-kwargs {given}: --opt {config.opt} has no argument "
+        f"{given.name}{did_you_mean(given.name, known)}; its arguments are {', '.join(known)}"
     )
 
 
@@ -207,7 +208,7 @@ _MORE = 2
 TRIAL_RATE = 0.1  # learning rate at which even the steps of LARS exceed rounding errors
 _USUAL_SLOTS = 2.0  # those of Adam
 _ROWS, _WIDE, _ODD = 32, 64, 61  # rows per rank and columns of the matrix; length of the vector
-_CHOOSE = "choose another one, such as adamw, sgd, lion or muon"
+_CHOOSE = "choose another optimizer, such as adamw, sgd, lion or muon"
 
 
 @dataclass(frozen=True)
@@ -331,8 +332,8 @@ def try_optimizer(
         except MotleyError as found:
             error = found
     raise MotleyError(
-        f"{name_optimizer(config)} looks at whole tensors, and {sharding.words} gives it parts of "
-        "them; take --strategy ddp, or an optimizer such as adamw"
+        f"{name_optimizer(config)} computes with whole tensors, and {sharding.words} gives it "
+        "parts of tensors; take --strategy ddp, or an optimizer such as adamw"
     ) from error
 
 
@@ -354,15 +355,16 @@ def _try(
         if isinstance(error, MotleyError) or out_of_memory(error):
             raise
         raise MotleyError(
-            f"{name_optimizer(config)} fails here ({_describe_error(error)}); {_CHOOSE}"
+            f"{name_optimizer(config)} fails in a trial on a small model "
+            f"({_describe_error(error)}); {_CHOOSE}"
         ) from error
     finally:
         load_random_state(before, device)
     one, other = ends
     if one.keys() != other.keys() or not all(torch.equal(one[key], other[key]) for key in one):
         raise MotleyError(
-            f"{name_optimizer(config)} keeps something that no checkpoint holds: a run would go on "
-            f"from one otherwise than without a stop; {_CHOOSE}"
+            f"{name_optimizer(config)} has state that it does not save, so a run that continues "
+            f"from a checkpoint would compute other values than one without a stop; {_CHOOSE}"
         )
     slots = straight.memory.slots().values()
     traits = OptimizerTraits(
@@ -402,8 +404,8 @@ def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
         except Exception as error:
             shape = f"{dtype} of {dim} dimensions".removeprefix("torch.")
             raise MotleyError(
-                f"{name_optimizer(config)} cannot train the parameter {name}, {shape} "
-                f"({_describe_error(error)}); {_CHOOSE}"
+                f"{name_optimizer(config)} cannot train the parameter {name} ({shape}): "
+                f"{_describe_error(error)}; {_CHOOSE}"
             ) from error
     load_random_state(before, device)
 
@@ -416,8 +418,8 @@ def _describe_error(error: Exception) -> str:
 def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     if any(not torch.equal(after[name], value) for name, value in before.items()):
         raise MotleyError(
-            f"{name_optimizer(config)} draws random numbers, others on each rank, whose parameters "
-            f"would drift apart; {_CHOOSE}"
+            f"{name_optimizer(config)} draws random numbers, which differ between ranks, so the "
+            f"parameters of the ranks would become different; {_CHOOSE}"
         )
 
 

@@ -95,7 +95,9 @@ def shortage(error: BaseException, device: torch.device) -> str:
         for process in sorted(result, key=lambda process: -(process.mib or 0))
         if process.pid != os.getpid()
     ]
-    return f"{text}; others there: {', '.join(others) or 'none that the driver names'}"
+    return (
+        f"{text}; other processes on the GPU: {', '.join(others) or 'none that the driver names'}"
+    )
 
 
 def get_uuid(device: torch.device) -> str:
@@ -127,6 +129,6 @@ def no_second_try(error: BaseException, device: torch.device, words: str, instea
         NoMemoryError: always.
     """
     raise NoMemoryError(
-        f"{shortage(error, device)}; the step cannot be repeated with smaller micro-batches, since "
-        f"{words}; lower --micro-batch, add --grad-checkpointing, or take {instead}"
+        f"{shortage(error, device)}. The step cannot be repeated with smaller micro-batches, "
+        f"since {words}. Lower --micro-batch, add --grad-checkpointing, or take {instead}"
     ) from error

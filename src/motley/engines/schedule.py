@@ -50,7 +50,7 @@ def check_schedule(config: Config) -> None:
     if config.weight_decay_end is not None and config.weight_decay == 0:
         raise MotleyError(
             f"--weight-decay-end {config.weight_decay_end:g} has no effect with --weight-decay 0; "
-            "give a --weight-decay above 0 from which it goes there"
+            "give a --weight-decay above 0, from which the weight decay changes to that end"
         )
 
 
@@ -122,8 +122,8 @@ class Schedule:
         factor = task.schedule(updates, self._total)
         if factor is None or not 0 <= factor < math.inf:
             raise MotleyError(
-                f"schedule({updates:g}, {self._total}) of {type(task).__name__} gives {factor}; "
-                "return a factor of --lr, of 0 or more"
+                f"schedule({updates:g}, {self._total}) of {type(task).__name__} returns {factor}; "
+                "return the factor of --lr, which is 0 or more"
             )
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * rate * group.get("lr_scale", 1.0)
@@ -224,8 +224,8 @@ def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
     last = length.last_step(state)
     if config.schedule_ends_with_run and config.max_steps is not None and last < config.max_steps:
         return (
-            f"{config.epochs} epochs, the default, end after step {last:,}, before --max-steps "
-            f"{config.max_steps:,}; for more steps raise --epochs"
+            f"the {config.epochs} epochs of the default end after step {last:,}, before "
+            f"--max-steps {config.max_steps:,}; for more steps, raise --epochs"
         )
     total = schedule_steps(config, length)
     falls_in_steps = config.sched in _FALLS and not has_schedule(get_task(config))
@@ -234,14 +234,15 @@ def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
     if length.updates(state) + last - state.step >= total - 1:
         return ""
     falls = (
-        f"the learning rate falls until step {total:,}, with epoch {config.epochs}, and "
-        f"--max-steps stops after step {last:,}"
+        f"the learning rate falls until step {total:,}, the end of epoch {config.epochs}, and "
+        f"--max-steps stops the run after step {last:,}"
     )
     if "epochs" in config.continued_names:
         return (
-            f"{falls}; --epochs {config.epochs} is from the checkpoint, and --epochs N changes it"
+            f"{falls}; --epochs {config.epochs} comes from the checkpoint, and --epochs N "
+            "changes it"
         )
-    return f"{falls}; without --epochs it falls until --max-steps"
+    return f"{falls}; without --epochs, the rate falls until --max-steps"
 
 
 def set_rate(schedule: Schedule, updates: float, batch: int, config: Config) -> None:

@@ -245,9 +245,9 @@ class StepEngine(EngineBase):
             losses = torch.zeros(len(batch), device=self._context.device)
         elif losses.shape != (len(batch),):
             raise MotleyError(
-                f"losses() of {type(self._model.task).__name__} gives a tensor of shape "
-                f"{tuple(losses.shape)} for {len(batch)} samples; it should give one number a "
-                "sample, 0 where nothing counts in it"
+                f"losses() of {type(self._model.task).__name__} returns a tensor of shape "
+                f"{tuple(losses.shape)} for {len(batch)} samples; return one number per sample, "
+                "which is 0 for a sample that does not count"
             )
         elif self._model.statistics:
             self._model.statistics.take(len(batch), n_global)
@@ -549,7 +549,7 @@ class ReducingEngine(SynchronousEngine):
         elif self._reducer.state():
             self._reducer.load_state({})
             notes.append(
-                f"--wire {self._context.plan.wire} begins with an empty error memory: the "
-                "checkpoint is of other ranks, another --wire or other buckets"
+                f"the error memory of --wire {self._context.plan.wire} starts empty, because the "
+                "checkpoint has other ranks, another --wire or other buckets"
             )
         return notes

@@ -146,8 +146,8 @@ class ZeroEngine(StepEngine):
         mode = context.config.clip_mode
         if self._stage and context.config.clip_grad is not None and mode != "norm":
             raise MotleyError(
-                f"--clip-mode {mode}: DeepSpeed clips by the norm at ZeRO stage {self._stage}; "
-                "take --clip-mode norm, --stage 0, or torch_dist/train.py"
+                f"--clip-mode {mode}: at ZeRO stage {self._stage}, DeepSpeed clips only by the "
+                "norm; take --clip-mode norm, --stage 0, or torch_dist/train.py"
             )
         refuse_unused(model, f"ZeRO stage {self._stage}")
         check_types(
@@ -156,8 +156,8 @@ class ZeroEngine(StepEngine):
         )  # fmt: skip
         if scalars := [name for name, each in model.net.named_parameters() if not each.ndim]:
             raise MotleyError(
-                f"DeepSpeed sends no parameter without a dimension, as {scalars[0]} is one; have "
-                "it be of shape [1], or take torch_dist/train_vit.py"
+                "DeepSpeed does not support a parameter without a dimension, such as "
+                f"{scalars[0]}; give it the shape [1], or take torch_dist/train_vit.py"
             )
         self._model = model
         with self._prepared(config):
@@ -198,20 +198,22 @@ class ZeroEngine(StepEngine):
         traits, stage = self.optimizer_traits, self._stage
         others = ["torch_dist/train_vit.py", "an optimizer such as adamw"]
         if stage and traits.wraps:
-            why = "wraps another one, which DeepSpeed steps past"
+            why = "wraps another optimizer, which DeepSpeed bypasses"
         elif stage and traits.nests:
-            why = f"keeps lists, and ZeRO stage {stage} cuts tensors"
+            why = f"has lists in its state, and ZeRO stage {stage} cuts tensors"
             others.insert(0, "--stage 0")
         elif stage == 3 and traits.counts:
-            why = "counts steps, and ZeRO stage 3 takes one for each part of the model"
+            why = "counts steps, and ZeRO stage 3 steps once for each part of the model"
             others.insert(0, "--stage 1")
         elif stage and isinstance(self.optimizer, torch.optim.Adagrad):
-            why = "is another one after DeepSpeed has made it anew, with one group of parameters"
+            why = (
+                "computes other values once DeepSpeed has recreated it with one group of parameters"
+            )
             others.insert(0, "--stage 0")
         elif stage and not is_elementwise(self._context.config):
             why = (
-                f"looks at whole tensors, and ZeRO stage {stage} gives it flat parts of them: it "
-                "would be silently another one"
+                f"computes with whole tensors, and ZeRO stage {stage} gives it flat parts of "
+                "tensors, so it would compute other values without an error"
             )
             others.insert(0, "--stage 0")
         else:

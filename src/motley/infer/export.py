@@ -43,7 +43,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     if onnx:
         check_extras(_NEEDED, "--onnx")
     if folder.exists() and any(folder.iterdir()):
-        raise MotleyError(f"{folder} is not empty; choose another with --to DIR")
+        raise MotleyError(f"{folder} is not empty; choose another folder with --to DIR")
     folder.mkdir(parents=True, exist_ok=True)
     net = trained.build()
     given = make_inputs(trained.task, net) if onnx else ()
@@ -86,8 +86,8 @@ def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
     def recorder(*given: Any, **named: Any) -> Any:
         if named:
             raise MotleyError(
-                f"{type(task).__name__} gives its network {', '.join(named)} by name; ONNX has "
-                "places alone: give them in order"
+                f"{type(task).__name__} passes {', '.join(named)} to its network by name, and "
+                "ONNX has inputs by position alone; pass them by position"
             )
         inputs.append(given)
         return net(*given)
@@ -123,11 +123,11 @@ def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
             worst = max(worst, float((torch.from_numpy(result) - right).abs().max()) / largest)
     if worst > _CLOSE:
         raise MotleyError(
-            f"{path} says something else than the model: {worst:.2g} of the largest output in "
-            "onnxruntime; export without --onnx"
+            f"the results of {path} in onnxruntime differ from the model's by {worst:.2g} of its "
+            "largest output; export without --onnx"
         )
     size = path.stat().st_size / 2**20
-    return f"{path.name}: {size:.1f} MiB, in onnxruntime the same to {worst:.1g}"
+    return f"{path.name}: {size:.1f} MiB; onnxruntime's output differs by {worst:.1g} at most"
 
 
 @contextmanager

@@ -140,8 +140,8 @@ class Leases:
                     return False
             except OSError as error:
                 raise MotleyError(
-                    f"the disk of {self._folder} gives no locks ({error.strerror}); choose a "
-                    "folder on another with --out"
+                    f"the file system of {self._folder} does not support locks "
+                    f"({error.strerror}); choose a folder on another file system with --out"
                 ) from None
             time.sleep(0.005)
 
@@ -224,8 +224,8 @@ class Shards:
         if differing := [key for key in own | result if own.get(key) != result.get(key)]:
             text = ", ".join(f"{key} {result.get(key)} (now: {own.get(key)})" for key in differing)
             raise MotleyError(
-                f"{self.folder} holds predictions of something else: {text}; give another folder "
-                "with --out, or the same options"
+                f"{self.folder} holds predictions of another model or of other data: {text}. Give "
+                "another folder with --out, or the same options as before"
             )
 
     def name(self, number: int) -> str:
@@ -263,13 +263,14 @@ class Shards:
                 header, *shard = list(csv.reader(file)) or [[]]
             if header != [*self._columns]:
                 raise MotleyError(
-                    f"{path} has the columns {', '.join(header)}, and now they are "
-                    f"{', '.join(self._columns)}; remove it, and run the same line again"
+                    f"{path} has the columns {', '.join(header)}, and this run writes "
+                    f"{', '.join(self._columns)}; remove the file, and run the same command again"
                 )
             if len(shard) != len(self.get_items(number)):
                 raise MotleyError(
-                    f"{path} has {len(shard)} rows, not {len(self.get_items(number))}; remove it, "
-                    "and run the same line again"
+                    f"{path} has {len(shard)} rows, and should have "
+                    f"{len(self.get_items(number))}; remove the file, and run the same command "
+                    "again"
                 )
             rows += shard
         merged = self.folder / MERGED
@@ -312,7 +313,7 @@ def main() -> int:
         return code
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     leases = Leases(options.out)
-    print_now(f"its worker {how}; the other ranks take over what it had", rank)
+    print_now(f"its worker {how}; the other ranks take over its part", rank)
     merged = options.out / MERGED
     others = [other for other in ranks() if other != rank]
     while not merged.exists() and (
@@ -322,9 +323,9 @@ def main() -> int:
         time.sleep(_WAIT_S)
     if merged.exists():
         return 0
-    cause = "" if code < 0 else "see to the error above, then "
+    cause = "" if code < 0 else "see the error above, then "
     print_now(
-        f"no worker is left to finish; {cause}run the same line again for what is missing", rank
+        f"no worker is left to finish; {cause}run the same command again for the missing part", rank
     )
     return 1
 
@@ -361,7 +362,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
 
     device = choose_device(leases, torch)
     if device is None:
-        print_now("is left out: the GPUs of this host are with other ranks", rank)
+        print_now("is left out, because other ranks have the GPUs of this host", rank)
         return 0
     trained = open_trained(options.checkpoint, options.data_dir, options.images, options.use_ema)
     for problem in trained.problems:
@@ -404,7 +405,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     }  # fmt: skip
     (options.out / f"rank.{rank}.json").write_text(json.dumps(record) + "\n")
     noun = trained.task.noun
-    work = "nothing was left to do"
+    work = "there is nothing left to do"
     if done:
         rate = format_rate(record["samples_per_s"])
         work = f"{predictor.samples} {noun}s, {rate} {noun}s/s"
@@ -456,16 +457,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, metavar="PATH",
                         help="a run's folder, or one of its checkpoints")  # fmt: skip
     parser.add_argument("--split", choices=("val", "train"), default="val",
-                        help="of the data set that it was trained on; default val")  # fmt: skip
+                        help="split of the data set that the model was trained on; default val"
+                        )  # fmt: skip
     parser.add_argument("--images", type=Path, metavar="DIR",
-                        help="of your own, at any depth, in place of --split")  # fmt: skip
+                        help="images of your own, at any depth, instead of --split")  # fmt: skip
     parser.add_argument("--data-dir", metavar="DIR", help="default: as in training")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="default: predictions-SPLIT in the run's folder")  # fmt: skip
     parser.add_argument("--shard", type=int, default=64, metavar="N",
-                        help="images that a rank takes at a time, default 64")  # fmt: skip
+                        help="images that a rank computes at a time, default 64")  # fmt: skip
     parser.add_argument(
-        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+        "--use-ema",
+        action="store_true",
+        help=("for a run with --model-ema: use the averaged parameters"),
     )
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     options = parser.parse_args()

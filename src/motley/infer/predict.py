@@ -52,7 +52,7 @@ def open_model(path: Path, data_dir: str | None, averaged: bool) -> "Trained":
     if not isinstance(trained.task, ImageTask):
         raise MotleyError(
             f"{path} is a run of another task ({trained.task.title()}); name a run of images, or "
-            "predict its own samples with infer_vit.py"
+            "predict the task's own samples with infer_vit.py"
         )
     return trained
 
@@ -90,8 +90,8 @@ def _open_exported(folder: Path) -> "Trained":
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise MotleyError(
-            f"{folder} is no folder of torch_dist/export.py ({why}); "
-            "write one with: python torch_dist/export.py logs/RUN --to DIR"
+            f"{folder} was not written by torch_dist/export.py ({why}); write such a folder with: "
+            "python torch_dist/export.py logs/RUN --to DIR"
         ) from None
     return Trained(folder, {}, task, net=net)
 
@@ -178,20 +178,23 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH",
                         help="image files, and folders of them")  # fmt: skip
     parser.add_argument("--top-k", type=positive, default=1, metavar="K",
-                        help="classes a file, the most probable first; default 1")  # fmt: skip
+                        help="classes per file, the most probable first; default 1")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE",
                         help="write to this file; default: the terminal")  # fmt: skip
     parser.add_argument("--format", choices=(CSV, JSON_LINES),
-                        help="default: by the ending of --out, else csv")  # fmt: skip
+                        help="format; default: by the ending of --out, or csv")  # fmt: skip
     parser.add_argument("--batch-size", type=positive, default=64, metavar="N",
                         help="images that are computed together, default 64")  # fmt: skip
     parser.add_argument("--test-crops", type=crops, metavar="1|5|10",
-                        help="crops whose outputs are averaged; default: as the run")  # fmt: skip
+                        help="crops per image, whose outputs are averaged; default: as in the run"
+                        )  # fmt: skip
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     parser.add_argument("--data-dir", metavar="DIR",
-                        help="where a run's data are now, if elsewhere")  # fmt: skip
+                        help="folder of the run's data, if it has moved")  # fmt: skip
     parser.add_argument(
-        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+        "--use-ema",
+        action="store_true",
+        help=("for a run with --model-ema: use the averaged parameters"),
     )
     options = parser.parse_args(words)
     ending = options.out.suffix.lower().lstrip(".") if options.out else ""

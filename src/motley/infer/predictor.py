@@ -73,7 +73,7 @@ def open_trained(
     """
     result = checkpoints_at(path)
     if not result:
-        raise MotleyError(f"{path}: no checkpoint is there; name a run's folder")
+        raise MotleyError(f"{path} has no checkpoint; name the folder of a run")
     folder, tensors, progress, problems = load_newest_intact(result, ("config",), ("model", "ema"))
     saved = progress["config"]
     if data_dir is not None:
@@ -83,8 +83,8 @@ def open_trained(
     weights, average = select_part(tensors, "model"), dict[str, Tensor]()
     if averaged and not (average := select_part(tensors, "ema")):
         raise MotleyError(
-            f"--use-ema: {folder} keeps no average of its parameters; it was trained without "
-            "--model-ema"
+            f"--use-ema: {folder} has no averaged parameters, because it was trained without "
+            "--model-ema; leave it out"
         )
     chosen = task.with_files(own) if own else task
     return Trained(folder, weights, chosen, saved.get(SAMPLES, ""), average, tuple(problems))
@@ -165,7 +165,7 @@ class Predictor:
             item = read(self.source, index)
         except UnreadableSample as error:
             name = task.name_of(self.source, index)
-            text = f"cannot read {name} ({error}); repair it, or remove it"
+            text = f"{name} cannot be read ({error}); repair or remove it"
             if self.on_unreadable is None:
                 raise MotleyError(text) from None
             self.on_unreadable(text)

@@ -171,9 +171,8 @@ class OptimizerSum:
         """Raise MotleyError if the optimizer has other parameters than at ``lab.prepare``."""
         if list(map(id, list_parameters(self._optimizer))) != self._known:
             raise MotleyError(
-                "the optimizer has other parameters than when lab.prepare() got it, and new ones "
-                "may differ between ranks: call lab.prepare(model, optimizer) again after the "
-                "change"
+                "the optimizer has other parameters than when lab.prepare() got it, and they may "
+                "differ between ranks: call lab.prepare(model, optimizer) again after the change"
             )
 
     @property

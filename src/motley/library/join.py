@@ -92,13 +92,14 @@ def join(
         listed = shares if isinstance(shares, str) else ",".join(map(str, shares))
         given = replace(read_shares(listed), flag="motley.join(shares=...) or MOTLEY_SHARES,")
     if micro_batch is not None and micro_batch < 1:
-        raise MotleyError(f"micro_batch={micro_batch}: give 1 row or more")
+        raise MotleyError(f"micro_batch={micro_batch} is below 1 row: give 1 or more")
     strategy = strategy.lower()
     if strategy not in STRATEGIES:
         raise MotleyError(f"strategy={strategy!r}: give {' or '.join(STRATEGIES)}")
     if bn_group is not None and not 1 <= bn_group <= (micro_batch or bn_group):
         raise MotleyError(
-            f"bn_group={bn_group}: give 1 row or more, and at most micro_batch={micro_batch}"
+            f"bn_group={bn_group} is out of range: give 1 row or more, and at most "
+            f"micro_batch={micro_batch}"
         )
     alone = is_alone() and given is None and micro_batch is None and bn_group is None
     loop, state = None, LoopState()

@@ -217,8 +217,9 @@ class Lab:
         elif isinstance(each, torch.amp.GradScaler):
             if self._state.shards:
                 raise MotleyError(
-                    'a GradScaler sees this rank\'s part of the gradient with strategy="fsdp": '
-                    "leave it out, since lab.autocast() has a loss scale that all ranks share"
+                    'with strategy="fsdp", a GradScaler would see only the gradient of this '
+                    "rank's part of the parameters: leave it out, since lab.autocast() has a loss "
+                    "scale that all ranks share"
                 )
             if gate:
                 gate.add_scaler(each)
@@ -270,8 +271,8 @@ class Lab:
         if unknown:
             raise MotleyError(
                 f"{unknown} of the {len(own)} parameters of {type(optimizer).__name__} belong to "
-                "no model that lab.prepare() was given: pass all models, and make the optimizer "
-                "from the parameters of the same models, after any change that replaces them"
+                "no model that lab.prepare() was given: pass all models, and create the optimizer "
+                "from their parameters, after any change that replaces parameters"
             )
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
@@ -367,7 +368,7 @@ class Lab:
             MotleyError: a batch has no rows, or another number of rows than the first.
         """
         if count < 1:
-            raise MotleyError(f"lab.batches(count={count}): give 1 batch or more")
+            raise MotleyError(f"lab.batches(count={count}) is below 1 batch: give 1 or more")
         return self.loader(MadeBatches(make, count, seed, self.device).loader(), train)
 
     # -- the loop
@@ -495,8 +496,8 @@ class Lab:
                 if not out_of_memory(error):
                     raise
                 raise NoMemoryError(
-                    f"{shortage(error, self.device)}: give motley.join() a micro_batch, with which "
-                    "a process computes a batch in pieces"
+                    f"{shortage(error, self.device)}: give motley.join() a micro_batch, and each "
+                    "process computes its rows in pieces of that size"
                 ) from error
         return None if loss is None else loss.detach()
 

@@ -76,9 +76,10 @@ def check_loader(loader: Any) -> None:
     """Raise MotleyError if a loader's samples cannot be divided among ranks."""
     if not isinstance(loader, DataLoader):
         raise MotleyError(
-            f"lab.loader() was given a {type(loader).__name__}, and divides the batches of a "
-            "torch.utils.data.DataLoader: pass the DataLoader itself, before anything wraps or "
-            "reads it, or pass a function that makes a batch to lab.batches()"
+            f"lab.loader() was given a {type(loader).__name__}, and needs a "
+            "torch.utils.data.DataLoader, whose batches it divides: pass the DataLoader itself, "
+            "before anything wraps or reads it, or pass a function that makes a batch to "
+            "lab.batches()"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise MotleyError(
@@ -89,7 +90,7 @@ def check_loader(loader: Any) -> None:
     if loader.batch_sampler is None:
         raise MotleyError(
             "the DataLoader has batch_size=None, so its batches have no rows that ranks can "
-            "divide: give it the batch size of one machine"
+            "divide: give it the batch size that a single machine would use"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise MotleyError(
@@ -105,9 +106,10 @@ def check_loader(loader: Any) -> None:
         ) from None
     if rows > MOST_ROWS and not is_consecutive(loader):
         raise MotleyError(
-            f"the {type(loader.sampler).__name__} draws {rows:,} rows an epoch, whose order is "
-            f"drawn at once and may have {MOST_ROWS:,} rows: give it a smaller number, as in "
-            f"RandomSampler(rows, replacement=True, num_samples=1_000_000), and loop over epochs"
+            f"the {type(loader.sampler).__name__} draws {rows:,} rows in an epoch, and an epoch "
+            f"may have at most {MOST_ROWS:,}, because its whole order is drawn at once: give it a "
+            "smaller number, as in RandomSampler(rows, replacement=True, num_samples=1_000_000), "
+            "and loop over epochs"
         )
 
 
@@ -329,9 +331,9 @@ class LabLoader:
         position = self._position
         if position.in_pass:
             raise MotleyError(
-                "a second loop over training data was started inside another one, so nothing says "
-                "which rows a loss is of: join the two data sets, as in DataLoader(StackDataset(a, "
-                "b), batch_size=32), or read the other one with train=False"
+                "a loop over training data was started inside another one, so a loss may belong "
+                "to the rows of either: join the two data sets, as in DataLoader(StackDataset(a, "
+                "b), batch_size=32), or read one of them with train=False"
             )
         self.passes += 1
         states = [each.get_state() for each in self.generators]

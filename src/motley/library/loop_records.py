@@ -187,7 +187,7 @@ class LoopRecords:
             "plan": _describe(plan, ()), "backend": group.backend,
         }  # fmt: skip
         self._record(step)
-        self.note("regroup", f"{lost}; the others continue with step {step}", step=step)
+        self.note("regroup", f"{lost}; the other ranks continue with step {step}", step=step)
 
     def step(self, step: FinishedStep, plan: Plan) -> None:
         """Record a finished step.

@@ -165,8 +165,8 @@ class ShareSchedule:
         if len(order) < ranks:
             raise MotleyError(
                 f"the held-out data has {len(order)} rows for {ranks} ranks, and with "
-                'strategy="fsdp" every rank computes one at least: give it more rows, or start '
-                "fewer ranks"
+                'strategy="fsdp" every rank needs at least one: give it more rows, or start fewer '
+                "ranks"
             )
         if most := self._micro_batch:
             while size > ranks and max(self.get_held_out_plan(step, size).counts) > most:

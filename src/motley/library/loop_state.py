@@ -89,7 +89,7 @@ class LoopState:
         if own.keys() != content.keys():
             names = ", ".join(sorted(own.keys() ^ content.keys()))
             raise MotleyError(
-                f"the checkpoint is of other objects ({names}): give lab.prepare() and "
+                f"the checkpoint was saved with other objects ({names}): give lab.prepare() and "
                 "lab.register() the same objects in the same order as the script that saved it"
             )
         for name, owner in own.items():
@@ -100,7 +100,7 @@ class LoopState:
             except (RuntimeError, ValueError, KeyError) as error:
                 raise MotleyError(
                     f"the checkpoint does not fit the {type(owner).__name__} of this script: "
-                    f"{str(error).splitlines()[0]}; make the same model and optimizer, or start "
+                    f"{str(error).splitlines()[0]}. Create the same model and optimizer, or start "
                     "without lab.resume()"
                 ) from None
 
@@ -159,8 +159,8 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             kind: [take_apart(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]
         }
     raise MotleyError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: have its "
-        "state_dict() return tensors, numbers, texts, lists and dictionaries"
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: let its "
+        "state_dict() return tensors, numbers, strings, lists and dictionaries"
     )
 
 
@@ -244,19 +244,19 @@ class LoopPosition:
             self._times_ahead += 1  # once, it may follow batches that a resumed script skips
             if self._times_ahead == 2:
                 raise MotleyError(
-                    "several batches were read ahead, and each has a loss now, which would be "
-                    "weighed by the rows of the last batch: call backward() before the next batch "
-                    'is read, or with reduction="sum" for losses that are divided by the number '
-                    "of tokens of all ranks"
+                    "several batches were read before backward(), and each has a loss, which "
+                    "would be weighted by the rows of the last batch: call backward() before you "
+                    'read the next batch, or give it reduction="sum" for losses that are divided '
+                    "by the number of tokens of all ranks"
                 )
         node: Any = loss.grad_fn
         while node is not None and node.name() in _FACTORS:
             node = next((each for each, _ in node.next_functions if each is not None), None)
         if node is not None and node._sequence_nr() < self._first_node:
             raise MotleyError(
-                "the loss was computed before the loader yielded its last rows, so it is a loss of "
-                "other rows: call next() on the loader after lab.backward(), and read ahead with "
-                "DataLoader(..., num_workers=2)"
+                "the loss was computed before the loader yielded its last rows, so it belongs to "
+                "earlier rows: call next() on the loader after lab.backward(), and read ahead "
+                "with DataLoader(..., num_workers=2)"
             )
 
     def state_dict(self, order: RandomState, generators: Sequence[torch.Tensor]) -> dict[str, Any]:

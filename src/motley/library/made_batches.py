@@ -86,7 +86,7 @@ class MadeBatches(Dataset[int]):
     def _refuse(self, number: int, size: int) -> None:
         raise MotleyError(
             f"batch {number} of lab.batches() has {size} rows, and batch 0 has {self.rows}: make "
-            "batches of one size, of which the last alone may be smaller"
+            "batches of one size, of which only the last may be smaller"
         )
 
 
@@ -118,7 +118,7 @@ def _count_rows(batch: Any) -> int:
         found = f"tensors with {' and '.join(map(str, sizes))} rows" if sizes else "no tensor"
         raise MotleyError(
             f"the function of lab.batches() returned {found}: return tensors whose dimension 0 "
-            "counts the rows of the batch, such as x.transpose(0, 1)"
+            "counts the rows of the batch, as x.transpose(0, 1) does for a dimension 1"
         )
     return sizes[0]
 

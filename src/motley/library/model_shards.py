@@ -147,8 +147,9 @@ class ModelShards:
                 if self._replaced.setdefault(old, after[name]) is not after[name]]  # fmt: skip
         if torn:
             raise MotleyError(
-                f"{ENGINE} cannot shard {name_some(torn, 3)}: a block shares it with another one; "
-                f"take {INSTEAD}, or share parameters outside of the blocks alone"
+                f"{ENGINE} cannot shard {name_some(torn, 3)}, which one block shares with "
+                f"another: take {INSTEAD}, or share only parameters that are outside of the "
+                "blocks"
             )
         for old in before.values():
             old.data = old.new_empty(0)  # frees the whole tensor that the optimizer still holds
@@ -198,8 +199,8 @@ class ModelShards:
         """
         if not _is_elementwise(optimizer):
             raise MotleyError(
-                f"{type(optimizer).__name__} looks at whole tensors, and {ENGINE} gives it parts "
-                f"of them: take {INSTEAD}, or an optimizer such as AdamW or SGD"
+                f"{type(optimizer).__name__} computes with whole tensors, and {ENGINE} gives it "
+                f"parts of tensors: take {INSTEAD}, or an optimizer such as AdamW or SGD"
             )
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(each, each) for each in group["params"]]
@@ -251,8 +252,8 @@ class ModelShards:
             left_out = calls.list_left_out()
             if left_out and len(left_out) < len(calls.modules):
                 raise MotleyError(
-                    f"the forward pass has left out {name_some(left_out, 3)}, and {ENGINE} has all "
-                    f"ranks gather each block together: call every block, or take {INSTEAD}"
+                    f"the forward pass did not call {name_some(left_out, 3)}, and {ENGINE} needs "
+                    f"every rank to gather each block: call every block, or take {INSTEAD}"
                 )
 
     def show_gradients(self) -> None:
@@ -364,6 +365,6 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
         )
     except (TypeError, ValueError, RuntimeError) as error:
         raise MotleyError(
-            f"{ENGINE} tries {kind.__name__} on a small tensor first, which fails "
+            f"{kind.__name__} fails on the small tensor on which {ENGINE} tests it "
             f"({type(error).__name__}: {error}): take {INSTEAD}, or an optimizer of torch.optim"
         ) from error

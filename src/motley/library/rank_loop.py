@@ -116,11 +116,11 @@ class RankLoop:
         self._timed_before: tuple[list[int], int] = ([], 1)
         mode = parse_wire(wire)
         if mode is None or mode.addition is Addition.LOCAL_STEPS:
-            raise MotleyError(f"wire={wire!r}: give exact, bf16, fp16 or powersgd:RANK")
+            raise MotleyError(f"wire={wire!r} is unknown: give exact, bf16, fp16 or powersgd:RANK")
         if is_sharded and mode.addition is not Addition.NUMBERS:
             raise MotleyError(
-                f'wire={wire!r} sends no plain gradients, and strategy="fsdp" scatters them: give '
-                "exact, bf16 or fp16"
+                f'wire={wire!r} sends gradients in another form, and strategy="fsdp" scatters '
+                "plain gradients: give exact, bf16 or fp16"
             )
         self._mode = mode
         self.shards = (
@@ -196,7 +196,7 @@ class RankLoop:
         rows, group = count_most_rows(batches), self.schedule.group
         if rows % group:
             raise MotleyError(
-                f"a global batch of {rows} rows has no whole number of groups of {group} rows: "
+                f"a global batch of {rows} rows cannot be divided into groups of {group} rows: "
                 f"choose a batch_size that is a multiple of bn_group={group}"
             )
         if self._follows:
@@ -307,9 +307,10 @@ class RankLoop:
         if self.shards:
             if failure := self._try(lambda: run(rows)):
                 raise NoMemoryError(
-                    f"{self.names[self.rank]}: {failure}; the ranks communicate in each piece, so "
-                    "this one cannot compute it again by itself: give motley.join() a micro_batch "
-                    f"below {piece.rows}, or this rank a smaller share in MOTLEY_SHARES"
+                    f"{self.names[self.rank]}: {failure}. The ranks communicate in each piece of "
+                    "a batch, so this rank cannot repeat a piece alone: give motley.join() a "
+                    f"micro_batch below {piece.rows}, or this rank a smaller share in "
+                    "MOTLEY_SHARES"
                 )
             return
         devices = self.yielded.find_devices(rows, by_value=not self._are_rows_checked)
@@ -330,9 +331,9 @@ class RankLoop:
                 return
             size //= 2
         raise NoMemoryError(
-            f"{self.names[self.rank]}: not even {group} {'rows fit' if group > 1 else 'row fits'} "
-            f"({failure}); make the model smaller, use torch.utils.checkpoint, or give this rank "
-            "the share 0 in MOTLEY_SHARES"
+            f"{self.names[self.rank]}: not even {group} "
+            f"{('rows fit' if group > 1 else 'row fits')} in memory ({failure}). Make the model "
+            "smaller, use torch.utils.checkpoint, or give this rank the share 0 in MOTLEY_SHARES"
         )
 
     def _try(self, work: Callable[[], None]) -> str:
@@ -431,8 +432,9 @@ class RankLoop:
         """Raise MotleyError if the models are sharded, which no framework's loop supports."""
         if self.shards:
             raise MotleyError(
-                'motley.join(strategy="fsdp") is for a loop of your own, and here a framework has '
-                "the loop: leave it out, or train the model with `motley train --strategy fsdp`"
+                'motley.join(strategy="fsdp") works only in a loop of your own, and here a '
+                "framework runs the loop: leave it out, or train the model with `motley train "
+                "--strategy fsdp`"
             )
 
     def _offer_rebuild(self) -> None:

@@ -21,8 +21,9 @@ def check_model(model: nn.Module) -> None:
     """Raise MotleyError if another wrapper already divides a model's work among ranks."""
     if isinstance(model, DistributedDataParallel | DataParallel | FSDPModule):
         raise MotleyError(
-            f"the model is a {type(model).__name__}, which averages equal parts: give "
-            "lab.prepare() the model inside, and remove the wrapper"
+            f"the model is a {type(model).__name__}, which averages equal parts, and the parts of "
+            "Motley's ranks are unequal: give lab.prepare() the model inside, and remove the "
+            "wrapper"
         )
 
 
@@ -30,7 +31,7 @@ def check_allowed(allow: Collection[str]) -> None:
     """Raise MotleyError if ``allow`` of ``motley.join()`` has an unknown name."""
     unknown = sorted(set(allow) - set(ALLOWED))
     if unknown:
-        raise MotleyError(f"allow={unknown}: the known name is {', '.join(ALLOWED)}")
+        raise MotleyError(f"allow={unknown} is unknown: the known name is {', '.join(ALLOWED)}")
 
 
 def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> None:

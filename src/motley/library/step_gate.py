@@ -210,8 +210,8 @@ class StepGate:
         """
         if self._first_call:
             raise NoMemoryError(
-                "out of memory while gradients of several batches are accumulated: give "
-                "motley.join() a smaller micro_batch, or use a larger batch_size in place of "
+                "out of memory while the gradients of several batches are accumulated: give "
+                "motley.join() a smaller micro_batch, or use a larger batch_size instead of "
                 "accumulation"
             )
         rows = self._rows
@@ -317,7 +317,7 @@ class StepGate:
         part = float(piece.rows if weight is None else weight)
         if not (math.isfinite(part) and part >= 0):
             raise MotleyError(
-                f"weight={part} is no number of 0 or more; give the sum of the weights of the "
+                f"weight={part} is not a number of 0 or more; give the sum of the weights of the "
                 "piece's rows, such as its number of tokens"
             )
         sending = self._open_sum(piece)
@@ -373,8 +373,8 @@ class StepGate:
             raise MotleyError(f'reduction={reduction!r} is neither "mean" nor "sum"')
         if self._was_asked and not piece.last:
             raise MotleyError(
-                "a backward pass follows optimizer.step() within one batch, as in a GAN, and this "
-                "rank computes its rows in several pieces, so that the second pass would use "
+                "a backward pass follows optimizer.step() within one batch, as in a GAN. This "
+                "rank computes its rows in several pieces, and the second pass would use "
                 "parameters from before the step: leave out micro_batch"
             )
         return piece
@@ -394,8 +394,8 @@ class StepGate:
         call = self._calls[self._call]
         if weighs != (call.weight is not None):
             raise MotleyError(
-                "lab.backward() has weight= for one piece of a batch and not for another: give it "
-                "for all or for none"
+                "lab.backward() got weight= for one piece of a batch and not for another: give it "
+                "for all pieces or for none"
             )
         self._call += 1
         return call
@@ -449,7 +449,8 @@ class StepGate:
             if closure is not None:
                 raise MotleyError(
                     f"{type(optimizer).__name__}.step() was given a closure, which computes the "
-                    "loss again, and the other ranks would not: use an optimizer without a closure"
+                    "loss again on this rank and not on the others: use an optimizer without a "
+                    "closure"
                 )
             if not self.add_up(optimizer):
                 return None
@@ -508,8 +509,8 @@ class StepGate:
             return False
         if piece is None:
             raise MotleyError(
-                "optimizer.step() was called outside of a loop over lab.loader(...), and has no "
-                "gradient there: call it inside that loop"
+                "optimizer.step() was called outside of a loop over lab.loader(...), where it has "
+                "no gradient: call it inside that loop"
             )
         if update.summed == piece.step:
             return update.may_step
@@ -517,14 +518,14 @@ class StepGate:
         if not self._calls or any(id(each) not in self._known for each in gradients):
             raise MotleyError(
                 f"{type(optimizer).__name__}.step() found no lab.backward() in this batch, or a "
-                "gradient that is not from it: write lab.backward(loss) in place of "
-                "loss.backward(), for each loss"
+                "gradient that lab.backward() did not compute: write lab.backward(loss) instead "
+                "of loss.backward(), for each loss"
             )
         if self._are_changed():
             raise MotleyError(
                 "the gradient was changed between lab.backward() and optimizer.step(), before the "
-                "ranks had added theirs up: use lab.clip_grad_norm_() to clip it, and pass a "
-                "GradScaler to lab.prepare()"
+                "ranks had added up their gradients: use lab.clip_grad_norm_() to clip it, and "
+                "pass a GradScaler to lab.prepare()"
             )
         self.clock.lap("compute", ready=True)
         self._rate = float(optimizer.param_groups[0]["lr"])
@@ -553,8 +554,8 @@ class StepGate:
         if self._is_summed(piece):
             raise MotleyError(
                 "a rank was lost after one of several optimizers had stepped with a batch, and "
-                "before another one had, so that the batch cannot be computed again: start the "
-                "script again, and lab.resume() continues from the last lab.save()"
+                "before another had, so the batch cannot be computed again: start the script "
+                "again, and lab.resume() continues from the last lab.save()"
             )
 
     def take_sum(self) -> dict[str, Tensor] | None:
@@ -651,19 +652,19 @@ class StepGate:
                 for name, each in zip(self._names, numbers, strict=True)
             )
             raise MotleyError(
-                f"optimizer.step() was called in different batches on different ranks ({listed}): "
-                "ranks read their rows in different numbers of pieces, so a condition on the "
-                "number of passes through the loop differs between them; use lab.batch in it, or "
-                "a larger batch_size in place of accumulation"
+                f"optimizer.step() was called in different batches on different ranks ({listed}). "
+                "Ranks read their rows in different numbers of pieces, so a condition that counts "
+                "passes through the loop differs between ranks: use lab.batch in that condition, "
+                "or a larger batch_size instead of accumulation"
             )
         if len({each.rates for each in numbers}) > 1:
             listed = ", ".join(
                 f"{name}: {each.rate:g}" for name, each in zip(self._names, numbers, strict=True)
             )
             raise MotleyError(
-                f"the learning rates differ between ranks (of the first group, {listed}): call the "
-                "scheduler on all ranks, give it a number that lab.reduce() has added up, and "
-                "change rates by hand by lab.batch alone"
+                f"the learning rates differ between ranks (in the first group, {listed}): call "
+                "the scheduler on all ranks, give it a number that lab.reduce() has added up, and "
+                "change rates by hand only by lab.batch"
             )
         bad = [rank for rank, each in enumerate(numbers) if not math.isfinite(each.loss)]
         if bad and not self.scale.dynamic:
@@ -689,8 +690,8 @@ class StepGate:
             ratios.append(1.0)  # a loss by rows, which is exact
         if min(ratios) <= 0:
             raise MotleyError(
-                "the weights of all rows of a global batch are 0 in all, so its mean loss has no "
-                "value: leave such rows out of the data set"
+                "the weights of all rows of a global batch are 0, so its mean loss has no value: "
+                "leave such rows out of the data set"
             )
         if max(ratios) > min(ratios) * (1 + _ALIKE):
             raise MotleyError(

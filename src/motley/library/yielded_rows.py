@@ -45,9 +45,10 @@ class YieldedRows:
         if changed:
             where = "".join(f"[{key!r}]" for key in min(changed, key=repr))
             raise MotleyError(
-                f"lab.step() got other rows than the loader has yielded: rows{where} differs. It "
-                "reads the rows once more, in smaller pieces, after an out-of-memory error: give "
-                "it the batch as the loader yields it, and change the rows inside the function"
+                f"lab.step() got other rows than the loader has yielded: rows{where} differs. "
+                "After an out-of-memory error, lab.step() reads the rows again in smaller pieces: "
+                "give it the batch as the loader yields it, and change the rows inside the "
+                "function"
             )
         return {
             path: leaf.device

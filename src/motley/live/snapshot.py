@@ -380,7 +380,7 @@ def elsewhere(followed: RunFollower) -> tuple[str, ...]:
     """Return one sentence per host whose files are not here or cannot be read."""
     usual = f"{typed_command('python plots/watch.py')} --collect reads them by ssh"
     absent = (
-        f"{host}: its own records are not here; {followed.troubles.get(host, usual)}"
+        f"{host}: its records are not on this machine; {followed.troubles.get(host, usual)}"
         for host in hosts_elsewhere(followed)
     )
     return tuple(map(plain, (*absent, *followed.unread.values())))

@@ -68,13 +68,16 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     for row in measured:
         if is_wrong(row):
             sentences.append(
-                f"{row.name} ends with a loss {row.loss_difference:+.1%} from the fp32 run of the "
-                "same samples: its speed is worth nothing until that is understood."
+                f"{row.name} ends with a loss {row.loss_difference:+.1%} from that of the fp32 "
+                "run on the same samples. Find the reason before you rely on its speed."
             )
     if sane and not any(map(is_wrong, measured)):
         known = [abs(row.loss_difference) for row in sane if row.loss_difference is not None]
         if known:
-            sentences.append(f"All losses are those of the fp32 run to {max(known):.0e} of it.")
+            sentences.append(
+                "All losses agree with that of the fp32 run to a relative difference of "
+                f"{max(known):.0e}."
+            )
     if leaky := [row for row in measured if row.leak_mib]:
         words = ", ".join(f"{row.name} ({row.leak_mib:.3g} MiB a step)" for row in leaky)
         sentences.append(f"Memory grows to the end of the run: {words}.")
@@ -116,7 +119,7 @@ def _where_it_went(row: Row) -> str:
     whole = row.samples_per_s + sum(lost(row).values())
     shares = sorted(parts, key=lambda name: -parts[name])
     words = ", ".join(f"{LOST[name].label} {parts[name] / whole:.0%}" for name in shares)
-    return f"What it misses of the limit: {words}."
+    return f"Time that it loses against the limit: {words}."
 
 
 def _frugal(ranked: Sequence[Row]) -> list[str]:
@@ -128,8 +131,8 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
         best = most_memory(ranked[0])
         if row is not ranked[0] and best is not None and memory < 0.95 * best:
             sentences.append(
-                f"{row.name} needs the least memory: {memory:,.0f} MiB on the fullest host, where "
-                f"{ranked[0].name} needs {best:,.0f}; it makes {row.rate}."
+                f"{row.name} needs the least memory: {memory:,.0f} MiB on the host that uses "
+                f"most, where {ranked[0].name} needs {best:,.0f} MiB. Its speed is {row.rate}."
             )
     with_joules = [row for row in ranked if row.joules]
     if len(with_joules) > 1:

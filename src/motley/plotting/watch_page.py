@@ -59,7 +59,7 @@ def parse_address(where: str) -> tuple[str, int]:
     result = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+)):)?([0-9]{1,5})", where.strip())
     if result is None or int(result[3]) > 65535:
         raise MotleyError(
-            f"--serve {where} is no address; it is HOST:PORT, for example: --serve 127.0.0.1:8080"
+            f"--serve {where} is not an address; write HOST:PORT, as in --serve 127.0.0.1:8080"
         )
     return result[1] or result[2] or "127.0.0.1", int(result[3])
 

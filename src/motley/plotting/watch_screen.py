@@ -481,7 +481,7 @@ def runs_screen(
     runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
 ) -> list[Text]:
     """Return the lines of all runs, the newest first: state, headline, loss and evaluations."""
-    text = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
+    text = f"{len(runs)} runs" if runs else "there is no run yet; this view waits for one"
     lines = [Text(text, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")
     for now in runs:

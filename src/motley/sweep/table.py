@@ -338,10 +338,11 @@ def markdown(rows: Sequence[Row]) -> str:
         f"- **{row.name}**: {row.outcome}" + (f" ({row.when})" if row.when else "")
         + f": {row.error}" for row in rows if row.outcome != DONE
     ] + [
-        f"- **{row.name}**: memory grows by {row.leak_mib:.3g} MiB a step, to the end of the run"
+        f"- **{row.name}**: memory grows by {row.leak_mib:.3g} MiB per step, until the end of "
+        "the run"
         for row in rows if row.leak_mib
     ] + [
-        f"- **{row.name}**: above the limit, which is of the model before --compile"
+        f"- **{row.name}**: faster than the limit, which is that of the model without --compile"
         for row in rows if row.is_compiled and (row.fraction_of_limit or 0) > 1
     ]  # fmt: skip
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])

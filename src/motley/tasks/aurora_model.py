@@ -42,17 +42,18 @@ class Shape:
     def __post_init__(self) -> None:
         if self.width % _HEAD:
             raise MotleyError(
-                f"--embed-dim {self.width} is no multiple of {_HEAD}, the width of a head; take "
-                f"{max(1, round(self.width / _HEAD)) * _HEAD}"
+                f"--embed-dim {self.width} is not a multiple of {_HEAD}, the width of one "
+                f"attention head; take {max(1, round(self.width / _HEAD)) * _HEAD}"
             )
         if len(self.depths) < 2:
             raise MotleyError(
-                f"--depths {','.join(map(str, self.depths))}: give the blocks of two stages or "
-                "more, as in 2,6,2"
+                f"--depths {','.join(map(str, self.depths))}: give the number of blocks of each "
+                "stage, for two stages or more, as in 2,6,2"
             )
         if self.levels % 2:
             raise MotleyError(
-                f"--latent-levels {self.levels} is odd; the backbone's windows are two levels high"
+                f"--latent-levels {self.levels} is odd, and the attention windows of the backbone "
+                "are two levels high; give an even number"
             )
 
 
@@ -103,7 +104,7 @@ def usual(levels: Sequence[int]) -> Usual:
     known = known_levels()
     if unknown := [level for level in levels if level not in known]:
         raise MotleyError(
-            f"Aurora knows no level of {unknown[0]} hPa; give --levels of "
+            f"Aurora has no pressure level of {unknown[0]} hPa; give --levels out of "
             f"{','.join(map(str, known))}"
         )
     tables = aurora().normalisation.locations, aurora().normalisation.scales

@@ -214,8 +214,8 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
     if config.build == "blocks":
         if given := _begins_with_weights(task, config):
             raise MotleyError(
-                f"--build blocks draws random initial weights, and {given} loads other ones; leave "
-                "out one of the two"
+                f"--build blocks draws random initial weights, and {given} loads other weights; "
+                "leave out one of the two"
             )
         _open_data(task)
         try:
@@ -223,8 +223,8 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
         except (NotImplementedError, RuntimeError) as error:
             text = " ".join(str(error).split())[:200]
             raise MotleyError(
-                f"--build blocks: the model of {type(task).__name__} cannot be built without "
-                f"numbers ({text}); take --build whole"
+                f"--build blocks: the model of {type(task).__name__} cannot be built on the meta "
+                f"device, without values ({text}); take --build whole"
             ) from error
     if config.build == "whole" or _begins_with_weights(task, config):
         return build_net(task, config), None
@@ -282,12 +282,15 @@ def _by_blocks(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock]:
     net, recording = record(task.model, config.seed)
     if norms := batch_norms(net):
         raise MotleyError(
-            f"--build blocks: the model has batch norm ({next(iter(norms))}); take --build whole"
+            f"--build blocks: the model has a batch norm ({next(iter(norms))}), which this option "
+            "does not support; take --build whole"
         )
     for path, part in net.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 where = ".".join(filter(None, (path, name)))
-                raise NotImplementedError(f"{where} is a tensor, and no parameter or buffer")
+                raise NotImplementedError(
+                    f"{where} is a tensor, and neither a parameter nor a buffer"
+                )
     net = prepared(net, task, config)
     return net, BlockByBlock(net, recording, task.blocks(net))

@@ -76,10 +76,13 @@ _UPDATE = (
 )
 _FIXES: dict[str, str] = {
     "max_norm": "leave out max_norm, and scale the rows that the layer returns",
-    "instance_norm": "set track_running_stats=False, and it takes each sample's own statistics in "
-    "evaluations too",
-    "spectral_norm": "take torch.nn.utils.parametrizations.weight_norm or orthogonal, which are "
-    "computed of the weight alone, or divide by torch.linalg.matrix_norm(weight, 2)",
+    "instance_norm": (
+        "set track_running_stats=False, which uses each sample's own statistics in evaluations too"
+    ),
+    "spectral_norm": (
+        "use torch.nn.utils.parametrizations.weight_norm or orthogonal, which depend on the "
+        "weight alone, or divide by torch.linalg.matrix_norm(weight, 2)"
+    ),
 }
 
 
@@ -134,9 +137,9 @@ def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyErr
     causes = dict.fromkeys(_cause(net, each) for each in names)
     fix = "; ".join(_FIXES.get(cause, _UPDATE) for cause in causes)
     return MotleyError(
-        f"a forward pass of {name} changes {name_some(names)}. Ranks have other "
-        "samples, and not equally many passes: their models would become different ones, and no "
-        f"rank's is that of one machine. Fix: {fix}"
+        f"a forward pass of {name} changes {name_some(names)}. Ranks compute other samples in "
+        "another number of passes, so their models would become different, and no rank's model "
+        f"would be that of a single machine. Fix: {fix}"
     )
 
 
@@ -243,9 +246,9 @@ def refuse_unused(model: TaskModel, engine: str) -> None:
     if model.sometimes_unused:
         raise MotleyError(
             f"{engine} needs a gradient of each parameter from each rank in each micro-batch, and "
-            f"some samples give none to {name_some(model.sometimes_unused)}: take "
+            f"some samples give no gradient to {name_some(model.sometimes_unused)}. Take "
             "torch_dist/train_vit.py --strategy ddp, or compute all experts for each sample, and "
-            "multiply what was not chosen by 0"
+            "multiply by 0 the outputs that were not chosen"
         )
 
 
@@ -260,7 +263,7 @@ def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyE
         names: names of the parameters.
     """
     return MotleyError(
-        f"{name_some(list(names))} had no gradient in this step, and {engine} waits for one: set "
+        f"{name_some(list(names))} had no gradient in this step, and {engine} needs one. Set "
         f"sometimes_unused = True in the class {type(model.task).__name__}, and continue with "
         "torch_dist/train_vit.py --strategy ddp --resume auto"
     )
@@ -286,8 +289,8 @@ def check_task(model: TaskModel) -> tuple[str, ...]:
     check_renormalised(task, model.net)
     if not any(each.requires_grad for each in model.net.parameters()):
         raise MotleyError(
-            f"the model of {task} has no parameter that can be trained; give it one, or set "
-            "requires_grad_(True) where it is frozen"
+            f"the model of {task} has no parameter that can be trained; add one, or set "
+            "requires_grad_(True) on a frozen one"
         )
     changes = ForwardChanges(model.net)
     model.eval()  # drop-out draws anew in each pass
@@ -314,9 +317,9 @@ def _check_samples(name: str, task: Task) -> None:
         alike = torch.equal(value, other) if isinstance(value, Tensor) else bool(value == other)
         if not alike and not _is_nan(value):
             raise MotleyError(
-                f"{name} returned two different {key!r} for the same sample; draw random "
-                "numbers in sample() alone and from torch, which is seeded for each sample and "
-                "epoch: from random or numpy they would differ between ranks"
+                f"{name} returned two different {key!r} for the same sample. Draw random numbers "
+                "only in sample(), and only from torch, whose seed follows from the sample and "
+                "the epoch; random and numpy would give each rank other numbers"
             )
 
 
@@ -335,8 +338,8 @@ def _check_hidden(name: str, net: nn.Module) -> None:
                 where = ".".join(filter(None, (path, field)))
                 raise MotleyError(
                     f"the model of {name} keeps modules or parameters in {where}, a "
-                    f"{type(value).__name__}, where torch does not see them: they would not be "
-                    "trained, moved to a GPU or saved; use nn.ModuleList, nn.ModuleDict or "
+                    f"{type(value).__name__} whose content torch does not register, so they would "
+                    "not be trained, moved to a GPU or saved; use nn.ModuleList, nn.ModuleDict or "
                     "nn.ParameterList"
                 )
 
@@ -361,9 +364,9 @@ def _check_losses(name: str, model: TaskModel) -> None:
         worst = float((losses - again).abs().max())
         if worst > _TOLERANCE * float(losses.abs().max()):
             raise MotleyError(
-                f"{name} gives other losses for the same batch the second time, though it is not "
-                "in training: the model draws random numbers, or keeps something from one pass to "
-                "the next outside of its buffers"
+                f"{name} computes other losses in a second pass over the same batch in eval mode: "
+                "the model draws random numbers, or keeps values from one pass to the next "
+                "outside of its buffers"
             )
     if n < 2:
         return
@@ -371,10 +374,11 @@ def _check_losses(name: str, model: TaskModel) -> None:
     if not torch.allclose(losses, alone, rtol=_TOLERANCE, atol=1e-6, equal_nan=True):
         whole, parts = _numbers(losses), _numbers(alone)
         raise MotleyError(
-            f"the loss of a sample of {name} depends on the others in its batch: {whole} together, "
-            f"{parts} one by one. Is it a mean over the batch? losses() gives one number a sample, "
-            'as with reduction="none". Or does the model take the batch as another dimension than '
-            "the first, as nn.LSTM does without batch_first=True?"
+            f"the loss of a sample of {name} depends on the other samples of its batch: the "
+            f"losses are {whole} in one batch, and {parts} one by one. If losses() takes a mean "
+            'over the batch, return one number per sample, as with reduction="none". If the model '
+            "takes another dimension than the first as the batch, as nn.LSTM does without "
+            "batch_first=True, change that"
         )
 
 
@@ -389,8 +393,8 @@ def _check_dense(name: str, net: nn.Module) -> None:
     ]  # fmt: skip
     if result:
         raise MotleyError(
-            f"{name} has a sparse gradient of {name_some(result)}, which ranks cannot add up; "
-            "leave out sparse=True of that nn.Embedding"
+            f"the gradient of {name_some(result)} in {name} is sparse, and ranks cannot add up "
+            "sparse gradients; leave out sparse=True of that nn.Embedding"
         )
 
 
@@ -419,14 +423,19 @@ def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> list
 def _losses(name: str, model: TaskModel, data: Tensors, n: int) -> Tensor:
     result: Any = model.task.losses(model.compute, data)
     if not isinstance(result, Tensor) or not result.is_floating_point():
-        raise MotleyError(f"losses() of {name} gives {_kind(result)}; it should give floats, [n]")
+        raise MotleyError(
+            f"losses() of {name} returns {_kind(result)}; return a tensor of floats of shape [n]"
+        )
     if result.shape != (n,):
         mean = result.dim() == 0
         raise MotleyError(
-            f"losses() of {name} gives a tensor of shape {tuple(result.shape)} for {n} samples; it "
-            f"should give one number a sample, ({n},)"
-            + (': a sum or mean over the batch? Take reduction="none"' if mean else "")
-            + (", then .sum() over what is left of each sample" if not mean else "")
+            f"losses() of {name} returns a tensor of shape {tuple(result.shape)} for {n} samples; "
+            f"return one number per sample, of shape ({n},)"
+            + (
+                ', as with reduction="none" in place of a sum or mean over the batch'
+                if mean
+                else ", as with .sum() over all other dimensions"
+            )
         )
     return result
 

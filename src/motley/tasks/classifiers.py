@@ -65,8 +65,8 @@ class Classifier:
         """
         if not timm.is_model(self.name):
             raise MotleyError(
-                f"--model {self.name} is unknown to timm {timm.__version__}"
-                f"{did_you_mean(self.name, timm.list_models())}"
+                f"--model {self.name} is not a model of timm "
+                f"{timm.__version__}{did_you_mean(self.name, timm.list_models())}"
             )
         if self.name == "vit_digits":
             return 8
@@ -79,8 +79,8 @@ class Classifier:
         height, width = pretrained.input_size[1:] if pretrained else (0, 0)
         if height != width:
             raise MotleyError(
-                f"--model {self.name} is made for images of {width}x{height} pixels, and images "
-                f"are square here; add --img-size {width}"
+                f"--model {self.name} is made for images of {width}x{height} pixels, and Motley "
+                f"makes images square; add --img-size {width}"
             )
 
     def data_config(self) -> dict[str, Any]:
@@ -116,9 +116,9 @@ class Classifier:
         except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
             if options.get("pretrained"):
                 raise MotleyError(
-                    f"--pretrained: the weights of {name} are not here, and cannot be fetched "
-                    f"({str(error).splitlines()[0]}); fetch them once where there is a network, or "
-                    "give a file of them by --initial-checkpoint"
+                    f"--pretrained: the weights of {name} are not on this machine, and cannot be "
+                    f"downloaded ({str(error).splitlines()[0]}); download them once on a machine "
+                    "with a network, or give a file of weights with --initial-checkpoint"
                 ) from None
             given = ", ".join(f"{key}={value}" for key, value in options.items())
             raise MotleyError(f"--model {name} cannot be built with {given}: {error}") from None

@@ -174,13 +174,14 @@ class TokenizerCodec(Codec):
         except Exception as error:
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise MotleyError(
-                f"--tokens {TOKENIZER}: {self.folder} has no tokenizer that can be read ({text}); "
+                f"--tokens {TOKENIZER}: the tokenizer in {self.folder} cannot be read ({text}); "
                 "copy the model's tokenizer.json there, or train on --tokens bytes"
             ) from None
         if not result.is_fast or not len(result):
             raise MotleyError(
-                f"--tokens {TOKENIZER}: the tokenizer in {self.folder} does not say where in the "
-                "text its tokens are; copy the model's tokenizer.json there"
+                f"--tokens {TOKENIZER}: the tokenizer in {self.folder} does not report the "
+                "positions of its tokens in the text, which Motley needs; copy the model's "
+                "tokenizer.json there"
             )
         result.backend_tokenizer.no_truncation()
         result.backend_tokenizer.no_padding()
@@ -233,8 +234,8 @@ class TokenizerCodec(Codec):
         if len(result) and (most := int(result.max())) >= known:
             raise MotleyError(
                 f"--tokens {TOKENIZER}: the text has token {most} "
-                f"({self._backend.id_to_token(most)!r}) of {self.folder}, and the model knows "
-                f"{known}, from 0; is the tokenizer another model's?"
+                f"({self._backend.id_to_token(most)!r}) of {self.folder}, and the model has only "
+                f"{known} tokens, from 0. The tokenizer may belong to another model"
             )
         return result.astype(np.min_scalar_type(known - 1))
 
@@ -299,8 +300,8 @@ class TokenizerCodec(Codec):
             if not (text.startswith(after) and after.startswith(before)):
                 raise MotleyError(
                     f"--chat: the chat template of {self.folder} writes message {number} of a "
-                    "conversation otherwise when others follow it, so that its tokens cannot be "
-                    "found; keep one answer in a conversation, as the last message"
+                    "conversation differently when other messages follow, so its tokens cannot be "
+                    "found. Keep only one answer in a conversation, as the last message"
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -321,8 +322,8 @@ class TokenizerCodec(Codec):
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             roles = ", ".join(each["role"] for each in messages)
             raise MotleyError(
-                f"--chat: the chat template of {self.folder} refuses messages of the roles {roles} "
-                f"({text}); change the conversations, or the template"
+                f"--chat: the chat template of {self.folder} refuses a conversation with the "
+                f"roles {roles} ({text}); change the conversations, or the template"
             ) from None
         return result
 

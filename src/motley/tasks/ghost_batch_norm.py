@@ -49,8 +49,9 @@ def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
             continue
         if type(part) not in (*_KINDS, *_GROUPED.values()):
             raise MotleyError(
-                f"{path} is a {type(part).__name__}, whose statistics are of all that a rank has, "
-                "which unequal shares make differ; use nn.BatchNorm1d, 2d or 3d, or layer norm"
+                f"{path} is a {type(part).__name__}, which computes its statistics over all "
+                "samples of a rank, so they would depend on the rank's share; use nn.BatchNorm1d, "
+                "2d or 3d, or layer norm"
             )
         result[path] = part
     return result
@@ -468,10 +469,10 @@ def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
         samples: number of samples in the pass.
     """
     return MotleyError(
-        f"the batch norm {path} gets {rows} rows of {samples} samples, and groups of samples "
-        "(--bn-group) cannot be found in them. Give it equally many rows of each sample, one "
-        "sample behind the other, as x.flatten(0, 1) of [samples, tokens, channels] does; or use "
-        "layer norm"
+        f"the batch norm {path} gets {rows} rows for {samples} samples, so groups of samples "
+        "(--bn-group) cannot be found in the rows. Give it equally many rows per sample, with the "
+        "rows of each sample next to each other, as x.flatten(0, 1) of [samples, tokens, "
+        "channels] does; or use layer norm"
     )
 
 

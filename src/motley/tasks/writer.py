@@ -75,13 +75,13 @@ class Writer:
         unknown = sorted(set(prompt) - set(self.codec.alphabet or prompt))
         if unknown:
             raise MotleyError(
-                f"{self.option} has characters that the training text lacks "
-                f"({', '.join(unknown[:8])}): leave them out, or train on --tokens bytes"
+                f"{self.option} has characters that are not in the training text "
+                f"({', '.join(unknown[:8])}); leave them out, or train on --tokens bytes"
             )
         tokens: list[int] = self.codec.encode(prompt).tolist()
         if not tokens:
             raise MotleyError(
-                f'{self.option} is empty: give it a character at least, as in {self.option} "\\n"'
+                f'{self.option} is empty; give it at least one character, as in {self.option} "\\n"'
             )
         return tokens
 

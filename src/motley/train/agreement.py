@@ -75,28 +75,28 @@ class Agreement:
             return self._go_back(wrong, position, folders)
         if _unlike(job.workers):  # unlike devices may differ without a fault
             self._round = True
-            self._take(0, wrong, position, "since unlike devices may round differently")
+            self._take(0, wrong, position, "since devices of different kinds may round differently")
             return position
         faulty = unsound(all_gather_object(arithmetic(job.engine.device)))
         if faulty:
             cause = (
-                f"the same arithmetic gave other numbers on {self._names(faulty)}, so that a "
+                f"the same arithmetic gives other numbers on {self._names(faulty)}, so that a "
                 "device or its memory is faulty"
             )
             fix = "leave its host out with --hosts NAME,..., and "
         else:
             cause = (
-                "the same arithmetic gave the same numbers on all of them, so that something else "
+                "the same arithmetic gives the same numbers on all ranks, so that something else "
                 "changes these values"
             )
             fix = (
-                "look in the task for what depends on the rank, the time or the passes so far, as "
-                "a buffer that forward() changes in some steps, or leave a host out with --hosts "
-                "NAME,...; then "
+                "look in the task for values that depend on the rank, the time or the number of "
+                "passes, such as a buffer that forward() changes in some steps, or leave a host "
+                "out with --hosts NAME,...; then "
             )
         raise MotleyError(
             f"{self._difference(wrong)} after step {position.step}, "
-            + ("again, as before all went back to a checkpoint" if folders
+            + ("as they did before all ranks went back to a checkpoint" if folders
                else "and there is no checkpoint to go back to")
             + f": {cause}; {fix}" + ("continue with --resume auto" if folders else "start anew")
         )  # fmt: skip
@@ -110,8 +110,8 @@ class Agreement:
         """
         names = differing(all_gather_object(fingerprints(self._job.engine)), wrong, right)
         return (
-            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
-            f"{self._names([right])}'s in {name_some(names, 3)}"
+            f"the parameters, buffers or optimizer state of {self._names(wrong)} differ from "
+            f"those of {self._names([right])} in {name_some(names, 3)}"
         )
 
     def _names(self, ranks: Sequence[int]) -> str:
@@ -130,14 +130,14 @@ class Agreement:
         engine.load_state(Scope.REPLICATED, taken)
         engine.on_same()
         engine.scale.load_state_dict(scale)
-        self._report(wrong, position, f"{difference}, {why}; all take these now")
+        self._report(wrong, position, f"{difference}; all ranks now take the latter values, {why}")
 
     def _go_back(self, wrong: list[int], position: TrainState, folders: list[Path]) -> TrainState:
         job = self._job
         self._report(
             wrong, position,
-            f"{self._difference(wrong)}, and no value is that of more than half of the ranks; all "
-            "go back to the last checkpoint",
+            f"{self._difference(wrong)}, and no value is the same on more than half of the "
+            "ranks; all ranks go back to the last checkpoint",
         )  # fmt: skip
         job.engine.on_change()
         back, notes = job.resume(folders)
@@ -260,8 +260,8 @@ def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
     for name in batch.unreadable:
         if config.bad_samples == "fail":
             raise MotleyError(
-                f"cannot read {name}; repair or remove it, or go on without such samples by "
-                "--bad-samples skip"
+                f"the sample {name} cannot be read; repair or remove it, or skip unreadable "
+                "samples with --bad-samples skip"
             )
         run.event("unreadable", sample=name)
     return batch.indices
@@ -287,8 +287,8 @@ def check_finite(
         raise NotFiniteError(
             f"the loss of {len(bad)} of this rank's {len(indices)} samples is not finite (sample "
             f"indices {_shown(bad)}){why and f': {why}'}; "
-            + ("repair or remove it" if why else "lower --lr, or set --clip-grad 1.0")
-            + ", and --resume auto"
+            + ("repair or remove that data" if why else "lower --lr, or set --clip-grad 1.0")
+            + ", and continue with --resume auto"
         )
 
 
@@ -308,8 +308,8 @@ def check_scores(
     bad = {index for known, part in zip(fine, indices, strict=True) if not known for index in part}
     if bad and (why := bad_data(batches(), bad)):
         raise NotFiniteError(
-            f"scores of held-out samples are not finite: {why}; repair or remove it, and "
-            "--resume auto"
+            f"scores of held-out samples are not finite: {why}; repair or remove that data, "
+            "and continue with --resume auto"
         )
 
 
@@ -331,7 +331,7 @@ def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
                 rows = (~values.isfinite()).reshape(len(batch), -1).any(dim=1).nonzero()
                 result.setdefault(name, []).extend(batch.indices[row] for row in rows)
     return "; ".join(
-        f"neither is {name!r} in the data of {_shown(indices)}"
+        f"{name!r} is not finite either in the data of {_shown(indices)}"
         for name, indices in result.items() if indices and bad.issuperset(indices)
     )  # fmt: skip
 
@@ -380,12 +380,13 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
         position: position before the step.
         result: outcome of the step.
     """
-    results = (
-        f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
-    )
+    scale = f"{result.loss_scale:g}"
     advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
     if not job.engine.replicated:
-        return NotFiniteError(f"{results} are; {advice}")
+        return NotFiniteError(
+            f"the gradient is not finite at the loss scale {scale}, though the losses are finite; "
+            f"{advice}"
+        )
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
     usual_weight = part.global_batch * job.model.task.weight
     factor = result.loss_scale * job.engine.loss_weight / usual_weight
@@ -402,13 +403,14 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
     if result.unsound and not where:
         host = job.workers[result.unsound[0]].host
         return DeviceError(
-            "this rank's gradient was not finite before the all-reduce, but its losses were, and a "
-            f"second computation of the gradient is finite: the device or memory of {host} may be "
-            "faulty; continue with --resume auto; if it happens again, take "
-            f"{host} out of hosts.txt first"
+            "this rank's gradient was not finite before the all-reduce, though its losses were "
+            "finite, and a second computation gives a finite gradient: the device or memory of "
+            f"{host} may be faulty. Continue with --resume auto; if it happens again, remove "
+            f"{host} from hosts.txt first"
         )
     return NotFiniteError(
-        f"{results} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
+        f"the gradient is not finite at the loss scale {scale}, though the losses are finite: "
+        f"{where or 'no gradient of a single rank overflows, but their sum does'}; {advice}"
     )
 
 
@@ -418,12 +420,12 @@ def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Trai
     if proposal.taken_back:
         expected, measured = proposal.taken_back
         saved = f"saved {measured:.0%}" if measured >= 0.005 else "saved nothing"
-        why = f"those were to save {expected:.0%} of a step's compute, and {saved}"
+        why = f"the last change was to save {expected:.0%} of a step's compute, and {saved}"
     else:
         slow = ", ".join(f"{factor:.2f}" for factor in proposal.slowdown)
         why = (
-            f"against their measured speed they need {slow} of the time, and this saves "
-            f"{proposal.gain:.0%} of a step's compute"
+            f"the ranks need {slow} times the time that their measured speeds predict, and this "
+            f"change saves {proposal.gain:.0%} of a step's compute"
         )
     recorder.note(
         "replan",
@@ -459,8 +461,9 @@ def shrink_micro_batches(
         smaller = plan.halved(tuple(short))
     except ValueError:
         raise NoMemoryError(
-            f"out of memory with the smallest micro-batches ({text}); wait until others leave, "
-            "or take the host out of hosts.txt, and continue with --resume auto"
+            f"out of memory even with the smallest micro-batches ({text}); wait until other "
+            "processes free memory, or remove the host from hosts.txt, and continue with --resume "
+            "auto"
         ) from None
     at = format_step(step)
     before = {names[rank]: max(plan.micro_batches[rank]) for rank in short}
@@ -468,9 +471,12 @@ def shrink_micro_batches(
     recorder.note(
         "out_of_memory",
         (
-            f"out of memory in {at}, which is done again with micro-batches of at most "
+            f"out of memory in {at}, which is computed again with micro-batches of at most "
             if result.retry
-            else f"out of memory before {at}; from here on micro-batches of at most "
+            else (
+                f"out of memory before {at}, so the following steps have micro-batches of at "
+                "most "
+            )
         )
         + ", ".join(f"{after[name]} (before: {before[name]}) on {name}" for name in names.values())
         + f". {text}",

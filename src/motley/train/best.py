@@ -45,14 +45,16 @@ def find_metric(config: Config, model: TaskModel) -> Metric | None:
     chosen, flag = config.keep_best or _USUAL, "--keep-best" if config.keep_best else "--stop-after"
     if known and chosen.name not in known:
         raise MotleyError(
-            f"{flag}: no evaluation has the metric {chosen.name}"
-            f"{did_you_mean(chosen.name, known)}; name one with --keep-best: {', '.join(known)}"
+            f"{flag}: no evaluation has the metric "
+            f"{chosen.name}{did_you_mean(chosen.name, known)}; name one of {', '.join(known)} "
+            "with --keep-best"
         )
     direction = chosen.direction or _find_direction(chosen.name, model.task)
     if not direction:
         raise MotleyError(
-            f"--keep-best {chosen.name}: the task does not say if more or less of it is better; "
-            f"write --keep-best {chosen.name}:{MAX} or --keep-best {chosen.name}:{MIN}"
+            f"--keep-best {chosen.name}: the task does not declare whether a higher or a lower "
+            f"value is better; write --keep-best {chosen.name}:{MAX} or --keep-best "
+            f"{chosen.name}:{MIN}"
         )
     return Metric(chosen.name, direction)
 

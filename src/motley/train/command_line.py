@@ -78,7 +78,7 @@ def make_words(
     kind = loaded if isinstance(task, str) else task if isinstance(task, type) else type(task)
     if kind.__qualname__ != loaded.__qualname__:
         raise MotleyError(
-            f"{name} has the task {loaded.__name__} besides {kind.__name__}; move one of them into "
+            f"{name} has two tasks, {loaded.__name__} and {kind.__name__}; move one of them into "
             "another file"
         )
     if isinstance(task, Task):
@@ -107,8 +107,8 @@ def _find_file(task: Task | type[Task]) -> str:
     path: str | None = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if path is None or not Path(path).is_file():
         raise MotleyError(
-            f"{kind.__name__} is defined in no file, and each rank makes it again from one; move "
-            "the class into a file, such as mine.py"
+            f"{kind.__name__} is not defined in a file, and each rank imports the class from its "
+            "file; move the class into a file, such as mine.py"
         )
     return os.path.relpath(path)
 
@@ -126,13 +126,13 @@ def check_call(name: str) -> None:
     """
     if file := task_being_read():
         raise MotleyError(
-            f"{file} calls {name} when it is read for its task; put the call below: "
-            'if __name__ == "__main__":'
+            f"{file} calls {name} while it is imported for its task; put the call below: if "
+            '__name__ == "__main__":'
         )
     if _called:
         stop_usage(
-            f"{name} is called after {_called[0]}, and a script starts the ranks once; call it in "
-            "a script of its own"
+            f"{name} is called after {_called[0]}, and a script starts the ranks only once; call "
+            "it in another script"
         )
     _called.append(name)
 
@@ -233,8 +233,8 @@ def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]
     return {
         "task": {
             "says": (
-                f"what is learnt: {', '.join(known_tasks())} (default: {USUAL}), or a file with a "
-                "task of your own; its options are the last ones here"
+                f"task to train: {', '.join(known_tasks())} (default: {USUAL}), or a file with a "
+                "task of your own; its options are the last ones in this list"
             ),
         },
         "wire": {

@@ -429,7 +429,7 @@ class CompileKeeper:
         if took:
             most = max(took.values(), key=lambda carried: carried.size)
             self._notes.append(
-                f"compiled code for {', '.join(took)} is taken from {self._place}: {most}"
+                f"compiled code for {', '.join(took)} comes from {self._place}: {most}"
             )
         troubles = [trouble for _, _, trouble in received if trouble]
         self._notes += troubles
@@ -509,8 +509,8 @@ class CompileKeeper:
             if not self._failed:
                 message = errors.strip().splitlines() or [f"exit status {code}"]
                 text = (
-                    f"compiled code is not kept in {self._place}: {message[-1]}; training goes "
-                    "on, and another node compiles it again"
+                    f"compiled code cannot be stored in {self._place}: {message[-1]}; training "
+                    "continues, and another node compiles it again"
                 )
                 print(f"motley: {self._host}: {text}", flush=True)
                 self._run.event("compile_archive", text=text)

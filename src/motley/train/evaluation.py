@@ -101,8 +101,9 @@ def _evaluate_set(
     *sums, weight, samples, _ = (math.fsum(column) for column in zip(*table, strict=True))
     if weight == 0:
         raise MotleyError(
-            f"the {int(samples):,} held-out samples weigh 0 in all, and have no mean; weights() of "
-            f"{type(task).__name__} gives a number above 0 for a sample that counts"
+            f"the weights of the {int(samples):,} held-out samples are all 0, so a mean over them "
+            f"has no value; let weights() of {type(task).__name__} return a number above 0 for a "
+            "sample that counts"
         )
     means = {
         name: total / weight for name, total in zip(model.score_names, sums, strict=True)

@@ -327,8 +327,8 @@ class Loop:
             return
         self._recorder.note_own(
             "loader_processes",
-            f"{loader.workers} loader processes in place of {before}: this rank waited for its "
-            f"samples for {growth.waited:.0%} of the time",
+            f"{loader.workers} loader processes instead of {before}: this rank waited for its "
+            f"samples in {growth.waited:.0%} of the time",
             before=before, now=loader.workers, waited=growth.waited,
         )  # fmt: skip
 
@@ -464,8 +464,8 @@ class Loop:
         kept = f" (checkpoint {link})" if is_kept else ""
         return (
             f"stopped early after step {self._state.step:,}: {self.best.describe()}{kept}, and "
-            f"{self.best.since} evaluations since then were no better; to go on, add --resume auto "
-            f"--run {self._job.run.folder.path.name} --stop-after none, or a larger number"
+            f"{self.best.since} evaluations since then were no better. To continue, add --resume "
+            f"auto --run {self._job.run.folder.path.name} --stop-after none, or a larger number"
         )
 
     def _enter(self, phase: Phase) -> None:

@@ -53,8 +53,8 @@ def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
     ranks = [worker.rank for worker in workers]
     if isinstance(config.profile_ranks, tuple) and (odd := set(config.profile_ranks) - set(ranks)):
         raise MotleyError(
-            f"--profile-ranks {','.join(map(str, sorted(odd)))}: those that train are "
-            f"{', '.join(map(str, ranks))}"
+            f"--profile-ranks {','.join(map(str, sorted(odd)))}: these ranks do not train; the "
+            f"ranks that train are {', '.join(map(str, ranks))}"
         )
 
 
@@ -184,8 +184,8 @@ class StepProfiler:
         join = typed_command("python plots/traces.py")
         self._recorder.note(
             "profile",
-            f"profiled steps {first} to {last} of {names}: see where the time went, and put it "
-            f"into one picture, with: {join} {self._folder.path}",
+            f"profiled steps {first} to {last} of {names}; for a summary, and one trace of all "
+            f"ranks, run: {join} {self._folder.path}",
             ranks=chosen,
         )
 

@@ -100,9 +100,9 @@ class FirstSteps:
             return ""
         when = datetime.fromtimestamp(memory.figures.measured)
         return (
-            f"the links are not what they were on {when:%Y-%m-%d %H:%M}: with what they carry now "
-            f"a step takes {took:.3g} s, and {expected:.3g} s was expected; they are measured anew "
-            "at the next start"
+            f"the links have changed since {when:%Y-%m-%d %H:%M}: with their present speeds a "
+            f"step takes {took:.3g} s, and {expected:.3g} s was expected; the next start "
+            "measures them again"
         )
 
 

@@ -213,7 +213,7 @@ def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -
     """
     text = ""
     if job.length.save_every == 0:
-        text = "nothing is saved, for this task keeps no checkpoints"
+        text = "nothing is saved, because this task keeps no checkpoints"
     elif state.step > 0:
         if not save():
             return

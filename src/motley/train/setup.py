@@ -82,17 +82,17 @@ class Budget:
             return
         fewer = replace(self, keep=1).needed < self.needed
         raise MotleyError(
-            f"checkpoints of {_size(self.checkpoint)} each are going to need {_size(self.needed)}, "
-            f"and {_size(self.free)} are free in {self.folder}; free some disk, "
-            f"{'keep fewer with --keep 1, ' if fewer else ''}or choose another one with --logs DIR "
-            "(there, a run is continued by --resume PATH)"
+            f"the checkpoints, of {_size(self.checkpoint)} each, will take {_size(self.needed)}, "
+            f"and {_size(self.free)} are free in {self.folder}. Free some space, "
+            f"{('keep fewer with --keep 1, ' if fewer else '')}or choose another folder with "
+            "--logs DIR (there, --resume PATH continues a run)"
         )
 
     def sentence(self) -> str:
         """Return a sentence on the remaining time and the disk space, for the log."""
         if not self.steps:
             return (
-                "all steps are done; --epochs or --max-steps with a larger number adds some, and "
+                "all steps are done; for more, give a larger --epochs or --max-steps. "
                 "--eval-at-start evaluates again"
             )
         taken = f"{self.steps:,} steps"
@@ -437,7 +437,7 @@ def check_samples(config: Config, workers: Sequence[Rank]) -> None:
         if unlike:
             raise MotleyError(
                 f"rank {worker.rank} on {worker.host} has other data than rank {workers[0].rank} "
-                f"on {workers[0].host}: their {', '.join(unlike)} differ; bring the same files to "
+                f"on {workers[0].host}: their {', '.join(unlike)} differ; copy the same files to "
                 "all hosts"
             )
 
@@ -473,8 +473,8 @@ def assemble(
     notes = list(ready.notes)
     if some := model.sometimes_unused:
         text = (
-            f"{name_some(some)} have no gradient for some samples: a step in which no rank has one "
-            "leaves a parameter as it is"
+            f"{name_some(some)} have no gradient for some samples; such a parameter stays as it "
+            "is in a step in which no rank has a gradient for it"
         )
         notes.append(("sometimes_unused", text, {"parameters": list(some)}))
     if config.loss_scale == "auto" and scale.dynamic and fresh:
@@ -492,9 +492,8 @@ def assemble(
     )
     if (action := name_action(model.task)) and not engine.replicated:
         raise MotleyError(
-            f"{action} needs the whole model on rank 0, and "
-            f"{engine_factory.traits.words or 'this engine'} gives each rank a part of it; take "
-            "--strategy ddp, or leave it out"
+            f"{action} needs the whole model on rank 0, and this strategy gives each rank a part "
+            f"of the model; take --strategy ddp, or leave out {action}"
         )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)

@@ -263,13 +263,13 @@ def how_to_continue(
         step: number of finished steps; None: before step 1.
     """
     if save_every == 0:
-        return "nothing of it is saved, for this task keeps no checkpoints"
+        return "nothing of this run is saved, because this task keeps no checkpoints"
     with contextlib.suppress(MotleyError, TimeoutError):  # one that is nearly written counts
         checkpoints.wait(_NEARLY_S)
     result = checkpoints.list_folders()
     saved = parse_step(result[0]) if result else None
     if saved is None:
-        return "nothing of it is saved yet; --save-every N saves it every N steps"
+        return "nothing of this run is saved yet; --save-every N saves it every N steps"
     behind = (step or 0) - saved
     steps = (
         f"step {step}"

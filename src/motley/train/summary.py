@@ -132,12 +132,12 @@ def _of_two_makers(group: ProcessGroup, predicted: Forecast | None) -> str:
     costs = ""
     if predicted:
         costs = (
-            f"; that takes {predicted.wire_s:.3g} s, of which nothing hides "
-            f"{predicted.exposed_s:.3g} s of each step ({predicted.step_s:.3g} s)"
+            f"; sending takes {predicted.wire_s:.3g} s, of which {predicted.exposed_s:.3g} s of "
+            f"each step ({predicted.step_s:.3g} s) are not hidden behind compute"
         )
     return (
-        f"{group.kinds} have no library in common (NCCL, RCCL): gradients travel through the "
-        f"hosts' memory{costs}"
+        f"{group.kinds} have no communication library in common (NCCL, RCCL), so gradients "
+        f"travel through the hosts' memory{costs}"
     )
 
 
@@ -182,7 +182,8 @@ def print_summary(
         print(f"  {advice}")
     if earlier := _measured_earlier(planned):
         print(
-            f"  links and wire are as measured on {datetime.fromtimestamp(earlier):%Y-%m-%d %H:%M}"
+            " the speeds of links and wire modes are from "
+            f"{datetime.fromtimestamp(earlier):%Y-%m-%d %H:%M}"
         )
     print(f"  {world.clock.sentence()}")
     sys.stdout.flush()

@@ -135,7 +135,7 @@ class Halves(Task):
 def test_a_task_sets_the_rate_of_each_step_and_says_what_it_returns() -> None:
     config = replace(Config(), own=(Halves(),), epochs=5, weight_decay_end=0.1)
     assert rates(config, Length(5, 1, 1), 4) == pytest.approx([1e-3, 5e-4, 2.5e-4, 1.25e-4])
-    with pytest.raises(MotleyError, match=r"schedule\(4, 5\) of Halves gives -1"):
+    with pytest.raises(MotleyError, match=r"schedule\(4, 5\) of Halves returns -1"):
         rates(config, Length(5, 1, 1), 5)
     typed = replace(config, typed_names=frozenset({"sched"}))
     with pytest.raises(MotleyError, match="--sched has no effect, since schedule"):

@@ -87,7 +87,7 @@ def test_an_address_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         for where, said in (
             (f"127.0.0.1:{port}", "Address already in use; choose another port"),
-            ("here", "is no address; it is HOST:PORT"), ("1.2.3.4:99999", "is no address"),
+            ("here", "is not an address; write HOST:PORT"), ("1.2.3.4:99999", "is not an address"),
             ("203.0.113.7:8080", "cannot serve on 203.0.113.7:8080"),
         ):  # fmt: skip
             done = run_script("plots/watch.py", tmp_path, "--serve", where)

@@ -35,7 +35,10 @@ def parse_wire(text: str) -> WireMode | None:
     if slash:  # the plan writes this form
         mode = parse_wire(text)
         if mode is None or mode.addition is not Addition.NUMBERS or not number.isdecimal():
-            raise MotleyError(f"--wire {text}{slash}{number}: write it as in exact/leaf4")
+            raise MotleyError(
+                f"--wire {text}{slash}{number}: write the number of a rank after leaf, as in "
+                "exact/leaf4"
+            )
         return dataclasses.replace(mode, slow_rank=int(number))
     name, colon, number = text.partition(":")
     kinds = modes()

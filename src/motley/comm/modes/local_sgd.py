@@ -34,8 +34,8 @@ class LocalSgd(WireMode):
         """See WireMode."""
         if not re.fullmatch(r"[1-9]\d{0,3}", number):
             raise ValueError(
-                "local needs the steps between two averaging rounds, 1 or more, as in local:4; "
-                "more of them hide a slower wire and cost more accuracy"
+                "local needs the number of steps between two averaging rounds, 1 or more, as in "
+                "local:4. A larger number hides a slower network and costs more accuracy"
             )
         return cls(int(number))
 

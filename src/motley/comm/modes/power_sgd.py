@@ -42,8 +42,8 @@ class PowerSgd(WireMode):
         """See WireMode."""
         if not (match := re.fullmatch(r"([1-9]\d{0,3})(\+bf16)?", number)):
             raise ValueError(
-                "powersgd needs a rank of 1 or more, as in powersgd:8, or powersgd:8+bf16; a "
-                "higher one sends more and leaves out less"
+                "powersgd needs a rank of 1 or more, as in powersgd:8 or powersgd:8+bf16. A "
+                "higher rank sends more bytes and is more accurate"
             )
         return cls(int(match[1]), rounded=match[2] is not None)
 

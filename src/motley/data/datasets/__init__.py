@@ -68,8 +68,8 @@ class Dataset:
                 raise
             except Exception as error:
                 raise MotleyError(
-                    f"{self.name} is not under {folder.resolve()} and could not be downloaded "
-                    f"({type(error).__name__}: {error}); put its .tar.gz there, or choose "
+                    f"{self.name} is not in {folder.resolve()}, and could not be downloaded "
+                    f"({type(error).__name__}: {error}); copy its .tar.gz there, or choose "
                     "--dataset digits, which needs no download"
                 ) from error
 
@@ -137,7 +137,7 @@ def held_out_split(splits: Collection[str], where: str) -> str:
     result = next((name for name in HELD_OUT if name in splits), None)
     if TRAIN not in splits or result is None:
         raise MotleyError(
-            f"{where} has {'the splits ' + ', '.join(splits) if splits else 'no split'}; it needs "
-            f"{TRAIN}, and {' or '.join(HELD_OUT)}"
+            f"{where} has {('the splits ' + ', '.join(splits) if splits else 'no split')}, and "
+            f"needs the splits {TRAIN} and {' or '.join(HELD_OUT)}"
         )
     return result

@@ -95,7 +95,7 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
         )
     return load_splits(
         name, option,
-        "after hfds/ give a folder of images, a folder of parquet files, a folder written by "
+        "give after hfds/ a folder of images, a folder of parquet files, a folder written by "
         "DatasetDict.save_to_disk, or OWNER/NAME of a data set on the Hugging Face hub "
         f"(downloaded to --data-dir {folder})", folder,
     )  # fmt: skip
@@ -112,8 +112,8 @@ def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> 
         return usual
     if len(fit) != 1:
         raise MotleyError(
-            f"{option} has {len(fit) or 'no'} columns of type {kind}, and none called {usual}; its "
-            f"columns are {', '.join(features)}; rename one"
+            f"{option} has {len(fit) or 'no'} columns of type {kind}, and none has the name "
+            f"{usual}; its columns are {', '.join(features)}. Rename one"
         )
     return fit[0]
 
@@ -127,8 +127,8 @@ def _classes(part: _Split, known: int | None, option: str) -> int:
     for index, label in enumerate(part.targets):
         if type(label) is not int or not 0 <= label < (known or label + 1):
             raise MotleyError(
-                f"{option}: image {index} of {part.name} has the label {label!r}; it needs the "
-                f"number of a class, from 0{f' to {known - 1}' if known else ''}"
+                f"{option}: image {index} of {part.name} has the label {label!r}; give the number "
+                f"of a class, from 0{(f' to {known - 1}' if known else '')}"
             )
     return known or 1 + max(part.targets)
 

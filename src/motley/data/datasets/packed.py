@@ -50,7 +50,7 @@ class _Part:
         begin, size, height, width, label = self._rows[index].tolist()
         if not size:
             why = self._packed.about.unreadable.get(self.begin + index, "it was not read")
-            raise UnreadableSample(f"when it was packed: {why}")
+            raise UnreadableSample(f"the image could not be read when it was packed: {why}")
         content = self._packed.content[begin : begin + size]
         if self._packed.about.kept == PIXELS:
             return torch.from_numpy(content.reshape(height, width, 3)).permute(2, 0, 1), label
@@ -65,9 +65,9 @@ def _open(place: Path, img_size: int) -> "Images":
     about = packed.about
     if not os.environ.get(_STALE) and has_changed(about):
         raise MotleyError(
-            f"{packed.path} was packed of {about.source}, whose images have changed since; pack "
-            f"them again with: bash setup/stage_cn.sh --data-dir {about.source}, or set {_STALE}=1 "
-            "to train on those that are packed"
+            f"{packed.path} holds packed images of {about.source}, which have changed since. Pack "
+            f"them again with: bash setup/stage_cn.sh --data-dir {about.source}, or set "
+            f"{_STALE}=1 to train on the packed images"
         )
     train, test = (
         _Part(packed, begin, end)
@@ -95,8 +95,9 @@ def _file(place: Path) -> Path:
     if len(result) != 1:
         names = f"{len(result)} files: {', '.join(each.name for each in result[:5])}"
         raise MotleyError(
-            f"--data-dir {place} has {names if result else 'no file'} of the kind NAME{SUFFIX}; "
-            + ("name one of them" if result else "make it with: bash setup/stage_cn.sh")
+            f"--data-dir {place} has {names if result else 'no file'} with a name of the form "
+            f"NAME{SUFFIX}; "
+            + ("name one of them" if result else "create one with: bash setup/stage_cn.sh")
         )
     return result[0]
 

@@ -106,8 +106,8 @@ def list_engines(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
                 if getattr(config.group(group), each.name) != each.default:
                     flag = get_flag(get_options(group)[each.name])
                     raise MotleyError(
-                        f"{flag} is for --strategy {other.name}, and this is {chosen.name}; add "
-                        f"--strategy {other.name}, or leave {flag} out"
+                        f"{flag} belongs to --strategy {other.name}, and this run has --strategy "
+                        f"{chosen.name}; add --strategy {other.name}, or leave out {flag}"
                     )
     return Engines(chosen.traits(config), chosen.engine)
 
@@ -116,5 +116,6 @@ def check_offload(what: str, context: "EngineContext") -> None:
     """Raise MotleyError if ``--offload`` is given on a CPU, where all state is in host memory."""
     if what != "none" and context.device.type == "cpu":
         raise MotleyError(
-            f"--offload {what}: rank {context.rank} computes on the CPU, where all is already"
+            f"--offload {what}: rank {context.rank} computes on the CPU, so its memory holds "
+            "everything already; leave out --offload"
         )

@@ -71,13 +71,13 @@ class FsdpOptions:
     """fsdp"""
 
     offload: str = option(
-        "what is kept in the host's memory: parameters, and with them gradients and the optimizer; "
-        "default: none",
+        "what is kept in the host's memory: parameters (with their gradients and optimizer "
+        "state); default: nothing",
         Decides.PLAN | Decides.SPEED, "none", choices=("none", "parameters"), per_launch=True,
     )  # fmt: skip
     reshard_after_forward: bool = option(
-        "let go of parameters that were gathered for the forward pass, and gather them again for "
-        "the backward pass: less memory, and half as much again on the wire",
+        "free parameters that were gathered for the forward pass, and gather them again for the "
+        "backward pass: less memory, and half as many more bytes to send",
         Decides.PLAN | Decides.SPEED, False, per_launch=True,
     )  # fmt: skip
 
@@ -96,7 +96,8 @@ def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
 
 STRATEGIES = (
     Strategy(
-        "fsdp", ": a part of it, so that larger ones fit, and sends more", _traits,
+        "fsdp",
+        ": each rank keeps a part of it, so larger models fit, and ranks send more", _traits,
         _engine, (FsdpOptions,),
         cells={
             "fsdp": _NAMED, "fsdp-reshard": (*_NAMED, "--reshard-after-forward"),

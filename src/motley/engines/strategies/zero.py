@@ -79,9 +79,9 @@ def _traits(config: Config) -> EngineTraits:
     stage = read_stage(path)
     if stage and find_row(config.opt) > 1:
         raise MotleyError(
-            f"--opt {config.opt} steps whole rows of a parameter, and ZeRO stage {stage} gives an "
-            "optimizer flat parts of all parameters, which have no rows; take "
-            "torch_dist/train_vit.py --strategy fsdp, which cuts rows, --stage 0, or --opt adamw"
+            f"--opt {config.opt} updates whole rows of a parameter, and ZeRO stage {stage} gives "
+            "an optimizer flat parts that have no rows. Take torch_dist/train_vit.py --strategy "
+            "fsdp, which keeps rows, or --stage 0, or --opt adamw"
         )
     say = f"zero_optimization.stage in {path} of" if own.deepspeed_config else "--stage"
     others = {

@@ -149,8 +149,8 @@ class RowCollectives:
         """Return the present piece, or raise MotleyError if it is not the last of its batch."""
         if self.piece and not self.piece.last:
             raise MotleyError(
-                "Accelerate's collectives were called after one of several pieces of a batch, and "
-                "the other ranks have other numbers of pieces: call them `if "
+                "Accelerate's collectives were called after a piece of a batch that is not the "
+                "last, and other ranks have other numbers of pieces: call them `if "
                 "accelerator.sync_gradients:`, or leave out micro_batch in motley.join()"
             )
         return self.piece

@@ -27,8 +27,8 @@ def get_lab(caller: str) -> Lab:
     """
     if not join._LABS:
         raise MotleyError(
-            f"{caller} was made before the ranks were connected: write `lab = motley.join()` at "
-            "the top of the script, before the arguments and the model are made"
+            f"{caller} was created before the ranks were connected: write `lab = motley.join()` "
+            "at the top of the script, before the arguments and the model are created"
         )
     return join._LABS[0]
 
@@ -39,7 +39,7 @@ def check_folder(loop: RankLoop, folder: Any) -> None:
     missing = [name for name, here in zip(loop.names, present, strict=True) if not here]
     if missing:
         raise MotleyError(
-            f"the checkpoint {folder} is missing for {', '.join(missing)}: copy it with "
+            f"the hosts of {', '.join(missing)} do not have the checkpoint {folder}: copy it with "
             f"`rsync -aR {folder} HOST:/`, or save checkpoints to a folder that all hosts share"
         )
 

@@ -91,7 +91,7 @@ class LightningCollectives:
         if sync_grads:
             raise MotleyError(
                 "self.all_gather(..., sync_grads=True) makes a loss depend on other ranks' rows, "
-                "which unequal shares cannot keep: write sync_grads=False"
+                "so the result depends on the shares: write sync_grads=False"
             )
         own = tensor.detach().cpu()
         own = own[: self.piece.rows] if self.piece and own.dim() else own.reshape(-1)

@@ -91,8 +91,8 @@ def check_trainer(trainer: Any) -> None:
         )
     if args.train_sampling_strategy == "batch_rebalance":
         raise MotleyError(
-            "train_sampling_strategy='batch_rebalance' deals equal parts to all ranks: write "
-            "train_sampling_strategy='group_by_length'"
+            "train_sampling_strategy='batch_rebalance' gives all ranks equal parts, and Motley's "
+            "parts are unequal: write train_sampling_strategy='group_by_length'"
         )
     if getattr(config, "output_router_logits", False):
         raise MotleyError(
@@ -105,6 +105,6 @@ def check_trainer(trainer: Any) -> None:
     if not is_known and trainer.loss_is_scaled_for_ga is None:
         raise MotleyError(
             f"{owner.__name__}.compute_loss returns either a mean over rows or a sum divided by "
-            f"num_items_in_batch: write `loss_is_scaled_for_ga = False` in the class "
-            f"{owner.__name__} for a mean, True for such a sum"
+            "num_items_in_batch, and Motley cannot find out which: write `loss_is_scaled_for_ga = "
+            f"False` in the class {owner.__name__} for a mean, or True for such a sum"
         )

@@ -159,7 +159,7 @@ class MotleyTrainerMixin(TrainerParts):
         if min(abs(found - 1), abs(found - 2)) > _TOLERANCE:
             raise MotleyError(
                 f"the loss of {type(self.model).__name__} is neither a mean over labels nor a sum "
-                "divided by num_items_in_batch, so nothing says how the losses of ranks add up: "
+                "divided by num_items_in_batch, so Motley cannot add up the losses of the ranks: "
                 "write a compute_loss that returns a mean over rows, and `loss_is_scaled_for_ga = "
                 "False` in its class"
             )

@@ -53,30 +53,41 @@ class WeatherTask(Task):
         NUMBERS, (), metavar="FILE", several=True,
     )  # fmt: skip
     levels: tuple[int, ...] | None = option(
-        f"hPa; default: all of the files, of made fields {','.join(map(str, _MADE_LEVELS))}",
+        "pressure levels in hPa; default: all levels of the files, or of made fields "
+        f"{','.join(map(str, _MADE_LEVELS))}",
         MODEL | SPEED, read=positives, metavar="L[,L...]",
     )  # fmt: skip
     hours: int = option(
-        "from one state to the next, default 6", MODEL, 6, read=positive, metavar="H"
+        "hours from one state to the next, default 6", MODEL, 6, read=positive, metavar="H"
     )
     grid: str = option(
-        "of made fields, latitudes x longitudes, default 17x32; 721x1440 is ERA5's",
+        "size of made fields, latitudes x longitudes, default 17x32; 721x1440 is ERA5's",
         MODEL | SPEED, "17x32", metavar="LATxLON",
     )  # fmt: skip
-    states: int = option("made ones, default 120", NUMBERS, 120, read=positive, metavar="N")
+    states: int = option(
+        "number of made states, default 120", NUMBERS, 120, read=positive, metavar="N"
+    )
     embed_dim: int | None = option(
         "width of a patch, a multiple of 64; default: as --aurora",
         MODEL | SPEED, read=positive, metavar="N",
     )  # fmt: skip
     depths: tuple[int, ...] | None = option(
-        "blocks of the encoder's stages; the decoder's are the reverse; default: as --aurora",
+        "blocks of the encoder's stages; the decoder has the reverse; default: as --aurora",
         MODEL | SPEED, read=positives, metavar="N,N[,N...]",
     )  # fmt: skip
     latent_levels: int = option(
-        "that the air's are made to, default 4", MODEL | SPEED, 4, read=positive, metavar="N"
+        "number of levels into which the backbone compresses the air, default 4",
+        MODEL | SPEED,
+        4,
+        read=positive,
+        metavar="N",
     )
     patch_size: int = option(
-        "points of the grid, default 4", MODEL | SPEED, 4, read=positive, metavar="N"
+        "side of a patch, in points of the grid, default 4",
+        MODEL | SPEED,
+        4,
+        read=positive,
+        metavar="N",
     )
 
     @cached_property
@@ -239,9 +250,9 @@ def _check_patches(what: str, grid: "Grid", patch: int) -> None:
     if wide % patch or high % patch > 1 or high < patch:
         rows, columns = (max(1, round(points / patch)) * patch for points in (high, wide))
         raise MotleyError(
-            f"{what} {high}x{wide}: Aurora cuts it into patches of {patch}x{patch} points; it "
-            f"takes {rows} or {rows + 1} latitudes and {columns} longitudes. Change the grid, or "
-            "--patch-size"
+            f"{what} {high}x{wide} cannot be cut into patches of {patch}x{patch} points, as "
+            f"Aurora needs; it takes {rows} or {rows + 1} latitudes and {columns} longitudes. "
+            "Change the grid, or --patch-size"
         )
 
 
