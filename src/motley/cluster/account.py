@@ -5,8 +5,7 @@ One of these folders is the cache, in which this machine stores measured speeds 
 A container may run under a user number without a name, and without HOME.
 
 A folder that belongs to another user, or that another user can write to, is refused. Links are not
-followed. The folder that was checked is the one that is opened: no other process can replace it in
-between.
+followed. A folder is opened first and then checked, so no other process can replace it in between.
 """
 
 import contextlib
@@ -24,10 +23,10 @@ from motley.errors import MotleyError
 
 
 def home_folder() -> Path:
-    """Return the home folder: HOME, or the entry in the list of users.
+    """Return the home folder: the value of HOME, or the home in the system's list of users.
 
     Raises:
-        MotleyError: neither gives one.
+        MotleyError: neither HOME nor the list of users names a home.
     """
     try:
         return Path.home()
@@ -45,7 +44,7 @@ def expand_home(path: str) -> Path:
 
 
 def user_name() -> str:
-    """Return the name of the user, or the user's number if it has no name."""
+    """Return the name of the user, or the user's number if the user has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -53,7 +52,7 @@ def user_name() -> str:
 
 
 class RefusedError(OSError):
-    """A file or folder that another user could have written."""
+    """An error: another user could have written this file or folder."""
 
 
 @contextlib.contextmanager
@@ -110,7 +109,7 @@ _LEAST_BYTES, _LEAST_FILES = 4 * 2**20, 16  # that MPI needs for a start
 def cache_folder() -> Path:
     """Return a folder of this machine that no other user can write to.
 
-    Each start gets the same folder, if the user can own one.
+    Each start of this user gets the same folder, if the user can own a folder there.
 
     Raises:
         MotleyError: there is no temporary folder that can be written to.
@@ -133,7 +132,7 @@ def is_lasting(folder: Path) -> bool:
 
 
 def cache_note() -> str:
-    """Return a sentence on why caches are not in the usual folder; empty if they are."""
+    """Return a sentence on why caches are not in the usual folder; empty: they are there."""
     usual, taken = next(_candidates(Path(_temporary()))), cache_folder()
     if usual == taken:
         return ""
@@ -194,7 +193,7 @@ def _places() -> list[Path]:
 
 
 def _why_unfit(place: Path) -> bool:
-    """Return True if a folder is missing, or compiled code cannot be loaded from it."""
+    """Return True if a folder is missing, or if compiled code cannot be loaded from there."""
     try:
         return bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
     except OSError:

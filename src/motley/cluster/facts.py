@@ -38,11 +38,11 @@ class NodeFacts:
     Attributes:
         host: name of the machine.
         cpu: model name of the CPU.
-        cores: CPU cores that this process may use.
+        cores: number of CPU cores that this process may use.
         memory_total_mib: memory of the machine, MiB.
-        driver: version of the NVIDIA driver, None without one.
-        devices: its GPUs.
-        interfaces: its IPv4 addresses.
+        driver: version of the NVIDIA driver; None without a driver.
+        devices: GPUs of the machine.
+        interfaces: IPv4 addresses of the machine.
     """
 
     host: str

@@ -6,10 +6,10 @@ Return values of amdsmi are those of version 7.0 (amdsmi_interface.py): dictiona
 power in watts, degrees Celsius, and "N/A" where a card has no answer. Not every card has every
 sensor, and an older amdsmi lacks functions: a missing value is None.
 
-GPUtil provides the names of GPUs, which the lab's logs always used, and replaces NVML where NVML
-does not answer. NVML reports load, memory, power and processes in a fraction of a millisecond, if
-there is a driver. Without a driver of NVIDIA's, amdsmi is used for AMD's GPUs. A value that no
-source reports is None, never 0.
+GPUtil provides the names of GPUs, because older logs have the names in GPUtil's form. GPUtil also
+replaces NVML where NVML does not answer. NVML reports load, memory, power and processes in a
+fraction of a millisecond, if there is a driver. Without a driver of NVIDIA's, amdsmi is used for
+AMD's GPUs. A value that no source reports is None, never 0.
 """
 
 import contextlib
@@ -40,18 +40,19 @@ class DeviceFacts:
     """One GPU.
 
     Attributes:
-        index: number on its machine, in PCI order as nvidia-smi counts.
+        index: number of the GPU on its machine, in PCI order as nvidia-smi counts.
         uuid: unique id of the GPU.
         name: product name.
         capability: CUDA compute capability, for example (8, 6).
         memory_total_mib: memory of the GPU, MiB.
         memory_used_mib: memory in use, summed over all users, MiB.
-        load: share of the time in which the GPU computes, 0 to 1.
+        load: fraction of the time in which the GPU computes, 0 to 1.
         temperature_c: temperature in degrees Celsius.
         power_w: power in watts.
-        others_mib: memory of other users' processes, MiB; None if the driver does not report it.
-        others: names of these users, for example ("alice",).
-        memory_node: number of the memory node next to the GPU; None: unknown.
+        others_mib: GPU memory of other users' processes, MiB; None if the driver does not report
+            it.
+        others: names of the other users with processes on the GPU, for example ("alice",).
+        memory_node: number of the memory (NUMA) node to which the GPU is attached; None: unknown.
     """
 
     index: int
@@ -76,7 +77,7 @@ class GpuProcess:
         gpu: index of the GPU, as in :class:`DeviceFacts`.
         uuid: unique id of the GPU.
         pid: process id.
-        user: name of its owner; "?" if that is hidden.
+        user: name of the user who owns the process; "?" if the name is hidden.
         mib: GPU memory of the process, MiB; None if the driver does not report it.
     """
 
@@ -90,7 +91,7 @@ class GpuProcess:
 def others_among(
     processes: Iterable[tuple[int, float | None]] | None,
 ) -> tuple[float | None, tuple[str, ...]]:
-    """Return the memory (MiB) and names of other users with processes on a GPU.
+    """Return the GPU memory (MiB) and the names of other users with processes on a GPU.
 
     Args:
         processes: process id and memory, MiB, of each process; None: unknown.
@@ -148,7 +149,10 @@ class AmdSmi:
         self.close()
 
     def open(self) -> bool:
-        """Open the connection, and return True if amdsmi works. A missing package is tried once."""
+        """Open the connection; return True if amdsmi works.
+
+        A missing package is looked up only once.
+        """
         if self._smi is None and not self._missing and self._driver.exists():
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # amdsmi prints missing libraries
@@ -239,7 +243,7 @@ class AmdSmi:
         return [(pid, None if size is None else size / MIB) for pid, size in held]
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Return the result of a function of amdsmi; None if card, driver or amdsmi has none."""
+        """Return the result of a function of amdsmi; None if card, driver or package lacks it."""
         question = getattr(self._smi, name, None)
         with contextlib.suppress(self._smi.AmdSmiException):  # type: ignore[union-attr]
             return question and question(*arguments)
@@ -252,7 +256,7 @@ def _first(power: Any) -> float | None:
 
 
 def _number(answer: Any, name: str) -> float | None:
-    """Return one number of an answer; None if there is none of this name."""
+    """Return one number of an answer; None if the answer has no number of this name."""
     value = answer.get(name) if isinstance(answer, dict) else None
     return float(value) if isinstance(value, int | float) else None
 
@@ -268,8 +272,8 @@ _COLUMNS, _NAME_COLUMN = 12, 7  # of the table that GPUtil reads
 class LimitedSmi(subprocess.Popen[bytes]):
     """The process of nvidia-smi that GPUtil starts, with a time limit.
 
-    GPUtil takes an OSError for a machine without GPUs. A process that has seen nvidia-smi hang
-    does not start it again. A process that has seen it fail prints that once.
+    After an OSError, GPUtil reports a machine without GPUs. Once nvidia-smi has hung, this process
+    does not start it again. If nvidia-smi fails, this process prints the error once.
     """
 
     has_timed_out = False
@@ -337,7 +341,7 @@ def read_driver() -> str | None:
 
 
 def read_devices() -> tuple[DeviceFacts, ...]:
-    """Return the GPUs of this machine, with their load at this moment; () if there is none.
+    """Return the GPUs of this machine, with their load at this moment; () without GPUs.
 
     A call takes 40 to 225 ms if there is a driver, because GPUtil starts nvidia-smi. For repeated
     reads, keep a :class:`GpuSampler`.
@@ -350,9 +354,9 @@ class GpuSampler:
     """A repeated reading of this machine's GPUs. NVML stays open between two readings.
 
     Args:
-        gputil_every_s: seconds between two calls of GPUtil. Where NVML answers, GPUtil only adds
-            the GPUs' names. Where no GPU is known, the call looks for one. While NVML does not
-            answer but GPUtil finds GPUs, GPUtil is called for every sample, whatever this value.
+        gputil_every_s: seconds between two calls of GPUtil. If NVML answers, GPUtil only adds the
+            GPUs' names. If no GPU is known, the call looks for GPUs. If NVML does not answer but
+            GPUtil finds GPUs, GPUtil is called for every sample, whatever this value.
     """
 
     def __init__(self, gputil_every_s: float = GPUTIL_EVERY_S) -> None:
@@ -368,7 +372,7 @@ class GpuSampler:
         self._amd.close()
 
     def sample(self) -> tuple[DeviceFacts, ...]:
-        """Return all GPUs at this moment; () if there is none, or none answers."""
+        """Return all GPUs with their present load; () if no GPU exists or answers."""
         if time.monotonic() >= self._asked + self._every_s:
             self._ask_gputil()
         for _ in range(2):  # NVML has to be opened again after a restart of the driver
@@ -443,7 +447,7 @@ def _nvml() -> Iterator[bool]:
 
 
 def _ask(question: Any, *arguments: Any) -> Any:
-    """Return the result of a function of NVML; None if this card or driver has none."""
+    """Return the result of a function of NVML; None if this card or driver lacks the value."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:
@@ -451,7 +455,7 @@ def _ask(question: Any, *arguments: Any) -> Any:
 
 
 def _nvml_devices(of_gputil: Mapping[str, Any]) -> tuple[DeviceFacts, ...] | None:
-    """Return all GPUs that answer; None if neither the driver nor any GPU does."""
+    """Return all GPUs that answer; None if neither the driver nor any GPU answers."""
     count = _ask(pynvml.nvmlDeviceGetCount)
     if count is None:
         return None

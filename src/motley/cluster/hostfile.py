@@ -39,11 +39,11 @@ REMOVE_MARKS = r"sed -i '1s/^\xef\xbb\xbf//; s/\r$//'"
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of the lab.
+    """One machine of a hostfile.
 
     Attributes:
         name: host name or address, safe to pass to ssh.
-        slots: number of its ranks (GPUs, or CPU ranks on a machine without one).
+        slots: number of ranks to start on the machine, usually one per GPU.
     """
 
     name: str
@@ -141,14 +141,14 @@ def foreign_marks(text: str) -> str:
 
 
 def _slots(words: str, name: str) -> int:
-    """Return the number of ranks in a line: its slots, else their limit, else 1.
+    """Return the number of ranks in a line: ``slots``, else ``max_slots``, else 1.
 
     Args:
         words: text behind the host's name.
         name: the host's name.
 
     Raises:
-        MotleyError: the text is no ``slots=N``.
+        MotleyError: the text has another form than ``slots=N``.
     """
     numbers: dict[str, int] = {}
     for word, value in _WORD.findall(words):
@@ -228,7 +228,7 @@ def _numbers(ranges: str, names: str) -> Iterator[str]:
 
 
 def allocated_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the nodes of the Slurm allocation as granted; empty outside of one."""
+    """Return the nodes of the Slurm allocation as Slurm granted them; empty outside of one."""
     names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     return expand_nodes(names) if environ.get("SLURM_JOB_ID") else []
 
@@ -254,10 +254,10 @@ def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def srun_words(mpi: str = "none") -> list[str]:
-    """Return the words that start a rank on each place of an allocation.
+    """Return the command-line words that start a rank in each task slot of an allocation.
 
-    With "none" the ranks connect to each other without Slurm's help. They also end without it, with
-    their own exit status.
+    With "none" the ranks connect to each other without Slurm's help. Each rank then ends on its
+    own, with its own exit status.
 
     Args:
         mpi: value of srun's option ``--mpi``.
@@ -266,7 +266,7 @@ def srun_words(mpi: str = "none") -> list[str]:
 
 
 def on_node(node: str) -> list[str]:
-    """Return the words that run a command on a node of the allocation, beside its job."""
+    """Return the words that start a command on a node of the allocation, beside its job."""
     return [
         "srun", "--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1",
         "--ntasks-per-node=1", f"--nodelist={node}",
@@ -289,10 +289,10 @@ class Partition:
         usual: True for the default partition.
         up: True if jobs can start there.
         nodes: number of nodes.
-        cores: least cores of a node.
-        gpus: least GPUs of a node.
-        most_s: largest duration of a job in seconds; None: no limit.
-        usual_s: default duration of a job in seconds; None: no limit.
+        cores: smallest number of cores of a node.
+        gpus: smallest number of GPUs of a node.
+        most_s: longest allowed duration of a job in seconds; None: no limit.
+        usual_s: default time limit of a job in seconds; None: no limit.
     """
 
     name: str
@@ -329,7 +329,7 @@ def partitions() -> list[Partition]:
 
 
 def read_partitions(lines: Iterable[str]) -> list[Partition]:
-    """Return the partitions in sinfo's output in ``_FORMAT``, one line per kind of node."""
+    """Return the partitions in sinfo's output, which has one line per kind of node."""
     result: dict[str, Partition] = {}
     for line in lines:
         name, starred, state, most, usual, nodes, cores, gpus = line.split("|")

@@ -1,11 +1,11 @@
 """The facts about this process that its launcher sets: its rank, and its cores.
 
 The rank and the number of ranks are read from the variables that launchers set. A rank uses the
-cores next to its GPU.
+cores of the memory (NUMA) node to which its GPU is attached.
 
-A core that reaches a GPU, or memory, through another processor's memory node is slower at it. On a
-machine with one node there is nothing to choose. Memory follows the cores: Linux allocates it on
-the node of the core that first writes to it.
+A core that accesses a GPU or memory through another processor's memory node is slower. On a machine
+with one node there is nothing to choose. Memory follows the cores: Linux allocates it on the node
+of the core that first writes to it.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ WITHOUT_MPI = "MOTLEY_WITHOUT_MPI"
 
 @dataclass(frozen=True)
 class Launch:
-    """The start of this process as its launcher describes it.
+    """The start of this process, as the launcher's variables describe it.
 
     Attributes:
         by: the launcher.
@@ -65,7 +65,7 @@ class Launch:
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """Return the launch that the launcher's variables describe.
 
-    MPI is not used, so that a script can print its help once.
+    MPI is not started, so that a script can print its help on one rank only.
     """
     torchrun = _number(environ, (_TORCHRUN,)) is not None
     size = _number(environ, SIZES)
@@ -110,7 +110,7 @@ _BUS_ID = re.compile(r"(?:[0-9a-f]{4})?([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-
 
 @dataclass(frozen=True)
 class MemoryNode:
-    """A memory node, and the cores that are next to it."""
+    """A memory (NUMA) node, and the cores that are attached to it."""
 
     number: int
     cores: frozenset[int]
@@ -132,7 +132,7 @@ def memory_nodes(root: Path = _ROOT) -> tuple[MemoryNode, ...]:
 
 
 def node_of_device(bus_id: str, root: Path = _ROOT) -> int | None:
-    """Return the number of the memory node next to a device on the PCI bus; None: unknown.
+    """Return the number of the memory node to which a PCI device is attached; None: unknown.
 
     Args:
         bus_id: the device's address in the form of NVML, for example ``00000000:3B:00.0``.
@@ -156,19 +156,19 @@ def choose_node(
     local_size: int,
     allowed: Collection[int],
 ) -> MemoryNode | None:
-    """Return the memory node to bind a rank to; None leaves its cores as they are.
+    """Return the memory node to which to bind a rank; None: leave the rank's cores unchanged.
 
-    A rank with a GPU gets the node next to that GPU. Ranks without one are spread over the nodes if
-    each node gets as many. One rank alone needs the cores of all nodes.
+    A rank with a GPU gets the node of that GPU. Ranks without a GPU are spread over the nodes if
+    each node gets equally many ranks. A single rank needs the cores of all nodes.
 
     Args:
         nodes: memory nodes of this machine.
-        near: number of the node next to the rank's GPU; None: unknown.
+        near: number of the memory node to which the rank's GPU is attached; None: unknown.
         has_gpu: True if the rank has a GPU.
         local_rank: number of the rank among the ranks of this machine.
         local_size: number of ranks on this machine.
-        allowed: cores that this process may use. If these are not all, the user or the launcher
-            has chosen them.
+        allowed: cores that this process may use. If some cores of the machine are missing, the user
+            or the launcher has chosen them, and the result is None.
     """
     everything = frozenset[int]().union(*(node.cores for node in nodes))
     if len(nodes) < 2 or frozenset(allowed) != everything:
@@ -181,7 +181,7 @@ def choose_node(
 
 
 def bind_process(cores: Collection[int]) -> None:
-    """Bind this process to these cores, with its threads and all processes that it will start."""
+    """Bind this process to these cores, with all its threads and later child processes."""
     for path in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(path.name), cores)
@@ -196,8 +196,8 @@ def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
     rank on core 0. On one core a rank shares its time with its own loader processes: an H100 then
     reached 0.65 to 0.73 of its unbound images/s.
 
-    A binding that the user asked for stays, as far as this host can see the request: by a variable,
-    or by an option of the launcher on this host. The launcher has the cores of its container or
+    A binding that the user requested stays if the request is visible on this host: a variable, or
+    an option of the launcher on this host. The cores of the launcher are those of its container or
     job.
 
     Returns:
@@ -216,8 +216,8 @@ def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
 def cores_per_rank(ranks: int) -> int:
     """Return how many cores each of ``ranks`` ranks of this machine has for itself, at least 1.
 
-    Ranks share the cores of their launcher. If the launcher has bound this process to fewer cores,
-    the result is not larger than their number.
+    Ranks share the cores of their launcher. If the launcher has bound this process to a few cores,
+    the result is at most the number of these.
     """
     own, launcher, nodes = os.sched_getaffinity(0), _find_launcher(), memory_nodes()
     shared = len(own)
@@ -247,7 +247,7 @@ def few_cores_note(ranks: int) -> str:
 def _find_launcher() -> int | None:
     """Return the process id of the Open MPI launcher that started this process, or None.
 
-    The launcher may have started it through a script.
+    The launcher may have started this process through a script.
     """
     pid = os.getppid()
     for _ in range(_ANCESTORS):

@@ -1,6 +1,6 @@
 """A login on a host by ssh, and an sh script that runs under any login shell there.
 
-A login has the address, user, port and host key by which ssh reaches the host.
+A login is the address, user, port and host key with which ssh connects to the host.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ CONNECT_S = 4.0  # to accept a connection; the same again for the banner, and fo
 
 @dataclass(frozen=True)
 class HostKey:
-    """A host's public key, with the fields of a line of known_hosts."""
+    """A host's public key. The fields are those of a line of known_hosts."""
 
     kind: str
     base64: str
@@ -41,7 +41,7 @@ class UnknownHostKey(HostTrouble):
     """An error: the host's key is in no known_hosts file.
 
     Attributes:
-        key: the key of the host: type, base64, and its SHA256 fingerprint.
+        key: the key that the host presented: its type, base64 text and SHA256 fingerprint.
     """
 
     def __init__(self, host: str, key: HostKey) -> None:
@@ -59,11 +59,11 @@ class Login:
 
     Attributes:
         address: address of the host.
-        port: port of its sshd.
-        user: name of the user there.
+        port: port on which the host's sshd listens.
+        user: name of the user's account on the host.
         known_as: the host's name in known_hosts.
-        keys: private keys that exist.
-        known_files: files of host keys.
+        keys: paths of the private keys that exist.
+        known_files: paths of files with known host keys.
         uses_agent: True if keys of an agent are tried too.
     """
 
@@ -79,10 +79,10 @@ class Login:
 def read_login(host: str) -> Login:
     """Return the login that ssh would use for a host, read from ``ssh -G``.
 
-    No other program reads ssh's configuration correctly (Include, Match).
+    ssh itself is run, because only ssh interprets its configuration completely (Include, Match).
 
     Raises:
-        HostTrouble: ssh refuses its configuration, or reaches the host through another one.
+        HostTrouble: ssh reports an error in its configuration, or connects through another host.
     """
     settings = _ask_ssh(host)
     for jump in ("proxyjump", "proxycommand"):
@@ -187,7 +187,7 @@ def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
         host: name of the host.
         login: the login.
         shown: fingerprint of the host's key.
-        held: fingerprint in known_hosts.
+        held: fingerprint of the host's key in known_hosts.
     """
     again = f"ssh-keygen -R {shlex.quote(login.known_as)}, then bash setup/passwordless_ssh.sh"
     return HostTrouble(
@@ -255,7 +255,7 @@ class TooLong(Exception):  # noqa: N818 - not a fault of ours
 
 @dataclass(frozen=True)
 class Finished:
-    """A script that ended.
+    """The result of a script that has ended.
 
     Attributes:
         code: exit status.
@@ -273,28 +273,28 @@ class Finished:
 
 
 class Readable(Protocol):
-    """A file, or the part of it that is sent to a host."""
+    """A protocol: an object with the method ``read`` of a file, whose bytes are sent to a host."""
 
     def read(self, most: int, /) -> bytes:
         """Return the next bytes, at most ``most``; empty at the end."""
 
 
 class Talk:
-    """A script to be sent, and its output as it arrives.
+    """A script that is run on a host, with its input, and its output as it arrives.
 
-    Output before the mark is the login shell's, the rest the script's.
+    The script first prints a mark. Output before the mark is that of the login shell.
 
     Args:
         script: the script.
-        words: its arguments.
-        payload: its stdin; None: empty.
+        words: arguments of the script.
+        payload: stdin of the script; None: empty.
         on_line: called with each complete line of stdout.
 
     Attributes:
-        tied: True if stdin stays open. All processes of the script then end with the script or when
-            stdin closes.
-        sent: the bytes for stdin.
-        errors: the bytes from stderr.
+        tied: True if stdin stays open while the script runs. All processes of the script then end
+            when the script ends or when stdin closes.
+        sent: bytes that are to be written to stdin.
+        errors: bytes received from stderr.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ def run_here(talk: Talk, limit: float, through: Sequence[str] = ()) -> int:
     Args:
         talk: the script, its input and its output.
         limit: largest duration, in seconds.
-        through: words of a program that runs the script elsewhere.
+        through: command-line words of a program that runs the script elsewhere, such as srun.
 
     Raises:
         TooLong: after ``limit`` seconds.

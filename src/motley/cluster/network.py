@@ -1,7 +1,7 @@
 """The networks that hosts share, and a trial of each network.
 
-A network is given by the interfaces by which hosts reach each other. The trial opens connections
-and measures the rate of the slowest one.
+A network is described by the interface of each host through which the others reach it. The trial
+opens connections and measures the rate of the slowest one.
 
 In the trial each host opens a port on each network, and sends to the next host in a ring. A
 connection must start with the receiver's token, or is dropped. Neither MPI nor any package is
@@ -37,7 +37,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Network:
-    """The interface and address of one machine on the shared subnet."""
+    """The interface of one machine on a shared subnet, and its address there."""
 
     interface: str
     address: str
@@ -48,7 +48,7 @@ def choose_networks(
     names: Mapping[int, str],
     environs: Mapping[int, Mapping[str, str]],
 ) -> dict[int, Network]:
-    """Return the first of :func:`list_networks`, the most probable one if none is tried."""
+    """Return the first of :func:`list_networks`: the most probable one, for use without a trial."""
     return list_networks(machines, names, environs)[0]
 
 
@@ -57,21 +57,22 @@ def list_networks(
     names: Mapping[int, str],
     environs: Mapping[int, Mapping[str, str]],
 ) -> list[dict[int, Network]]:
-    """Return the subnets on which every machine has its own address, the more probable first.
+    """Return the subnets on which every machine has its own address, the most probable first.
 
-    A subnet is given by each machine's interface, whose names may differ (eno1, enp4s0f1). If two
-    machines have the same address (docker0's 172.17.0.1), neither can be reached by it, and such a
-    subnet is never chosen. One machine alone uses loopback. Interfaces with names of containers'
-    interfaces are used only if there is no other.
+    A subnet is described by each machine's interface. The names of the interfaces may differ (eno1,
+    enp4s0f1). If two machines have the same address (docker0's 172.17.0.1), neither can be reached
+    by it, and the subnet is never chosen. One machine alone uses loopback. Interfaces whose names
+    are typical of containers are used only if no other subnet exists.
 
     Args:
         machines: interfaces of each machine.
         names: host name of each machine, for errors.
-        environs: environment of each machine. If a user has set an interface there for gloo or
-            NCCL, no other is used.
+        environs: environment variables of each machine. If the user has set an interface there for
+            gloo or NCCL, no other interface is used.
 
     Raises:
-        MotleyError: there is no subnet, or a machine lacks the user's interface.
+        MotleyError: the machines share no subnet, or a machine lacks the interface that the user
+            has set.
     """
     wanted = named_interfaces(machines, names, environs)
     if len(machines) == 1:
@@ -182,7 +183,7 @@ Answer = float | str  # bytes per second, or the error
 
 
 class Receiver:
-    """A port on each of some addresses that counts the received bytes. A context manager.
+    """A receiver that listens on several addresses and counts received bytes; a context manager.
 
     Args:
         addresses: addresses of this machine.
@@ -224,7 +225,7 @@ def _serve(server: socket.socket, token: str) -> None:
 
 
 def _count(connection: socket.socket, token: str) -> None:
-    """Count the bytes of a peer that sends the token, and send the number to the peer."""
+    """Count the bytes of a peer that has sent the token, and send the count back to the peer."""
     try:
         with connection:
             connection.settimeout(_REPLY_S)
@@ -260,7 +261,7 @@ def connect(address: str, port: int, token: str) -> socket.socket | str:
 
 
 def measure(targets: Sequence[tuple[str, int]], token: str) -> list[Answer]:
-    """Send to the port of one host on each network, and return each rate or error.
+    """Send data to one host over each network, and return the rate or error of each network.
 
     All connections are opened at once, and used one after another.
 
@@ -315,7 +316,7 @@ def pick_network(
     """Return the index of the fastest network that connects all, and a sentence on each network.
 
     Args:
-        candidates: networks, the more probable first.
+        candidates: networks, the most probable first.
         answers: results of each machine for each candidate, from :func:`measure`.
         names: names of the machines.
 

@@ -40,16 +40,16 @@ class TrainingProcess:
         pid: process id.
         ticks: start time of the process, in clock ticks since boot. pids are used again, so pid and
             ticks together identify a process.
-        age_s: seconds since it started.
+        age_s: seconds since the process started.
         description: text for the user, as "rank 3: torch_dist/train_vit.py --run a".
         kind: ``rank``, ``daemon`` or ``mpirun``.
-        workers: pid and ticks of each data worker of a rank.
+        workers: pid and ticks of each data-loader process of a rank.
         gpu_mib: GPU memory of the process and its workers, MiB; None if no driver reports it.
-        head: host and pid of its mpirun, if they are known.
-        launched: True if a launcher started it.
-        held: True if a launcher is among its living ancestors.
-        orphan: True if its parent has ended.
-        job: for a rank, the launcher's name of the job.
+        head: host and pid of the mpirun that started the process, if they are known.
+        launched: True if a launcher started the process.
+        held: True if a launcher is among the living ancestors of the process.
+        orphan: True if the parent of the process has ended.
+        job: for a rank, the launcher's name for the job.
         size: for a rank, the number of ranks of the job.
     """
 
@@ -74,8 +74,8 @@ class Survey:
 
     Attributes:
         node: host name of the machine.
-        processes: this user's processes of training.
-        mpiruns: pids of all of this user's mpirun.
+        processes: this user's training processes.
+        mpiruns: pids of all mpirun processes of this user.
         others: other processes that hold GPU memory.
     """
 
@@ -90,7 +90,7 @@ def state(process: TrainingProcess, mpiruns: Iterable[tuple[str, Sequence[int]]]
 
     Args:
         process: the process.
-        mpiruns: name of each machine that was surveyed, and pids of this user's mpirun there.
+        mpiruns: name of each surveyed machine, with the pids of this user's mpirun processes there.
     """
     if process.kind == "mpirun":
         return "running"
@@ -172,7 +172,7 @@ def _line(each: Mapping[str, Any]) -> list[str] | None:
 
 
 def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
-    """Yield the parent of a process, the parent's parent and so on, up to another user's."""
+    """Yield the parent of a process, the parent's parent and so on, if they are this user's."""
     while (pid := own[pid]["ppid"]) in own:
         yield pid
 

@@ -1,8 +1,8 @@
 """Processes of this machine.
 
-The module starts programs and waits for them, each with a time limit. Other parts handle the
-signals that end this process, and send signals to other processes, identified by pid and start
-time.
+The module starts programs and waits for them, each with a time limit. The module also sets handlers
+of signals that end this process, and sends signals to others. A process is identified by its pid
+and start time, because pids are used again.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ class ChildTimeoutError(MotleyError):
 def run_child(
     words: Sequence[object], limit_s: float, fix: str, cwd: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program with empty stdin to its end, and return its exit status and output.
+    """Run a program with empty stdin until it ends, and return its exit status and output.
 
     Args:
-        words: its command line.
+        words: command line of the program.
         limit_s: seconds that it may take.
-        fix: instruction to the user for the case that it takes longer.
+        fix: instruction to the user for the case that the program takes longer.
         cwd: working directory; None: that of this process.
 
     Raises:
@@ -59,8 +59,8 @@ def run_child(
 def handle_end(number: signal.Signals, handler: Callable[[int, FrameType | None], object]) -> None:
     """Set the handler of a signal. SIGHUP stays ignored if it was ignored at the start.
 
-    A shell that starts a program in the background has it ignore SIGINT too. The handler of SIGINT
-    is set anyway, because then only a program sends SIGINT, on purpose.
+    A shell that starts a program in the background makes it ignore SIGINT too. The handler of
+    SIGINT is set anyway, because only a deliberate ``kill`` sends SIGINT to such a program.
     """
     if number != signal.SIGHUP or not ignores_hangup():
         signal.signal(number, handler)
@@ -93,7 +93,7 @@ def ticks(pid: int) -> int:
 
 
 def end(targets: Sequence[tuple[int, int]]) -> dict[int, str]:
-    """End processes: SIGTERM, and SIGKILL to those that are alive after PATIENCE_S.
+    """End processes by SIGTERM. Processes that live after PATIENCE_S seconds get SIGKILL.
 
     Args:
         targets: pid and ticks of each process. Processes of other users are left alone.
@@ -113,11 +113,11 @@ def end(targets: Sequence[tuple[int, int]]) -> dict[int, str]:
 
 
 def send(pid: int, start: int, number: int) -> bool:
-    """Send a signal to a process of this user that has a handler for it; return True if sent.
+    """Send a signal to a process of this user, if the process handles it; return True if sent.
 
     Args:
         pid: process id.
-        start: start time of the process, in ticks.
+        start: start time of the process, in clock ticks since boot.
         number: number of the signal.
     """
     with contextlib.suppress(OSError):
@@ -134,7 +134,7 @@ def send(pid: int, start: int, number: int) -> bool:
 
 
 def is_alive(pid: int, start: int) -> bool:
-    """Return True if the process of this pid is this user's, and has started at ``start``."""
+    """Return True if a process of this user has this pid, and started at ``start`` (ticks)."""
     try:
         return ticks(pid) == start and Path(f"/proc/{pid}").stat().st_uid == os.getuid()
     except OSError:

@@ -2,9 +2,9 @@
 
 A connection uses the settings that OpenSSH, and thus ``mpirun``, would use. These are the settings
 that ``ssh -G`` prints for the host (address, user, port, keys, files of host keys), and the agent.
-If a host's key is unknown or changed, nothing is sent to it. This machine itself, however hosts.txt
-names it, needs no ssh. A node of the Slurm allocation of this process needs none either, because
-Slurm runs the command there.
+If a host's key is unknown or changed, nothing is sent to the host. Commands for this machine
+itself, however hosts.txt names it, run without ssh. On a node of this process's Slurm allocation,
+Slurm runs the command, also without ssh.
 """
 
 import base64
@@ -43,12 +43,14 @@ logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 
 class Remote:
-    """A host to which this process has access, by ssh, through Slurm or locally. A context manager.
+    """A host on which this process can run commands: by ssh, through Slurm, or locally.
+
+    The object is a context manager.
 
     Attributes:
         host: name of the host.
         here: True if it is this machine.
-        key: its host key, which the host has proved; None without ssh.
+        key: verified host key of the host; None without ssh.
     """
 
     def __init__(
@@ -82,10 +84,10 @@ class Remote:
         """Run a POSIX sh script on the host, whatever its login shell is, and return the output.
 
         Args:
-            script: the script. Without a payload its stdin is empty, and all processes that it
-                starts end with it, or with the connection.
+            script: the script. Without a payload, its stdin is empty. All processes that the script
+                starts then end when the script or the connection ends.
             *words: arguments of the script, ``$1 $2 ...``.
-            payload: its stdin, or a file to read it from. Secrets belong here, because arguments
+            payload: stdin of the script, or a file with it. Secrets belong here, because arguments
                 appear in lists of processes.
             limit: largest duration in seconds.
             on_line: called with each line of stdout as it arrives.
@@ -155,13 +157,13 @@ def connect(
 
     Args:
         host: name of the host.
-        password: use only this password, no key.
-        key: use only this private key. Without password and key: use all keys that ssh would try,
-            or Slurm.
+        password: password with which to log in; no key is tried.
+        key: private key with which to log in; no other is tried. Without password and key, all keys
+            are tried that ssh would try. On a node of the allocation, Slurm is used.
         known: the host key to accept if no known_hosts file has one.
 
     Raises:
-        HostTrouble: names the cause and the fix.
+        HostTrouble: the login failed. The error states the cause and the fix.
     """
     if is_here(host):
         return Remote(host, None)
@@ -239,11 +241,11 @@ def _read_known(path: Path) -> Iterator[tuple[str, paramiko.PKey]]:
 
 
 def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:
-    """Return the key that a host shows, without logging in.
+    """Return the key that a host presents, without logging in.
 
     Args:
         host: name of the host.
-        kinds: kinds of keys that are requested first, for example ``ssh-rsa``.
+        kinds: key types that are requested first, for example ``ssh-rsa``.
 
     Raises:
         HostTrouble: the host does not answer.
@@ -300,7 +302,7 @@ def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
 
 
 class _Refuse(paramiko.MissingHostKeyPolicy):
-    """A policy that raises the key of an unknown host as :class:`UnknownHostKey`."""
+    """A paramiko policy that raises :class:`UnknownHostKey` for a host without a known key."""
 
     def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
         raise UnknownHostKey(hostname, _as_key(key))
@@ -321,7 +323,7 @@ def run_on_all(
     Args:
         hosts: names of the hosts.
         work: function that is called with each host.
-        limit: seconds after which an unfinished host gets an error.
+        limit: seconds after which a host without a result gets an error.
 
     Returns:
         Each host's result, or the HostTrouble that it raised, in the hosts' order. Any other

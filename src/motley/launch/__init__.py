@@ -1,1 +1,1 @@
-"""The ranks of one launch: the number of this rank, the living ranks, and the common end."""
+"""The ranks of one launch: the number of this rank, the other ranks, and their common end."""

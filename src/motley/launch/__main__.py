@@ -30,8 +30,8 @@ def report_failed_import(
 ) -> None:
     """Print an uncaught exception. For a failed import, also print the host and a remedy.
 
-    An error that the user can correct is one line. A registry raises such an error during an import
-    if an added file has the wrong form.
+    An error that the user can correct is one line. The registry of datasets, tasks and other parts
+    raises such an error during an import if an added file has the wrong form.
     """
     from motley.errors import MotleyError
 
@@ -55,7 +55,7 @@ def report_failed_import(
 
 
 def shadowed_packages(folders: Iterable[str]) -> list[str]:
-    """Return the paths of packages in ``folders`` that the environment has too."""
+    """Return the paths of packages in ``folders`` that the Python environment contains too."""
     own = Path(sysconfig.get_path("purelib")).resolve()
     result = []
     for folder in map(Path, folders):
@@ -72,7 +72,7 @@ def shadowed_packages(folders: Iterable[str]) -> list[str]:
 
 
 def shadowed_note(folders: Iterable[str]) -> str:
-    """Return a note on packages of PYTHONPATH that the environment's replace; empty if none.
+    """Return a note on packages of PYTHONPATH that are not used, because the environment has them.
 
     Args:
         folders: the folders of the user's PYTHONPATH.

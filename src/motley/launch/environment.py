@@ -1,8 +1,8 @@
 """The environment of a rank, set up alike by the command ``motley`` and by entry_cn.sh.
 
-Settings are NAME=VALUE lines of a file named .deepspeed_env, which DeepSpeed reads too. One may lie
-in the clone (in the current folder if there is no clone), and one in the user's home.
-``DS_ENV_FILE`` gives another name, or a whole path.
+Settings are NAME=VALUE lines of a file named .deepspeed_env, which DeepSpeed reads too. One such
+file may be in the clone (without a clone: in the current folder), and another one in the user's
+home. ``DS_ENV_FILE`` gives another name, or the path of a file.
 """
 
 import os
@@ -38,10 +38,10 @@ def start_rank(words: Sequence[str]) -> NoReturn:
 
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank, and print notes on those that are left out.
+    """Return the environment variables of a rank, and print notes on variables that are left out.
 
     Args:
-        given: variables of this process, which override those of files.
+        given: environment variables of this process. They override the variables in files.
 
     Raises:
         MotleyError: the file of DS_ENV_FILE is missing, or a line of a file is no NAME=VALUE.
@@ -70,7 +70,7 @@ def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _settings_files(given: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the paths where settings may lie. Settings of an earlier path override later ones.
+    """Yield the paths of possible settings files. Settings of an earlier file override later ones.
 
     Raises:
         MotleyError: DS_ENV_FILE is the path of a file that does not exist.
@@ -95,7 +95,7 @@ def read_settings(path: Path) -> dict[str, str]:
     The result is empty if there is no such file.
 
     Raises:
-        MotleyError: a line is none of these.
+        MotleyError: a line has another form.
     """
     result = dict[str, str]()
     if not path.is_file():
@@ -116,7 +116,7 @@ def read_settings(path: Path) -> dict[str, str]:
 
 
 def split_setting(line: str) -> tuple[str, str]:
-    """Return the name and the value of a line NAME=VALUE, without quotes being removed."""
+    """Return the name and the value of a line NAME=VALUE. Quotes in the value stay."""
     name, _, value = line.removeprefix("\ufeff").partition("=")
     return re.sub(r"^export\s", "", name.strip()).strip(), value.strip()
 

@@ -1,4 +1,4 @@
-"""The setup of this process: rank, death with its parent, cache folders, open files, exit."""
+"""The setup of this process: its rank, a signal at its parent's death, caches, open files, exit."""
 
 import atexit
 import contextlib
@@ -52,7 +52,8 @@ def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
     Open MPI's.
 
     Args:
-        found: rank on this machine in order of rank, for a launcher that gives no number.
+        found: position of this rank among the ranks of this machine, which is returned if the
+            launcher gives no number.
         environ: environment of this process.
     """
     local_rank = read_launch(environ).local_rank
@@ -63,7 +64,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Ask the kernel to send this process a signal when its parent ends, however it ends.
 
     Args:
-        number: number of the signal; 0: no signal any more.
+        number: number of the signal; 0: send no signal from now on.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -71,7 +72,8 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def keep_freed_memory(size: int) -> None:
     """Make malloc reuse up to ``size`` freed bytes, in place of new pages.
 
-    By default a large block has pages of its own, which the kernel zeroes each time.
+    By default, malloc requests new pages for each large block, and the kernel zeroes them each
+    time.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_MAX, 0)
@@ -110,7 +112,7 @@ def keep_caches_local(environ: Any) -> None:
     Call this before torch is imported, since torch then sets inductor's folder.
 
     Args:
-        environ: environment to change. Variables that are set stay.
+        environ: environment variables, which are changed. Variables that are set already stay.
     """
     folder = cache_folder()
     for name, below in _CACHES.items():
@@ -120,7 +122,7 @@ def keep_caches_local(environ: Any) -> None:
 def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the folders below :func:`cache_folder` where compilers keep their results.
 
-    Folders that the user has put elsewhere are left out. The tuple is empty if the cache folder
+    Caches that the user has placed elsewhere are left out. The tuple is empty if the cache folder
     does not outlive this run.
     """
     folder = cache_folder()
@@ -131,10 +133,11 @@ def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def stop_usage(message: str) -> NoReturn:
-    """Print a usage error, and exit with status 2.
+    """Print a usage error that all ranks have, on rank 0, and exit with status 2.
 
-    All ranks read the same command line, and rank 0 prints the error of all. The launcher then ends
-    the others. A rank that outlives its pause has an error of its own, such as a missing file.
+    All ranks read one command line, so rank 0 prints the error of all. The other ranks wait for a
+    short time, in which the launcher ends them. A rank that the launcher has not ended prints its
+    own error, such as a file that is missing on its host.
     """
     rank, where = launched_rank(), ""
     if rank:
@@ -145,10 +148,10 @@ def stop_usage(message: str) -> NoReturn:
 
 
 def end_at_once(finalize: Callable[[], None]) -> NoReturn:
-    """End this process successfully without taking apart its modules, as multiprocessing does.
+    """End this process with status 0, without destroying its modules, as multiprocessing does.
 
-    Threads are joined, and atexit's functions called. Taking apart the imported modules would cost
-    more than a second of processor time with torch and timm.
+    Threads are joined, and atexit's functions called. Destroying the modules of torch and timm
+    would take more than a second of processor time.
 
     Args:
         finalize: called after atexit's functions.

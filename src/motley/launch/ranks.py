@@ -41,7 +41,7 @@ _SHORTEST_S, _LONGEST_S = 5e-5, 1e-3
 
 
 class Launched(Protocol):
-    """The processes of one launch, seen from one of them; see :class:`MpiRanks`.
+    """A protocol: the processes of one launch, seen from one of them; see :class:`MpiRanks`.
 
     Attributes:
         rank: 0-based number of this process.
@@ -55,7 +55,7 @@ class Launched(Protocol):
         """Return the value of every rank, by rank. All ranks must call it."""
 
     def on_this_machine(self) -> list[int]:
-        """Return the ranks of this machine, in order. All ranks must call it."""
+        """Return the numbers of the ranks on this machine, ascending. All ranks must call it."""
 
 
 class MpiRanks:
@@ -91,7 +91,7 @@ class MpiRanks:
     def on_this_machine(self) -> list[int]:
         """Return the ranks of this machine; see :class:`Launched`.
 
-        MPI finds them by their shared memory, since several machines may have the same host name.
+        MPI finds these ranks by shared memory, since several machines may have the same host name.
         """
         self.allgather(None)  # sleeps while it waits, so that Split_type need not wait
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
@@ -102,8 +102,8 @@ class MpiRanks:
 def _wait_for(look: Callable[[], Any]) -> Any:
     """Call ``look`` until it returns a true value, and return that value.
 
-    MPI's own waiting never sleeps. Such waiting would take processor time from the ranks that it
-    waits for, if ranks share a processor, or from other users.
+    MPI's own waiting never sleeps. Such waiting would take processor time from other users, and
+    from the late ranks if ranks share a processor.
     """
     looks, pause_s = 0, _SHORTEST_S
     while not (result := look()):
@@ -240,7 +240,7 @@ def meeting_point(launch: Launch, environ: Mapping[str, str]) -> tuple[str, str,
 
 
 def secret(environ: Mapping[str, str]) -> str:
-    """Return a secret that only this user's processes know, from a variable or a file in the home.
+    """Return a secret that only this user can read, from a variable or a file in the home.
 
     Raises:
         MotleyError: the file is open to others, or cannot be made.

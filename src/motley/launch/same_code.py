@@ -1,12 +1,12 @@
 """A comparison of the code of all ranks.
 
-Hosts with homes of their own may hold an edited file, an older commit or another package. Such
-hosts would train another model without an error.
+Hosts with homes of their own may hold an edited file, an older commit or another package. Without a
+comparison, such hosts would train another model without an error.
 
 The comparison covers the files that change a rank's results, or its part in collectives. These are
 Motley's own files, the script, the modules and settings beside it, the files that its options name,
-and the packages below. Python's version is compared too: from 3.12 on it sums floats in another
-way, so ranks would not make the same plan. Builds of one release for another CUDA
+and the packages below. Python's version is compared too: from 3.12 on, Python sums floats in
+another way, so ranks would not compute the same plan. Builds of one release for another CUDA
 (``2.14.0+cu126``) count as equal, because old GPUs need them.
 
 A file or package that only some hosts have is not compared. If it is missing where it is needed,
@@ -56,7 +56,7 @@ def compare_code(
     Args:
         host: name of this machine.
         allgather: gathers the value of every rank, by rank.
-        packages: packages that the script needs, besides those that all scripts do.
+        packages: packages that the script needs, besides those that all scripts need.
     """
     own = read_code(host, packages=packages)
     mine = hashlib.sha256(repr([sorted(part.items()) for part in own[1:]]).encode()).hexdigest()
@@ -70,12 +70,12 @@ def compare_code(
 def read_code(
     host: str, command: Sequence[str] | None = None, packages: Sequence[str] = ()
 ) -> Code:
-    """Return the code of this process. Takes 20 ms.
+    """Return the versions and file hashes of the code that this process runs. Takes 20 ms.
 
     Args:
         host: name of this machine.
-        command: the script and its words; None: as this process was started.
-        packages: packages that the script needs, besides those that all scripts do.
+        command: path of the script and its command-line words; None: those of this process.
+        packages: packages that the script needs, besides those that all scripts need.
 
     Raises:
         MotleyError: a file cannot be read.
@@ -106,8 +106,8 @@ def check_same(found: Sequence[Any]) -> None:
     """Raise MotleyError unless all ranks run the same code.
 
     Args:
-        found: value of each rank, by rank. A value that is no :data:`Code` comes from a version of
-            Motley that does not send one.
+        found: result of :func:`read_code` on each rank, by rank. Any other value comes from a
+            version of Motley that sends no :data:`Code`.
     """
     strange = [rank for rank, code in enumerate(found) if not _is_code(code)]
     if strange:
@@ -162,13 +162,13 @@ def _is_code(value: Any) -> bool:
 
 
 def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return the names whose values differ between ranks, with the ranks that deviate.
+    """Return the names whose values differ between ranks, each with the ranks that deviate.
 
     The most frequent value counts as right. If two are equally frequent, rank 0's value does. Ranks
     without a value are ignored.
 
     Args:
-        columns: values of each rank by name, by rank.
+        columns: for each rank, its values by name, such as hashes by file.
     """
     odd = {}
     for name in dict.fromkeys(name for column in columns for name in column):
@@ -181,7 +181,10 @@ def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 def _find_extra(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return the registered files that only some ranks have, with these ranks."""
+    """Return the files of registries that only some ranks have, each with these ranks.
+
+    A registry is a folder in which every file adds something.
+    """
     names = dict.fromkeys(name for column in columns for name in column)
     extra = {}
     for name in (each for each in names if each.startswith(_REGISTERED)):

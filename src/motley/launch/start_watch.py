@@ -1,26 +1,27 @@
-"""The watch over the start of a job, and the clock of the parts of a start.
+"""The watch over the start of a job, and a clock that measures the parts of a start.
 
 A process beside each rank ends the rank if not all ranks start.
 
-A rank may be stopped, or its host frozen, before it has joined the others. A launcher waits for it
-without end. MPI does too, and no thread of Python's runs inside MPI. Each rank that is ready to
-join therefore starts a process that watches the time. The watching process sees the other ranks of
-its machine in /proc, and nothing of other machines. A process that can name a late rank reports
-first, and on each machine the lowest rank's process. If all ranks are stopped while they import,
-none is ready to report. A rank has another process watch it until it is ready.
+A rank may be stopped, or its host frozen, before it has joined the others. The launcher then waits
+for this rank without end. MPI waits too, and no Python thread runs while it waits. Each rank that
+is ready to join therefore starts a process that watches the time. The watching process sees the
+other ranks of its machine in /proc, and nothing of other machines. Processes that can name a late
+rank report first. On each machine, only the process of the lowest rank reports. If all ranks are
+stopped while they import, none of them is ready to report. Each rank therefore has another process
+that watches it until it is ready.
 
-    imports      since the process started, its environment included, until all ranks have imported
-                 and are joined by MPI
-    connect      code, facts and addresses of all hosts; the supervisor
+    imports      the time from the start of the process, its environment included, until all ranks
+                 have imported their modules and MPI has joined them
+    connect      comparison of code, exchange of facts and addresses of all hosts, the supervisor
     prepare      the run's folder, and the data on each host's disk
     group        the process group, and the precision of each rank
-    model        built, with the data opened and the initial weights read
-    speeds       of all devices, measured, or remembered and tried
-    links        between machines, and
-    wires        adding up gradients, measured where they are not remembered
+    model        the model is built, the data is opened, and the initial weights are read
+    speeds       the speeds of all devices are measured, or stored speeds are checked
+    links        the links between machines are measured, unless stored by an earlier run
+    wires        the wire modes (ways to add up gradients) are measured, unless stored
     compile      the trial of compiling the model
-    plan         the arithmetic between them
-    engine       the loader, the loss scale, the engine, the resumed state
+    plan         the computation of the plan from these measurements
+    engine       the loader, the loss scale, the engine and the resumed state are set up
 
 A part that did not take place has no entry.
 """
@@ -52,8 +53,8 @@ class StartClock:
     """A clock that divides one rank's start into parts, in the order in which they ended.
 
     Args:
-        before_s: age of this process in seconds, all of which it spent on imports; None: not
-            counted.
+        before_s: age of this process in seconds, which counts as the part ``imports``; None: the
+            age does not count.
     """
 
     def __init__(self, before_s: float | None = None) -> None:
@@ -67,7 +68,7 @@ class StartClock:
         return cls(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
     def lap(self, part: str) -> None:
-        """End a part: add the time since the end of the last one to ``part``."""
+        """End a part: add the time since the end of the previous part to ``part``."""
         now = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
@@ -95,10 +96,12 @@ _LOOK_S = 1.0
 
 
 class StartWatch:
-    """A rank's end of the watch, which runs until :meth:`joined`. A rank alone has none.
+    """A rank's process that watches the start of the job, from the creation to :meth:`joined`.
+
+    A job of one rank has no such process.
 
     Raises:
-        MotleyError: the variable holds no number of seconds.
+        MotleyError: MOTLEY_START_TIMEOUT is no number of seconds.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -140,7 +143,7 @@ def start_timeout(environ: Mapping[str, str]) -> float:
     """Return the seconds in which all ranks should start; 0: no limit.
 
     Raises:
-        MotleyError: the variable holds no number of seconds.
+        MotleyError: MOTLEY_START_TIMEOUT is no number of seconds.
     """
     text = environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT_S))
     try:
@@ -157,13 +160,13 @@ def start_timeout(environ: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class Sibling:
-    """A rank of this machine, as its kernel sees it.
+    """A rank of this machine, as /proc describes it.
 
     Attributes:
         rank: number of the rank.
         pid: process id of the rank.
         stopped: True if a signal or a debugger has stopped it.
-        ready: True if it has started to join the others.
+        ready: True if the rank has started to join the others.
     """
 
     rank: int
@@ -197,7 +200,7 @@ def words(
 
     Args:
         here: ranks of this machine.
-        local_size: number of ranks on this machine if all are there.
+        local_size: number of ranks that this machine should have.
         size: number of ranks of the job.
         host: name of this machine.
         hosts: names of the other hosts, if they are available.
@@ -268,7 +271,7 @@ def _is_stopped_early(pid: int, seconds: float) -> bool:
 
 
 def _is_ready(pid: int) -> bool:
-    """Return True if the rank has started to join the others, shown by its watching process."""
+    """Return True if the rank has a watching process, started when the rank is ready to join."""
     with contextlib.suppress(psutil.Error):  # the process has just ended
         return any(map(_watches_start, psutil.Process(pid).children()))
     return False
@@ -282,12 +285,12 @@ def _watches_start(process: psutil.Process) -> bool:
 
 
 def _ends_within(seconds: float) -> bool:
-    """Return True if the watched rank ends in time: then this process's standard input closes."""
+    """Return True if the watched rank ends in time, which closes this process's standard input."""
     return bool(select.select([0], [], [], seconds)[0])
 
 
 def _end(pid: int, seconds: float) -> None:
-    """Print what is wrong, and kill the ranks of this machine; the launcher then ends the job."""
+    """Print the problem, and kill the ranks of this machine. The launcher then ends the job."""
     here, launcher = siblings(pid), _stat(pid)[1]
     launch, hosts = read_launch(), [*find_sessions(launcher).values()]
     local = launch.local_size or len(here)

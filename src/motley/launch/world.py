@@ -1,8 +1,8 @@
 """All launched ranks: their hosts, their addresses, and the variables of the process group.
 
 Every script starts through :func:`run`, and every script of a user's own through
-:func:`start_rank`. A thread of the lowest rank of each machine reports ranks
-of earlier jobs that still hold its GPU and memory. A launch does not wait for that thread.
+:func:`start_rank`. A thread of the lowest rank of each machine reports ranks of earlier jobs that
+still hold GPU memory of the machine. A launch does not wait for that thread.
 """
 
 import atexit
@@ -48,7 +48,7 @@ from motley.text import typed_command
 
 
 def why_not_free(port: int) -> str:
-    """Return the reason why a port of this machine cannot be listened on; empty if it can."""
+    """Return the reason why no process can listen on a port of this machine; empty if one can."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -62,7 +62,8 @@ def why_not_free(port: int) -> str:
 def reserve_port(address: str) -> socket.socket:
     """Return a socket that reserves a free port: it is bound and never listens.
 
-    No other program is given the port, while torch, which sets SO_REUSEADDR, can take it.
+    The kernel gives the port to no other program. torch can still listen on it, because torch sets
+    SO_REUSEADDR.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -112,7 +113,7 @@ class OneRank:
     rank, size = 0, 1
 
     def allgather(self, value: T) -> list[T]:
-        """Return the own value in a list; see Launched."""
+        """Return a list with the value of the only rank; see Launched."""
         return [value]
 
     def on_this_machine(self) -> list[int]:
@@ -142,8 +143,9 @@ def run(
 
     Args:
         main: the script's function, called with the world of this rank.
-        launched: connection of the ranks without a launcher, as in tests; None: the launcher's.
-        packages: packages that the script needs, besides those that all scripts do.
+        launched: connected ranks that no launcher has started, as in tests; None: the ranks of the
+            launcher.
+        packages: packages that the script needs, besides those that all scripts need.
     """
     world = start_rank(launched, packages)
     try:
@@ -155,13 +157,14 @@ def run(
 
 
 def start_rank(launched: Launched | None = None, packages: Sequence[str] = ()) -> "World":
-    """Connect this rank to all others, and start its supervisor; all ranks call it.
+    """Connect this rank to all others, and start its supervisor. All ranks call this function.
 
     An error in the environment, which all ranks have, ends the process with status 2.
 
     Args:
-        launched: connection of the ranks without a launcher, as in tests; None: the launcher's.
-        packages: packages that the script needs, besides those that all scripts do.
+        launched: connected ranks that no launcher has started, as in tests; None: the ranks of the
+            launcher.
+        packages: packages that the script needs, besides those that all scripts need.
     """
     clock = StartClock() if launched else StartClock.for_process()
     gc.freeze()  # see motley.launch
@@ -190,7 +193,7 @@ def _end_with_thread(
     usual: Callable[[threading.ExceptHookArgs], object],
     ended: threading.ExceptHookArgs,
 ) -> None:
-    """End the job if a thread failed with a MotleyError; other errors end the thread alone."""
+    """End the job if a thread failed with a MotleyError. Any other error ends only the thread."""
     if isinstance(ended.exc_value, MotleyError):
         supervisor.fail(ended.exc_value)
     usual(ended)
@@ -205,9 +208,9 @@ class World:
         local_rank: number of this rank among the ranks of this machine.
         local_size: number of ranks of this machine.
         nodes: facts of every rank's machine, by rank; after :meth:`connect`.
-        network: the subnet that all machines share, as this one sees it.
-        supervisor: reports the state of this rank to rank 0.
-        clock: divides this rank's start into its parts.
+        network: this machine's interface and address on the subnet that all machines share.
+        supervisor: object that reports the state of this rank to rank 0.
+        clock: clock that measures the parts of this rank's start.
     """
 
     def __init__(self, launched: Launched, clock: StartClock) -> None:
@@ -277,7 +280,7 @@ class World:
         return self._launched.allgather(value)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on rank 0; all ranks return its value or raise what it raised."""
+        """Call ``make`` on rank 0. All ranks return its result, or raise its error."""
         return self._from_some(make, self.rank == 0)[0]
 
     def once_per_node(self, work: Callable[[], T]) -> list[T]:
@@ -307,7 +310,7 @@ class World:
         """Compare the code of all ranks, exchange facts, choose a subnet, start the supervisor.
 
         Args:
-            packages: packages that the script needs, besides those that all scripts do.
+            packages: packages that the script needs, besides those that all scripts need.
         """
         self.clock.lap(
             "imports"
@@ -356,11 +359,11 @@ class World:
     def among(self, ranks: Sequence[int], gather: Callable[[Any], list[Any]]) -> "World":
         """Return the world of some of these ranks, with new rank numbers.
 
-        MPI is not used in that world, because other ranks belong to it too.
+        The new world does not use MPI, because MPI's collectives would include the other ranks.
 
         Args:
-            ranks: the ranks; this one is among them.
-            gather: returns the value of each of them, by its new number. All of them call it.
+            ranks: the ranks of the new world; this rank is among them.
+            gather: all-gather among these ranks, which returns each rank's value by the new number.
         """
         world = copy.copy(self)
         world.place = self.place.among(ranks)
@@ -389,10 +392,10 @@ class World:
     def join_group(self, participants: Sequence[int]) -> int | None:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.
 
-        RANK and WORLD_SIZE count the participants alone, which form the process group.
-        Variables that the user has set stay: an address, port or interface is used. A rank or size
-        that contradicts the launcher is an error. When the participants change, all ranks call this
-        again, those that leave too.
+        RANK and WORLD_SIZE count the participants alone, which form the process group. An address,
+        port or interface that the user has set is used. A rank or size that the user has set is an
+        error if it contradicts the launcher. When the participants change, all ranks call this
+        method again, including those that leave.
 
         Args:
             participants: the ranks that train, in order of their numbers in the group.
@@ -485,15 +488,15 @@ def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
 
 
 def port_of_user(said: Sequence[str | None]) -> int | None:
-    """Return the MASTER_PORT that the users of some ranks set, or None.
+    """Return the MASTER_PORT that is set by the user on some ranks, or None.
 
-    All ranks take this port.
+    All ranks use this port.
 
     Args:
-        said: value on each rank, by rank; None: unset.
+        said: value of MASTER_PORT on each rank, by rank; None: unset.
 
     Raises:
-        MotleyError: a value is no port, or ranks have different ones.
+        MotleyError: a value is no port, or ranks have different ports.
     """
     ports = {text: rank for rank, text in enumerate(said) if text is not None}
     for text, rank in ports.items():

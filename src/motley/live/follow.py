@@ -28,8 +28,10 @@ class Appended:
 
     Attributes:
         lines: complete lines, without line ends.
-        anew: the file was truncated or replaced; these lines are all of its content.
-        more: the file has further lines for the next read. Only if every line is read.
+        anew: True if the file was truncated or replaced. The lines are then read from its
+            beginning.
+        more: True if the file has further lines for the next read. Only a reader of every line sets
+            this.
     """
 
     lines: list[bytes]
@@ -44,8 +46,9 @@ class Tail:
 
     Args:
         path: path of the file.
-        samples: number of lines that are read from a part that is too long. They are evenly spread,
-            and include the first line of the file. None: every line is read, part by part.
+        samples: if too much was appended since the last read, number of lines that are read of all
+            but its end. These lines are evenly spread, and include the first line of the file.
+            None: every line is read, part by part.
     """
 
     def __init__(self, path: Path, samples: int | None = SAMPLES) -> None:
@@ -67,8 +70,9 @@ class Tail:
         """Return new lines; none if the file is missing or unreadable.
 
         Args:
-            clock: monotonic seconds.
-            wall: seconds since the epoch, for the age of a file that is read for the first time.
+            clock: monotonic seconds now.
+            wall: time now in seconds since the epoch, from which the age of a file is computed at
+                the first read.
         """
         # Each read opens the file, because only then an NFS client requests its size.
         try:
@@ -107,7 +111,7 @@ class Tail:
 
 
 def _sampled(file: int, begin: int, end: int, samples: int) -> list[bytes]:
-    """Return the first complete line after each of ``samples`` positions, evenly spread."""
+    """Return the first complete line after each of ``samples`` evenly spread positions."""
     lines, reached = list[bytes](), 0
     for index in range(samples):
         place = begin + (end - begin) * index // samples
@@ -142,12 +146,13 @@ class RunFollower:
 
     Attributes:
         about: content of run.json; empty before it exists.
-        problem: reason why run.json cannot be read, or empty.
+        problem: reason why run.json cannot be read; empty: there is no problem.
         slow_link: sentence on the slowest link, if it is slower than the others; or empty.
         looks: number of times that all records were read.
         wall: seconds since the epoch at the last read.
-        tracks: steps of each rank that writes records.
-        devices: last samples of each host's devices, by the device's number, empty for a CPU.
+        tracks: recorded steps of each rank that writes records.
+        devices: for each host, the last samples of its devices by the device's number, which is
+            empty for a CPU.
         troubles: reason why another host's records cannot be copied, by host.
         unread: reason why a GPU log cannot be read, by host.
         events: the last events.
@@ -177,7 +182,8 @@ class RunFollower:
         """Read all new records.
 
         Args:
-            clock: monotonic seconds, which measure silence, as the wall clock may jump.
+            clock: monotonic seconds now. Silence is measured by this clock, because the wall clock
+                may jump.
             wall: seconds since the epoch.
         """
         self.clock, self.wall = clock, wall
@@ -198,8 +204,8 @@ class RunFollower:
     def glance(self, clock: float, wall: float) -> bool:
         """Read the new steps of the leading rank; return True if all records should be read now.
 
-        This is the case if some rank has just become slower, because the records of all ranks show
-        which one, or if an event has been recorded.
+        All records should be read if some rank has just become slower, because only the records of
+        all ranks show which rank. They should also be read if an event was recorded.
         """
         rank = self._leading() if self.about.get("status") == "running" else None
         if rank is None:
@@ -285,7 +291,10 @@ class RunFollower:
             self.about, self.slow_link = read, slow_link(read)
 
     def _record_arrivals(self, before: JsonDict, now: JsonDict) -> None:
-        """Append events of hosts that have started or stopped training, which no record has."""
+        """Append an event for each host that has started or stopped to train.
+
+        No record has such events.
+        """
         was, are = trained_hosts(before), trained_hosts(now)
         if not was or not are:
             return
@@ -298,7 +307,7 @@ class RunFollower:
     # -- silence
 
     def silent_s(self) -> float:
-        """Return the seconds since any rank wrote a step; about infinite before the first step."""
+        """Return the seconds since any rank wrote a step; a huge number before the first step."""
         return min((tail.silent_s(self.clock) for tail in self._steps.values()), default=1e9)
 
     def rank_silent_s(self, rank: int) -> float | None:
@@ -376,7 +385,7 @@ def files_in(
 
 
 def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
-    """Return the last ``last`` lines, and ``before`` of the lines before them, evenly spread."""
+    """Return the last ``last`` lines, preceded by ``before`` evenly spread earlier lines."""
     rest = len(lines) - last
     if rest <= before:
         return lines

@@ -55,8 +55,8 @@ class Collector:
     """A context manager that keeps copies of remote records up to date.
 
     Args:
-        asked: copy records. Without it nothing is copied. Also an attribute.
-        whole: copy whole files, and not only their end.
+        asked: True: copy records. False: copy nothing. The value is also an attribute.
+        whole: True: copy whole files. False: copy only the end of long files.
     """
 
     def __init__(self, asked: bool, whole: bool = False) -> None:
@@ -78,7 +78,7 @@ class Collector:
             self._folder.cleanup()
 
     def copies(self, run: RunFolder) -> Sequence[RunFolder]:
-        """Return a list with the folder for the copies of a run; empty without copies."""
+        """Return the folder for the copies of a run, in a list; empty if nothing is copied."""
         return [RunFolder(self._place(run))] if self.asked else []
 
     def _place(self, run: RunFolder) -> Path:
@@ -147,7 +147,7 @@ class Copies:
         self._offsets = {path.name: 0 for path in paths}
 
     def update(self, remote: "Remote") -> bool:
-        """Copy new records, or a piece of them; return True if more are left to copy.
+        """Copy new records, up to a number of bytes; return True if more are left to copy.
 
         Raises:
             HostTrouble: the host does not answer, or lacks the folder.
@@ -269,7 +269,7 @@ class Runs:
     ) -> Snapshot | None:
         """Return the snapshot of a run, see :func:`take_snapshot`; None if there is no such run.
 
-        A snapshot is taken once per read of the records, however many callers ask for it.
+        One snapshot is taken per reading of the records, however many callers request it.
         """
         follower = self._followers.get(name)
         if follower is None:

@@ -34,23 +34,23 @@ class Row:
     """The row of one rank. None and empty values are unknown.
 
     Attributes:
-        share: fraction of the global batch.
+        share: fraction of the global batch that the rank computes.
         samples: number of the rank's samples in the last step.
-        rate: units per second that the rank computes, in the task's unit.
-        parts: mean seconds in the rank's last steps: input, compute, waiting, wire, optimizer,
-            host.
+        rate: images, tokens or other units of the task that the rank computes per second.
+        parts: mean seconds of each part of the rank's last steps: input, compute, waiting for other
+            ranks, communication, optimizer, host.
         waited: fraction of each step in which the others wait for this rank.
-        step: number of the last step that the rank has recorded here.
+        step: last step in the rank's records on this host.
         load: load of the rank's device, 0 to 1.
         memory_mib: used memory of the device, in MiB.
         memory_total_mib: total memory of the device, in MiB.
         temperature_c: temperature of the device, in degrees Celsius.
         power_w: power of the device, in watts.
         others: other users of the GPU, and their memory (GiB).
-        silent_s: seconds since the rank, or the GPU logger of its host, last wrote, if a record is
-            overdue.
-        here: the rank's step records are here.
-        note: reason why the rank is left out.
+        silent_s: if a record is overdue, seconds since the rank, or the GPU logger of its host,
+            last wrote a record.
+        here: True if the rank's step records, or copies of them, are on this host.
+        note: reason why the rank does not train; empty if it trains.
     """
 
     rank: int
@@ -118,9 +118,10 @@ def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> l
 
 
 def get_straggler_times(rank: int, waits: Waits | None) -> tuple[float | None, ...]:
-    """Return the times of a rank without its own records, if it is the straggler; else empty.
+    """Return the times of the straggler if it writes no records; an empty tuple for other ranks.
 
-    In a group of many ranks, the first rank records these times.
+    In a group of many ranks only the first rank writes records, and these have the straggler's
+    times.
     """
     if waits is None or waits.rank != rank or waits.own_s is None:
         return ()
@@ -128,7 +129,7 @@ def get_straggler_times(rank: int, waits: Waits | None) -> tuple[float | None, .
 
 
 def planned(counts: Sequence[int], worker: Mapping[str, Any]) -> int | None:
-    """Return the number of samples of a rank in the plan; None: unknown."""
+    """Return the number of samples per step that the plan gives a rank; None: unknown."""
     place = worker.get("group_rank")
     return counts[place] if isinstance(place, int) and 0 <= place < len(counts) else None
 
@@ -200,9 +201,9 @@ class RankHistory:
 
     Attributes:
         rank: number of the rank.
-        steps: number of the first step in each mean.
-        parts: seconds of each mean, as in :class:`Row`.
-        load: load in the last samples of its device, 0 to 1.
+        steps: number of the first step of each group of steps over which a mean is taken.
+        parts: mean seconds of each part, as in :class:`Row`, for each of these groups.
+        load: load of the rank's device, 0 to 1, in each of the last samples.
         memory_mib: used memory in these samples, in MiB.
         temperature_c: temperature in these samples, in degrees Celsius.
         power_w: power in these samples, in watts.
@@ -225,16 +226,17 @@ class Snapshot:
         mood: condition of the run.
         headline: sentence on the condition.
         step: number of steps taken, out of ``last_step``.
-        left_s: expected seconds until the end of the run.
+        left_s: expected seconds until the run ends.
         rate: units per second of all ranks, in ``unit``.
-        fraction: fraction of the limit.
-        losses: pairs of step and loss, each a mean over some steps.
+        fraction: ``rate`` divided by the rate at the limit, at which no rank waits and no data is
+            sent.
+        losses: pairs of a step and a loss. Each loss is a mean over some steps.
         evaluation: metrics of the last evaluation, in words.
         metrics: pairs of step and value in the last evaluations, by the metric's name.
         link: sentence on the slowest link.
         rows: rows of ranks, ascending.
-        hidden: number of further ranks.
-        elsewhere: one sentence per host whose files are not here or cannot be read.
+        hidden: number of further ranks that have no row.
+        elsewhere: one sentence for each host whose files are not on this host or cannot be read.
         history: history of the selected rank.
     """
 
@@ -377,7 +379,7 @@ def left_s(lead: Track, steps: int) -> float | None:
 
 
 def elsewhere(followed: RunFollower) -> tuple[str, ...]:
-    """Return one sentence per host whose files are not here or cannot be read."""
+    """Return one sentence for each host whose files are not on this host or cannot be read."""
     usual = f"{typed_command('python plots/watch.py')} --collect reads them by ssh"
     absent = (
         f"{host}: its records are not on this machine; {followed.troubles.get(host, usual)}"

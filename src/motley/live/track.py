@@ -1,7 +1,7 @@
 """The recorded steps of each rank, and the cause for which a step waits. Pure.
 
-The last steps are kept in full, and all steps as means over some steps. A step waits for a rank,
-the wire, or input.
+The last steps are kept in full. All steps are kept as means over groups of steps. A step waits for
+a rank, the wire, or input.
 """
 
 import math
@@ -27,9 +27,10 @@ class Step:
 
     Attributes:
         parts: seconds of each of PARTS; None where unknown.
-        others: times of the other ranks in a group of many ranks, of which only the first writes
-            records. They are the seconds after which the middle one of the others was ready, the
-            last rank, and the seconds after which the last rank was ready. None: not recorded.
+        others: times of the other ranks, in a group of many ranks in which only the first rank
+            writes records. The three values are the seconds until the middle one of the other ranks
+            was ready, the number of the rank that was ready last, and the seconds until this rank
+            was ready. None: not recorded.
     """
 
     step: int
@@ -98,7 +99,10 @@ class Point:
 
 
 class History:
-    """Means over groups of steps. The groups grow, so that there are never more than 240."""
+    """Means over groups of consecutive steps.
+
+    The groups become larger, so that there are never more than 240 means.
+    """
 
     def __init__(self) -> None:
         self._width = 1
@@ -115,7 +119,7 @@ class History:
             self._steps = wider
 
     def drop_from(self, step: int) -> None:
-        """Drop a step and all later ones, and all steps that share a mean with it."""
+        """Drop a step and all later steps, and other steps whose mean includes the step."""
         self._steps = {
             place: total for place, total in self._steps.items()
             if place < step // self._width
@@ -220,16 +224,16 @@ class Waits:
 
     Attributes:
         held: the cause.
-        share: fraction of each step.
+        share: fraction of each step that was spent waiting for this cause.
         steps: number of steps that were examined.
-        by_rank: fraction of each step in which the others waited for a rank, by rank.
-        rank: rank for which the others wait. None with Held.RANK: a rank that writes no records
-            here.
+        by_rank: for each rank, the fraction of each step in which the others waited for it.
+        rank: rank for which the others wait. If ``held`` is Held.RANK, None stands for a rank that
+            writes no records on this host.
         own_s: seconds until that rank was ready; None: unknown.
         others_s: mean seconds until the others were ready; None: unknown.
-        usual_s: seconds until the last rank was ready before this one became slower; None: it did
-            not become slower.
-        for_input: the rank waited for its samples in most of ``own_s``.
+        usual_s: usual seconds until the last rank was ready, before this rank became slower; None:
+            this rank did not become slower.
+        for_input: True if the rank waited for its samples during most of ``own_s``.
     """
 
     held: Held
@@ -251,7 +255,7 @@ class _Window:
         steps: number of steps.
         lines: records of these steps, by rank and number of the step.
         seconds: duration of all steps together.
-        by_rank: fraction of ``seconds`` in which the others waited for a rank, by rank.
+        by_rank: for each rank, the fraction of ``seconds`` in which the others waited for it.
     """
 
     steps: int
@@ -289,7 +293,7 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
 
 
 def since_slower(lead: Track) -> tuple[list[Step], float | None]:
-    """Return the last steps in which some rank has been slower, and the usual time.
+    """Return the last steps, if some rank was slower in them than before, and the usual time.
 
     The usual time is the median of the seconds until the last rank was ready. If no rank has become
     slower, the result is an empty list and None.
@@ -321,7 +325,7 @@ def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collectio
     """Return all ranks' records of some steps.
 
     Args:
-        steps: steps of one rank, which select the numbers.
+        steps: steps of one rank. The records of all ranks with these step numbers are returned.
         tracks: tracks of the ranks.
         ranks: all ranks that train.
     """

@@ -1,4 +1,7 @@
-"""The verdict on a run: its fraction of the limit, the causes of the rest, and faster options."""
+"""The verdict on a run: its rate as a fraction of the limit, causes of lost time, faster options.
+
+At the limit no rank waits and no data is sent.
+"""
 
 import contextlib
 from collections import defaultdict
@@ -42,9 +45,9 @@ class Energy:
     """The energy of the GPUs that trained, from a run's first step to its last.
 
     Attributes:
-        joules_each: joules per unit that a rate counts, such as an image.
+        joules_each: joules per unit in which rates are counted, such as an image.
         kwh: energy of all GPUs, in kWh.
-        co2_kg: CO2 of all GPUs, in kg.
+        co2_kg: CO2 emission of this energy, in kg.
         co2_per_kwh: grams of CO2 per kWh, from which ``co2_kg`` is computed.
     """
 
@@ -68,20 +71,22 @@ class RunVerdict:
     """The verdict on one run. None and empty values are unknown.
 
     Attributes:
-        fraction: fraction of the limit that was reached.
+        fraction: rate of the run divided by the rate at the limit.
         step_s: median seconds of a step.
         forecast_s: expected seconds of a step.
-        lost: fraction of a step for each activity except compute, the largest first. The fractions
-            are means over ranks of medians over steps.
+        lost: fraction of a step that each activity except computing takes, the largest first. Each
+            fraction is the median over steps, averaged over ranks.
         link: sentence on the slowest link.
         slower: the rank that is slowest relative to the measurement at the start; empty if the
             difference may be noise.
-        slower_times: time of that rank relative to the measurement at the start.
-        crowd: reason, if the host of that rank has fewer processors than ranks.
-        grows_mib: growth of memory per step until the end, in MiB, on the worst rank.
+        slower_times: time of that rank, divided by the time measured at the start.
+        crowd: sentence that gives a reason, if the host of that rank has fewer processors than
+            ranks.
+        grows_mib: memory growth per step in MiB on the rank with the largest growth, if the memory
+            grows until the end.
         energy: energy of the GPUs.
-        advice: faster options, the fastest first; then advice without a figure.
-        unit: unit that rates count.
+        advice: faster options, the fastest first, followed by advice without a known gain.
+        unit: unit in which rates are counted, such as images.
     """
 
     fraction: float | None
@@ -158,8 +163,8 @@ class RunVerdict:
 def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> RunVerdict:
     """Return the verdict on a run from its records.
 
-    The steps of the last launch count, because the plan is that launch's. If that launch has no
-    steps, all steps count. Energy is that of all launches.
+    Only steps of the last launch count, because the plan belongs to that launch. If the launch has
+    no steps, all steps count. The energy is that of all launches.
 
     Args:
         training: records of the run.
@@ -195,15 +200,15 @@ def _energy(training: Training, co2_per_kwh: float) -> Energy | None:
 
 
 def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
-    """Return True if the forecast is for the batch size of these steps."""
+    """Return True if the forecast was made for the batch size of these steps."""
     return bool(median(training.values("n_global")) == forecast.get("global_batch"))
 
 
 def _usual(training: Training) -> Callable[[Array], float]:
     """Return the function that averages the times of steps.
 
-    The function is the median. With Local SGD it is the mean, because one step in many waits for
-    the wire.
+    The function is the median. With Local SGD the function is the mean, because only one step in
+    many waits for communication.
     """
     wire = str((training.run.get("plan") or {}).get("wire", ""))
     return _mean_without_first if wire.startswith("local") else median
@@ -228,7 +233,7 @@ def _lost(training: Training) -> dict[str, float]:
 
 
 def _took(training: Training, *fields: str) -> dict[int, float]:
-    """Return the median seconds of some parts of a step together, for each rank with records."""
+    """Return for each rank with records the median seconds of these parts of a step together."""
     result = {
         rank: median(np.sum([_read_part(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()
@@ -243,7 +248,7 @@ def _read_part(records: Sequence[JsonDict], field: str) -> Array:
 
 
 def _slowest(training: Training) -> str:
-    """Return the name of the rank that is ready last, if all ranks have records."""
+    """Return the name of the rank that is ready last, or "the slowest rank"."""
     ready = _took(training, "t_data", "t_compute", "t_host")
     if len(ready) < 2 or len(ready) < len(training.run.get("ranks") or ready):
         return "the slowest rank"
@@ -251,7 +256,7 @@ def _slowest(training: Training) -> str:
 
 
 def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None, str]:
-    """Return the rank whose time for its samples is largest relative to the forecast.
+    """Return the rank whose compute time exceeds the forecast by the largest factor.
 
     If every pass waits for all ranks, as in FSDP, no rank's own time is known.
 
@@ -344,8 +349,8 @@ def _sentence(advice: Advice, unit: str, off: str) -> str:
 
     Args:
         advice: the advice.
-        unit: unit that rates count.
-        off: error of the plan, in words.
+        unit: unit in which rates are counted, such as images.
+        off: phrase on the error of the plan's forecast; empty if the forecast was good.
     """
     if advice.times is None:
         return f"{advice.text}."  # without a capital, as it may begin with a host's name

@@ -20,7 +20,7 @@ _LONGEST = 2000  # most characters of a text
 
 
 def plain(text: object) -> str:
-    """Return a text on one line, without control characters and marks of writing direction.
+    """Return a text on one line, without control characters and Unicode marks of writing direction.
 
     None becomes an empty text.
     """
@@ -29,7 +29,7 @@ def plain(text: object) -> str:
 
 
 def part(share: float) -> str:
-    """Return a share in words, as in ``34 %``."""
+    """Return a fraction as a percentage, as in ``34 %``."""
     return f"{100 * share:.0f} %"
 
 
@@ -136,13 +136,16 @@ class Mood(StrEnum):
 
 @dataclass(frozen=True)
 class Silence:
-    """The parts of a run whose records are overdue.
+    """The ranks and hosts of a run whose records are overdue.
 
     Attributes:
-        stalled_s: seconds since any rank wrote a step, if that is long for this run; else None.
-        hosts: seconds since the GPU logger of a host wrote, by host.
-        ranks: seconds since a rank wrote a step, if others have written later ones, by rank.
-        unreported: seconds since the first rank received a message from a silent rank, by rank.
+        stalled_s: seconds since any rank wrote a step, if this is unusually long for the run; else
+            None.
+        hosts: for each silent host, the seconds since its GPU logger wrote.
+        ranks: for each rank that has not written steps that others have written, the seconds since
+            its last one.
+        unreported: for each rank whose heartbeats are missing, the seconds since the first rank
+            received a message from it.
     """
 
     stalled_s: float | None = None
@@ -156,7 +159,7 @@ class Silence:
 
 
 def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
-    """Return the silent parts of a run that is running by its run.json."""
+    """Return the silent ranks and hosts of a run whose run.json has the status running."""
     interval = mapping(followed.about, "config").get("gpu_log_interval")
     interval = interval if isinstance(interval, int | float) and interval > 0 else _INTERVAL_S
     late = _LATE_SAMPLES * interval + _LATE_S
@@ -213,7 +216,7 @@ def headline(
 
 
 def name_rank(followed: RunFollower, rank: int) -> str:
-    """Return a rank's name for the user, as in ``ecetesla3 (rank 3)``."""
+    """Return the name by which a user knows a rank, as in ``ecetesla3 (rank 3)``."""
     for worker in workers(followed.about):
         if worker["rank"] == rank:
             return f"{plain(worker.get('host'))} (rank {rank})"
@@ -290,9 +293,9 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
 
 
 def _and_for(followed: RunFollower, waits: Waits) -> str:
-    """Return the straggler as a cause besides the first one, or an empty string.
+    """Return a phrase that names the straggler as a second cause, or an empty string.
 
-    A slow host makes the wire slow too.
+    A slow host also makes communication slow.
     """
     ranks = {rank: share for rank, share in waits.by_rank.items() if rank is not None}
     most = max(ranks, key=lambda rank: ranks[rank], default=None)

@@ -38,12 +38,12 @@ _BLOCK_S = 3.0  # a block of a model that is compiled as a whole: 40 of one took
 
 @dataclass(frozen=True)
 class Promise:
-    """The gain that a rank expects of compiling, from its last trial or a usual value.
+    """The gain that a rank expects from compiling: that of its last trial, or a usual one.
 
     Attributes:
-        gain: part of the rank's time that compiling saves.
+        gain: fraction of the rank's compute time that compiling saves.
         cost_s: seconds that compiling and timing take.
-        known: True if the values are from an earlier compilation of this model here.
+        known: True if the values are from an earlier compilation of this model on this machine.
     """
 
     gain: float = 0.15
@@ -52,7 +52,7 @@ class Promise:
 
     @classmethod
     def read(cls, path: Path) -> "Promise":
-        """Return the remembered promise; the usual one if none can be read."""
+        """Return the promise stored by an earlier run; the usual one if none can be read."""
         try:
             content = json.loads(path.read_text())
             result = cls(float(content["gain"]), float(content["cost_s"]), known=True)
@@ -67,14 +67,15 @@ class Promise:
     def costs_least(self, passes_s: float, kinds: int) -> float:
         """Return the least seconds that compiling and timing can take.
 
-        A cost that an earlier compilation measured is returned as it is. Otherwise the timed passes
-        are assumed to run at the largest speed-up that compiling may give, and each kind of block
-        to compile with warm caches.
+        If an earlier compilation measured the cost, that cost is returned. Otherwise the timed
+        passes are assumed to run at the largest speed-up that compiling may give. Each kind of
+        block is assumed to compile with warm caches.
 
         Args:
-            passes_s: seconds of one plain micro-batch of each timed size, added up.
-            kinds: number of kinds of blocks. Blocks are of one kind if they have the same modules
-                with tensors of the same shapes, so the stages of a Swin usually count as several.
+            passes_s: sum of the seconds of one micro-batch of each timed size, without compiling.
+            kinds: number of kinds of blocks. Blocks are of one kind if their modules and the shapes
+                of their tensors are equal. The stages of a Swin therefore usually count as several
+                kinds.
         """
         least_s = PASSES * passes_s / _MOST_FASTER + kinds * _KIND_LEAST_S
         return self.cost_s if self.known else least_s
@@ -93,7 +94,7 @@ class Promise:
 
     @property
     def saves_most(self) -> float:
-        """Part of a rank's time that compiling may save at most."""
+        """Largest fraction of a rank's compute time that compiling may save."""
         return max(1 - 1 / _MOST_FASTER, self.gain if self.known else 0.0)
 
 
@@ -131,12 +132,12 @@ def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s
 
 
 def why_not(promises: Sequence[Promise | None], least_s: float, rest_s: float) -> str:
-    """Return the reason why compiling cannot be worth it; empty: it may be. Pure.
+    """Return the reason why compiling cannot save time; empty: compiling may save time. Pure.
 
     Args:
         promises: see :func:`is_worth_it`.
-        least_s: least seconds of the trial.
-        rest_s: seconds that are left of the run without compiling.
+        least_s: least seconds that the trial takes.
+        rest_s: seconds that the rest of the run takes without compiling.
     """
     most_s = rest_s * max((each.saves_most for each in promises if each), default=0.0)
     if most_s >= least_s:
@@ -163,13 +164,14 @@ def compile_where_faster(
         world: the ranks.
         run: the run, which may be a continued one; None: nothing is trained.
         group: process group of the ranks.
-        model: the model; None on a rank that is left out.
+        model: the model; None on a rank that does not train.
         config: the options.
         speeds: speed of each rank without compiling.
         wire: cost of an all-reduce.
 
     Returns:
-        The speeds of all ranks, with those of compiled models, and notes for the user.
+        The speeds of all ranks, measured with compiled models where these are used, and notes for
+        the user.
     """
     tables, counts, forecast = split_and_forecast(config.batch_size, speeds, wire)
     own: _Own | None = None
@@ -206,8 +208,8 @@ class _Own:
     """The facts about compiling that a rank sends to the others.
 
     Attributes:
-        file: file of the remembered promise.
-        promise: the promise; None: the rank cannot compile.
+        file: file in which the promise is stored.
+        promise: expected gain; None: the rank cannot compile.
         least_s: least seconds of a trial on this rank; 0: it cannot compile.
         steps: steps of the whole run.
         done: steps that earlier launches of the run have done.
@@ -246,13 +248,13 @@ class _Own:
 def _is_wanted(
     asked: str, told: Sequence[_Own], counts: Sequence[int], step_s: float
 ) -> tuple[bool, str]:
-    """Return True if compiling is to be tried, and a note if it is not.
+    """Return True if compiling is to be tried. If not, the second value is a note for the user.
 
     Args:
-        asked: ``--compile``.
+        asked: value of ``--compile``.
         told: the facts of all ranks.
-        counts: samples of each rank.
-        step_s: seconds of a step.
+        counts: samples of each rank in a step.
+        step_s: seconds of a step without compiling.
     """
     promises = [each.promise for each in told]
     if not any(promises) or asked != "auto":
@@ -268,9 +270,9 @@ def _sizes(count: int, grain: int, most: int) -> set[int]:
     """Return the sizes of the micro-batches into which a share is cut, in samples.
 
     Args:
-        count: samples of the share. If it is 0, the result is ``{most}``.
-        grain: samples that stay together.
-        most: largest micro-batch.
+        count: samples of the rank in a step. If the number is 0, the result is ``{most}``.
+        grain: number of samples that stay together.
+        most: samples in the largest micro-batch.
     """
     return {grain * groups for groups in cut(count // grain, most // grain)} or {most}
 
@@ -283,10 +285,11 @@ def _try(
     Args:
         model: the model.
         speed: speed of the plain model.
-        sizes: sizes of micro-batches to time.
-        kept: file for the result of the trial.
+        sizes: sizes of micro-batches to time, in samples.
+        kept: file in which to store the result of the trial.
         anyway: True: use the compiled model even if it is not faster.
-        is_equal: True if the sizes will not change.
+        is_equal: True if the sizes will not change after the trial, so that the model is compiled
+            for them alone.
 
     Returns:
         The speed of the model in use, and a note for the user; mostly empty.

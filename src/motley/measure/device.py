@@ -22,9 +22,9 @@ class KernelSpeed:
     """The speed of a matrix product in one precision.
 
     Attributes:
-        precision: the precision.
-        tflops: 1e12 floating-point operations per second; None if the device cannot do it.
-        error: the device's error message in that case.
+        precision: the precision, as ``--precision`` names it.
+        tflops: speed in 1e12 floating-point operations per second; None if the product fails.
+        error: the error message of a product that fails; else empty.
     """
 
     precision: str
@@ -33,7 +33,7 @@ class KernelSpeed:
 
 
 def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> KernelSpeed:
-    """Time square matrix products (warm, synchronised) and check their result.
+    """Time square matrix products, warm and synchronised, and check their result.
 
     A real kernel runs, for two reasons. A claim of support can be emulation. A build that lacks the
     GPU's architecture passes ``is_available()`` and fails at its first kernel.
@@ -66,7 +66,7 @@ def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> 
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all its queued work."""
+    """Wait until a device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -85,17 +85,18 @@ def measure_speed(
 ) -> SpeedTable:
     """Time the passes of micro-batches of 1, 2, 4, ... samples, and one optimizer step.
 
-    A pass is forward and backward. Sizes count groups of samples if the task has groups that stay
-    together.
+    A pass is forward and backward. If the task has groups of samples that stay together, the sizes
+    are 1, 2, 4, ... groups.
 
     The measurement ends at ``most`` samples, when memory runs out, or when the next size would take
     too long. Larger sizes are timed even if they are no faster, because a longer last backward pass
-    hides more of the wire. Parameters and random state are restored, and all memory is released.
+    hides more of the all-reduce. Parameters and random state are restored, and all memory is
+    released.
 
     Args:
         model: the model.
-        make: makes the optimizer, which takes one step of size 0 to have its state in memory, as
-            in training.
+        make: makes the optimizer. The optimizer takes one step with learning rate 0, so that its
+            state is in memory as in training.
         most: largest number of samples.
 
     Raises:
@@ -194,7 +195,7 @@ def _doubling(most: int) -> Iterator[int]:
 def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
     """Return the seconds of a micro-batch, and the peak of memory in MiB (None on a CPU).
 
-    Gradients are left behind.
+    The gradients of the pass stay in memory.
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -207,8 +208,8 @@ def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
 def passes(model: TaskModel, size: int, count: int) -> Iterator[float]:
     """Yield the seconds of one pass of a micro-batch after another.
 
-    The first pass may not be warm. At most ``count`` passes run, as many as the caller takes.
-    Gradients are left behind.
+    The first pass may include a warm-up. At most ``count`` passes run, and only as many as the
+    caller iterates over. The gradients stay in memory.
     """
     run = _micro_batch(model, size)
     for _ in range(count):
@@ -229,7 +230,7 @@ def _micro_batch(model: TaskModel, size: int) -> Callable[[], None]:
 
 
 def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) -> float:
-    """Return the seconds of an optimizer step behind a micro-batch.
+    """Return the seconds of an optimizer step that follows a micro-batch.
 
     While a GPU computes the micro-batch, the step is queued, as in training.
     """
@@ -247,7 +248,7 @@ def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) ->
 def _time(
     run: Callable[[], None], device: torch.device, before: Callable[[], None] | None = None
 ) -> float:
-    """Return the median seconds of warm runs, which follow each other as in training.
+    """Return the median seconds of runs after a warm-up. The runs follow each other as in training.
 
     Args:
         run: the operation.
@@ -280,14 +281,14 @@ def _fits(
     device: torch.device,
     more: float,
 ) -> bool:
-    """Return True if a micro-batch of ``size`` should fit, by the growth of memory so far.
+    """Return True if a micro-batch of ``size`` should fit, judged by the growth of memory so far.
 
     Args:
         sizes: sizes that were measured, in samples.
         memory: peak of memory at each size, MiB; None: unknown.
         size: samples of the next micro-batch.
         device: the device.
-        more: further memory of training, MiB.
+        more: memory that training needs besides the micro-batch, MiB.
     """
     known = [pair for pair in zip(sizes, memory, strict=True) if pair[1] is not None]
     if len(known) < 2:

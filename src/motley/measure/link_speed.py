@@ -47,7 +47,8 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
 
     Args:
         world: the ranks.
-        traffic: a watch over other programs' traffic on this machine's interface; None: start one.
+        traffic: a running measurement of other programs' traffic on this machine's interface; None:
+            start one.
     """
     traffic = traffic or Traffic(world.network.interface)
     ports = world.allgather(traffic.read_port() if world.first_here else None)
@@ -59,8 +60,8 @@ def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
 
     Args:
         world: the ranks.
-        seconds: seconds of sending, each way. 0: send the fewest chunks, which show that large
-            messages pass.
+        seconds: seconds of sending in each direction. 0: send the fewest chunks that show that
+            large messages pass.
     """
     machines = sorted(set(world.machines))
     own = world.rank if world.first_here else None
@@ -88,7 +89,7 @@ def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links | 
         flows: flows of an earlier measurement. The speeds of ports are read again.
 
     Returns:
-        The links; None if data does not pass a connection any more.
+        The links; None if data no longer passes some connection.
     """
     port = look_at(world.network.interface) if world.first_here else None
     ports = world.allgather(port)
@@ -115,7 +116,10 @@ class Traffic:
         self._start = time.perf_counter()
 
     def read_port(self) -> Port:
-        """Watch a little longer; return the interface's properties and the others' traffic."""
+        """Watch a little longer.
+
+        Return the interface's properties and the traffic of other programs.
+        """
         time.sleep(max(0.0, self._start + _LOOK_S - time.perf_counter()))
         after = psutil.net_io_counters(pernic=True).get(self._interface)
         port, seconds = look_at(self._interface), time.perf_counter() - self._start
@@ -128,7 +132,7 @@ class Traffic:
 
 
 def look_at(interface: str) -> Port:
-    """Return the properties of an interface, and the name of a faster one if there is one."""
+    """Return the properties of a network interface, and the name of a faster interface, if any."""
     says = {
         name: each.speed for name, each in psutil.net_if_stats().items()
         if each.isup and (name == interface or not name.startswith(VIRTUAL))
@@ -145,7 +149,7 @@ def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> t
     Args:
         address: address and port.
         token: token that the other machine expects.
-        seconds: seconds of sending, each way.
+        seconds: seconds of sending in each direction.
 
     Returns:
         Both flows. If the measurement fails, a flow has the rate 0 and the error.
@@ -179,7 +183,7 @@ def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> t
 
 
 def answer(listener: socket.socket, token: bytes, seconds: float = _SECONDS) -> None:
-    """Accept the caller that knows the token, receive its data, and send for ``seconds``."""
+    """Accept a connection that sends the token, receive its data, and send data for ``seconds``."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -204,7 +208,7 @@ def answer(listener: socket.socket, token: bytes, seconds: float = _SECONDS) -> 
 
 
 def _ping(line: socket.socket) -> float:
-    """Return half of a small message's round trip in seconds, the median of several."""
+    """Return half of a small message's round-trip time in seconds, the median of several."""
     times = []
     for _ in range(_PINGS):
         start = time.perf_counter()
@@ -227,9 +231,10 @@ def _send(line: socket.socket, seconds: float) -> None:
 def _receive(line: socket.socket) -> float:
     """Receive the data of :func:`_send`, and return its rate in bytes per second.
 
-    The rate is the median of three: from a quarter, three eighths and half of the data to the
-    end. Data that waited while this program was suspended arrives in a burst. A burst at the
-    beginning of one of the three parts does not change the median.
+    The result is the median of three rates. They are measured from a quarter, three eighths and
+    half of the data on, each until the end. Data that waited while this program was suspended
+    arrives in a burst. A burst at the start of one of the three measurements does not change the
+    median.
     """
     chunk, came = bytearray(_CHUNK), [0.0]
     while True:
@@ -270,16 +275,18 @@ _PART_S = (
 def measure_wire(
     parameters: Sequence[torch.Tensor], mode: WireMode, tries: int = TRIES, group: Any = None
 ) -> AllReduceCost:
-    """Time the all-reduce of nearly empty buckets, and of the gradient of these parameters.
+    """Measure the cost of an all-reduce of the gradient of these parameters.
 
-    Only a part of the gradient is sent if the wire is so slow that all of it would take seconds.
+    Nearly empty buckets give the latency, and the whole gradient gives the transfer time.
+
+    Only a part of the gradient is sent if the network is so slow that all of it would take seconds.
     All ranks of the process group must call this function, and get the same result.
 
     Args:
         parameters: the parameters.
         mode: the wire mode.
-        tries: largest number of repetitions of each.
-        group: process group whose ranks alone take part, in the exact mode; None: all.
+        tries: largest number of repetitions of each timing.
+        group: process group of the ranks that take part, for the exact mode alone; None: all ranks.
     """
     device = parameters[0].device
     send_s = _Sender(mode, tries, device, group).seconds
@@ -316,12 +323,13 @@ def _count_bytes(mode: WireMode, buckets: Sequence[Bucket]) -> float:
 def _all_s(first: float, part: float, whole: float, first_s: float, part_s: float) -> float:
     """Return the estimated seconds of the whole gradient, of which a part was sent.
 
-    The rest is assumed as fast as the part after its first piece, which fills a pipeline.
+    The rest is assumed to be as fast as the part without its first piece. During the first piece
+    the pipeline of transfers fills.
 
     Args:
         first: bytes of the first piece.
-        part: bytes of the part.
-        whole: bytes of the whole.
+        part: bytes of the part that was sent, first piece included.
+        whole: bytes of the whole gradient.
         first_s: measured seconds of the first piece.
         part_s: measured seconds of the part.
     """
@@ -331,7 +339,7 @@ def _all_s(first: float, part: float, whole: float, first_s: float, part_s: floa
 
 
 def _first(parameters: Sequence[torch.Tensor], numbers: int) -> Sequence[torch.Tensor]:
-    """Return the first parameters, with at most ``numbers`` numbers together, but at least two."""
+    """Return the first parameters with at most ``numbers`` values together, but at least two."""
     ends = accumulate(parameter.numel() for parameter in parameters)
     return parameters[: max(2, sum(end <= numbers for end in ends))]
 
@@ -402,9 +410,9 @@ class _Sender:
 
         Args:
             buckets: the buckets to send.
-            whose: the rank whose time counts. MAX: the slowest rank's, since ranks behind fast
-                links are done before their data has come through a slow one. MIN: the fastest
-                rank's, which excludes waiting for the others to start.
+            whose: the rank whose time is the result. MAX: the slowest rank, since ranks with fast
+                links are done before their data has passed a slow link. MIN: the fastest rank,
+                whose time includes no waiting for others to start.
             warm: True: send once before the timing, to make the connections.
         """
         reducer = self.mode.reducer(self.device) if self.group is None else Reducer(self.group)

@@ -1,6 +1,7 @@
-"""The plan from measurements: which hosts train, their shares, and the wire mode.
+"""The plan from measurements: the hosts that train, the samples of each rank, and the wire mode.
 
-The sizes of the plan are timed. Faster alternatives are named as advice to the user.
+The wire mode is the form in which gradients travel between ranks. The micro-batch sizes of the plan
+are timed. Faster alternatives become advice to the user.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,8 +57,8 @@ def faster(
         group: process group of the ranks that could train.
         config: the options.
         measured: measurements of these ranks.
-        options: the ranks that should train, by mode.
-        mode: the chosen mode.
+        options: for each wire mode, the ranks that should train.
+        mode: the chosen wire mode.
     """
     names, machines = [worker.host for worker in group.workers], group.machines(world)
     advice = better_modes(options, mode, names)
@@ -80,7 +81,7 @@ def other_engines(
     mode: WireMode,
     traits: EngineTraits,
 ) -> dict[str, Forecast]:
-    """Return the forecasts for engines that send in another way, by their options."""
+    """Return forecasts for engines that communicate differently, by their options."""
     wire, exact = measured.wires[mode], measured.wires.get(EXACT)
     wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
     through = {
@@ -109,10 +110,10 @@ def refine(
     """Time the micro-batches that the split would use, and split again, a few times.
 
     A GPU computes in waves of tiles. One more image can cost a whole wave (8 % on a H200), which a
-    straight line between powers of two does not show. If the wire takes a part of the step, a whole
-    share in one micro-batch is timed too: a longer last backward pass hides more of the wire. If
-    each micro-step has its part of the wire, the fewest micro-batches that memory and ``most``
-    allow are timed. Every launched rank calls this function.
+    straight line between powers of two does not show. If the all-reduce takes a part of the step, a
+    whole share in one micro-batch is timed too, because a longer last backward pass hides more of
+    the all-reduce. If each micro-batch communicates, the fewest micro-batches that memory and
+    ``most`` allow are timed. Every launched rank calls this function.
 
     Args:
         world: the ranks.
@@ -148,12 +149,12 @@ def refine(
 def _with_long(
     model: TaskModel, speed: SpeedTable, own: int, most: int | None, wire: AllReduceCost
 ) -> SpeedTable:
-    """Return the speed with the time of the longest micro-batch into which a share may be cut.
+    """Return the speed, to which the time of the longest useful micro-batch of the share is added.
 
     Args:
         model: the model.
         speed: speed of this rank.
-        own: samples in this rank's share.
+        own: samples that this rank takes in a step.
         most: largest number of samples in a micro-batch; None: no limit but memory.
         wire: cost of an all-reduce.
     """
@@ -175,8 +176,8 @@ def _with_long(
 def _sizes_of_like_parts(count: int, grain: int, limit: int) -> list[int]:
     """Return the sizes of micro-batches into which ``count`` samples can be cut evenly.
 
-    Each way to cut into nearly equal parts of at most ``limit`` samples adds its larger size. The
-    sizes descend.
+    For each possible number of nearly equal parts of at most ``limit`` samples, the result contains
+    the size of the larger parts. The sizes descend.
     """
     groups, most = count // grain, limit // grain
     parts = range(-(-groups // most), groups + 1) if most else ()
@@ -193,11 +194,13 @@ class Planned:
         forecast: expected time of a step; None for a plan made by hand.
         wires: cost of an all-reduce by wire mode; empty for a plan made by hand or of a continued
             run.
-        others: forecasts of alternatives with the same batch, by their options.
-        advice: better options for the user; may be empty.
-        links: links between the machines, those left out included; None if not measured.
-        memory: figures of links and wires for the next run; None: none are stored.
-        foreseen: memory of a model that no rank holds whole; None for another model.
+        others: forecasts of alternatives with the same batch, by the options that select them.
+        advice: faster options for the user; may be empty.
+        links: links between all machines, left-out machines included; None if not measured.
+        memory: measurements of links and wire modes, to be stored for the next run; None: none are
+            stored.
+        foreseen: estimated memory of each rank, for a model of which no rank holds all parameters;
+            None for any other model.
     """
 
     plan: Plan
@@ -211,11 +214,11 @@ class Planned:
     foreseen: Foreseen | None = None
 
     def is_compiled(self, rank: int, asked: str) -> bool:
-        """Return True if a rank's model is compiled, by its trial or by ``--compile``."""
+        """Return True if a rank's model is compiled, as its trial or ``--compile`` has decided."""
         return self.speeds[rank].compiled if self.speeds else asked == "on"
 
     def with_note(self, mode: WireMode) -> "Planned":
-        """Return the plan with a note on the cost of its wire mode as the first advice."""
+        """Return the plan, with a note on the disadvantage of its wire mode as the first advice."""
         text = Advice(f"--wire {mode}: {mode.price}")
         return replace(self, advice=(text, *self.advice))
 
@@ -326,7 +329,7 @@ def _refined(job: _Job, measured: Measured, mode: WireMode) -> Measured:
 
 
 def _compiled(job: _Job, measured: Measured, mode: WireMode) -> tuple[Measured, tuple[str, ...]]:
-    """Return the measurements with ranks compiled if that is faster, and notes for the user."""
+    """Return the measurements after compiling where that is faster, and notes for the user."""
     if not (job.traits.compiles or job.config.compile == "on"):
         return measured, ()
     speeds, notes = compile_where_faster(
@@ -345,8 +348,8 @@ def _measure(
     """Measure all inputs of a plan, and choose the ranks and the wire mode.
 
     Returns:
-        The measurements, the ranks that should train for each wire mode, the chosen mode, and the
-        figures that the next run may use.
+        The measurements. For each wire mode, the ranks that should train. The chosen mode. The
+        figures of links and wire modes for the next run.
     """
     world, group, model, config, traits = job.world, job.group, job.model, job.config, job.traits
     traffic = Traffic(world.network.interface) if world.first_here else None
@@ -372,7 +375,7 @@ def _measure(
 
 
 def _limited(measured: Measured, config: Config, group: ProcessGroup) -> Measured:
-    """Return the measurements without larger micro-batches than ``--micro-batch`` allows."""
+    """Return the measurements without the micro-batches that exceed ``--micro-batch``."""
     if config.micro_batch is None:
         return measured
     pairs = zip(measured.speeds, config.micro_batch.for_ranks(group.size), strict=True)
@@ -382,9 +385,10 @@ def _limited(measured: Measured, config: Config, group: ProcessGroup) -> Measure
 def _beside(
     planned: Planned, options: Mapping[WireMode, Choice], mode: WireMode, choice: Choice
 ) -> Planned:
-    """Return a plan with its alternatives, and with the limit of all machines.
+    """Return the plan with forecasts of its alternatives, and with the limit of all machines.
 
-    Machines that are left out count in the limit too.
+    The limit is the time of a step in which no rank waits and no data is sent. Left-out machines
+    count in it too.
     """
     others = {
         f"--wire {other}": result.chosen for other, result in options.items() if other != mode
@@ -398,9 +402,9 @@ def _beside(
 
 
 def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
-    """Return the ranks that should train, by wire mode.
+    """Return for each measured wire mode the ranks that should train.
 
-    Rank 0 alone computes them, because ranks may share processors.
+    Only rank 0 computes them, because ranks may share processors.
     """
     world, config, machines = job.world, job.config, job.group.machines(job.world)
     # The first rank that trains reads and writes checkpoints, and MASTER_ADDR is its host.
@@ -424,8 +428,9 @@ def _best_mode(
 ) -> WireMode:
     """Return the wire mode of a plan.
 
-    Modes are tried in this order: exact, exact with a slow link spared, rounded, and both. A later
-    mode is chosen only if it is faster by more than the error of the clocks.
+    Modes are tried in this order: exact; exact with little traffic over a slow link; rounded;
+    rounded with little traffic over a slow link. A later mode is chosen only if it is faster by
+    more than the error of the clocks.
     """
     best: WireMode | None = None
     for mode in sorted(options, key=lambda m: (not m.is_exact, m.slow_rank is not None)):
@@ -460,7 +465,7 @@ def _stay(
 
 
 def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Planned:
-    """Return a plan with shares by measured speed, and its forecast."""
+    """Return a plan whose shares follow the measured speeds, with its forecast."""
     wire = measured.wires[mode]
     speeds, counts, predicted = split_and_forecast(global_batch, measured.speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]

@@ -55,7 +55,7 @@ from motley.tasks.task import Task
 def prepare(
     task: Task, net: nn.Module, group: ProcessGroup, config: Config, traits: EngineTraits
 ) -> MemoryNeed:
-    """Estimate the memory of a rank besides activations, before anything is allocated.
+    """Estimate the memory of a rank without activations, before anything is allocated.
 
     Raises:
         NoMemoryError: the rank needs more memory than is free.
@@ -80,7 +80,7 @@ def estimate_memory(
     traits: EngineTraits,
     planned: Planned,
 ) -> Planned:
-    """Return the plan with the memory of each rank, if no rank holds the whole model.
+    """Return the plan with the estimated memory of each rank, if no rank holds the whole model.
 
     Every launched rank calls this function.
 
@@ -134,7 +134,7 @@ def _need(
 
 
 def _room(group: ProcessGroup) -> float | None:
-    """Return the MiB that this rank's GPU has; None for a CPU."""
+    """Return the MiB that this rank can use on its GPU; None for a CPU."""
     return room_mib(group.device) if group.device.type == "cuda" else None
 
 
@@ -145,7 +145,7 @@ def _check(
     traits: EngineTraits,
     room: float | None,
 ) -> None:
-    """Raise NoMemoryError if a rank needs more than its GPU or its host has."""
+    """Raise NoMemoryError if a rank needs more memory than its GPU or its host has."""
     if traits.shards_optimizer and not traits.fills_model:
         return  # the memory that such an engine needs is unknown
     assert group.rank is not None
@@ -169,7 +169,7 @@ def _check(
 def _changes(
     need: MemoryNeed, group: ProcessGroup, config: Config, traits: EngineTraits, room: float
 ) -> list[str]:
-    """Return the options that a user may change so that the model fits."""
+    """Return the options that a user may change so that the model fits into memory."""
     on_gpu, result = group.device.type == "cuda", []
     if not traits.shards_parameters:
         result.append("--strategy fsdp")
@@ -206,7 +206,7 @@ def open_model(
         group: process group of the ranks.
         config: the options.
         make: makes the module around the network.
-        traits: traits of the engine that is to train the model; None: it is only measured.
+        traits: traits of the engine that is to train the model; None: the model is only measured.
 
     Raises:
         MotleyError: the task has an error, or the model cannot fit.
@@ -242,7 +242,7 @@ def plan_batch(
     config: Config,
     traits: EngineTraits | None = None,
 ) -> tuple[ProcessGroup, Planned]:
-    """Plan the share of each rank in every global batch. Every launched rank calls it.
+    """Plan how many samples of each global batch every rank takes. Every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -250,10 +250,10 @@ def plan_batch(
         group: process group of the ranks.
         model: the model; None on a rank that is left out.
         config: the options.
-        traits: traits of the engine; None: those of an engine without limits.
+        traits: traits of the engine; None: an engine that supports every device and wire mode.
 
     Returns:
-        The ranks that train, without hosts that make a step longer, and their plan.
+        The ranks that train, and their plan. Hosts that would make a step longer are left out.
     """
     traits = traits or EngineTraits()
     named = config.wire
@@ -312,7 +312,7 @@ def check_grain(task: Task, batch_size: int, ranks: int) -> int:
     Args:
         task: the task.
         batch_size: the global batch.
-        ranks: number of ranks, each of which has a group at least.
+        ranks: number of ranks. Each rank needs at least one group of samples.
 
     Raises:
         MotleyError: the batch size is no multiple of that number.
@@ -341,7 +341,7 @@ def _other_group(task: Task, batch_size: int, ranks: int) -> str:
 
 
 def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTraits) -> None:
-    """Raise MotleyError if the engine does not support these devices, or ``--wire`` with them."""
+    """Raise MotleyError if the engine does not support these devices or the given ``--wire``."""
     if group.is_mixed and not traits.mixed:
         raise MotleyError(
             f"{traits.words}, which {group.kinds} cannot do together. Leave out one kind with "
@@ -367,7 +367,7 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
 
 
 def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the ranks are those of a run, as recorded in its run.json.
+    """Return True if the ranks are equal to those that a run has recorded in its run.json.
 
     Facts that an older run.json lacks are not compared.
     """
@@ -379,7 +379,7 @@ def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
 def _plan_before(
     world: World, run: Run, group: ProcessGroup, config: Config, traits: EngineTraits
 ) -> tuple[ProcessGroup, Planned] | None:
-    """Return the first plan of the continued run, with its ranks, if nothing relevant has changed.
+    """Return the first plan of the run that is continued, and its ranks, if they still apply.
 
     The result is None if the ranks, the options or the engine differ. With the same plan the resume
     is bit-exact. A run that changed its plan on the way does not resume bit-exactly.

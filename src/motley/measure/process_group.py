@@ -34,13 +34,16 @@ _FASTER = 1.3  # least speed relative to fp32 for which a lower precision is wor
 
 
 def kept_workers(workers: Sequence[Rank], ranks: Collection[int]) -> tuple[Rank, ...]:
-    """Return the workers of these launched ranks, with new numbers in the process group."""
+    """Return the workers with these numbers in the launch, renumbered for the process group."""
     staying = [worker for worker in workers if worker.rank in ranks]
     return tuple(replace(worker, group_rank=number) for number, worker in enumerate(staying))
 
 
 def bind_to_device(world: World, device: torch.device) -> str:
-    """Bind this rank to the cores next to its device; return a description, empty if unbound."""
+    """Bind this rank to the cores of its GPU's memory node; return a description of these cores.
+
+    The result is empty if the rank stays unbound.
+    """
     has_gpu, near = device.type == "cuda", None
     if has_gpu:
         uuid = get_uuid(device)
@@ -60,8 +63,8 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
 
     Args:
         own: this rank.
-        device: its device.
-        wanted: a precision, or auto.
+        device: the device of this rank.
+        wanted: a value of ``--precision`` for one rank: the name of a precision, or auto.
 
     Raises:
         MotleyError: there is no kernel for the precision that the user wants.
@@ -88,7 +91,7 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
 
 
 def promised_precision(device: torch.device) -> tuple[str, str]:
-    """Return the precision that a device should run fast, by its type, and the reason."""
+    """Return the precision in which a device of this type should be fast, and the reason."""
     if device.type != "cuda":
         return best_precision(None)
     properties = torch.cuda.get_device_properties(device)
@@ -98,7 +101,7 @@ def promised_precision(device: torch.device) -> tuple[str, str]:
 
 
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:
-    """Return a device's promised precision if a real kernel is fast in it, else fp32, and why.
+    """Return the promised precision if a real kernel is fast in it, else fp32, with the reason.
 
     A claim of support can be emulation, slower than fp32.
 
@@ -127,7 +130,7 @@ class ProcessGroup:
 
     Attributes:
         rank: this rank's number in the process group; None if it is left out.
-        workers: facts of each rank, by rank in the group.
+        workers: facts of each rank that trains, by its number in the group.
         left_out: launched ranks that compute nothing, with the reasons.
         device: device of this rank.
         backend: nccl or gloo.
@@ -153,7 +156,7 @@ class ProcessGroup:
     def is_mixed(self) -> bool:
         """True if some ranks have a GPU and some have none, or if GPUs are of two makers.
 
-        In such a group a rank cannot send from its GPU's memory to all others.
+        In such a group no backend can send tensors from the memory of every device.
         """
         return len({worker.maker for worker in self.workers}) > 1
 
@@ -166,7 +169,7 @@ class ProcessGroup:
         return " and ".join(f"{maker} GPUs" if maker else "CPUs" for maker in makers[::-1])
 
     def ranks(self, world: World) -> list[int]:
-        """Return the rank of each worker among the surviving ranks of the launch."""
+        """Return for each worker its number among the surviving ranks of the launch."""
         return [world.numbers.index(worker.rank) for worker in self.workers]
 
     def machines(self, world: World) -> list[int]:
@@ -184,7 +187,7 @@ class ProcessGroup:
         ]
 
     def without_lost(self, numbers: Collection[int]) -> "ProcessGroup":
-        """Return the group of the surviving ranks, which they have not joined yet.
+        """Return the group of the surviving ranks, before they have joined it.
 
         Args:
             numbers: numbers of the surviving ranks in the launch.
@@ -204,16 +207,18 @@ def join_process_group(
     hosts: str | tuple[str, ...] = "all",
     bind: bool = True,
 ) -> ProcessGroup:
-    """Decide which ranks train, and join the process group; every launched rank calls it.
+    """Decide which ranks train, and join their process group.
 
-    The backend is NCCL if every participant owns a GPU, all of one maker (RCCL is AMD's, and
-    torch calls it NCCL too). Otherwise all use gloo.
+    Every launched rank calls this function.
+
+    The backend is NCCL if every rank that trains has a GPU, all of one maker. For AMD's GPUs,
+    torch's NCCL is RCCL. Otherwise all ranks use gloo.
 
     Args:
         world: the ranks.
         precision: value of ``--precision``; None: auto.
         hosts: value of ``--hosts``.
-        bind: True: bind ranks to the cores next to their GPUs.
+        bind: True: bind each rank to the cores of its GPU's memory node.
     """
     check_nccl(world)
     known = range(torch.cuda.device_count())
@@ -333,7 +338,7 @@ def gpu_logger(
     progress: Callable[[], Progress] = Progress,
     interval: float = 2.0,
 ) -> contextlib.AbstractContextManager[object]:
-    """Return a context that samples this machine's GPUs, on its lowest rank.
+    """Return a context in which the lowest rank of this machine logs the machine's GPUs.
 
     On other ranks the context does nothing.
 

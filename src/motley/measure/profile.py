@@ -1,6 +1,7 @@
 """The measurements from which a plan is made.
 
-They are the speeds at which ranks compute and read samples, the links, and the cost of wire modes.
+The measurements are the speeds at which ranks compute and read samples, the links between hosts,
+and the cost of wire modes.
 """
 
 import math
@@ -48,9 +49,11 @@ _MOST = 16  # loader processes of a rank
 def with_reading(
     speed: SpeedTable, samples: Samples, config: Config, device: torch.device
 ) -> SpeedTable:
-    """Return a rank's speed with the time to read samples; all ranks of a host call it at once.
+    """Return a rank's speed with the time to read samples.
 
-    Samples in memory are not timed, since reading them takes no time that counts.
+    All ranks of a host call this function at once, as they read at once in training.
+
+    Samples that are in memory are not timed, since reading them takes hardly any time.
     """
     samples = samples_on(samples, config, device)
     if not samples.needs_workers and not config.workers:
@@ -98,7 +101,7 @@ def _with_readers(
 
 
 def _at_once(readers: int, device: torch.device) -> float:
-    """Return how many of a rank's loader processes can read at the same time."""
+    """Return how many of a rank's loader processes have a core of their own."""
     if not readers:
         return 1.0
     spare = _spare(device)
@@ -107,7 +110,7 @@ def _at_once(readers: int, device: torch.device) -> float:
 
 
 def _spare(device: torch.device) -> int:
-    """Return the number of a rank's cores that do not compute or feed its device."""
+    """Return the number of a rank's cores that neither compute nor feed the rank's GPU."""
     return cores_per_rank(ranks_here()) - (torch.get_num_threads() if device.type == "cpu" else 1)
 
 
@@ -136,7 +139,7 @@ def time_reading(samples: Samples, seed: int) -> float:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Use ``number`` threads of torch in the context."""
+    """Let torch use ``number`` threads in the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -158,7 +161,8 @@ class Measured:
         speeds: speed of each rank, by rank in the group.
         wires: cost of the measured wire modes; EXACT is always among them.
         links: links between machines; None if there is only one machine.
-        figures: figures of links and wires that another run may use; None: there are none.
+        figures: measured links and wire modes in the form in which another run may use them; None:
+            there are none.
     """
 
     speeds: tuple[SpeedTable, ...]
@@ -200,7 +204,7 @@ def measure_between(
     traffic: Traffic | None,
     remembered: WireFigures | None = None,
 ) -> Measured:
-    """Measure links and wires, as far as they are not remembered; every launched rank calls it.
+    """Measure links and wire modes that are not stored from a run; every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -211,7 +215,7 @@ def measure_between(
         asked: the wire mode that the user wants; None: auto.
         speeds: speed of each rank.
         traffic: see :func:`measure_links`.
-        remembered: figures of an earlier run; None: measure all.
+        remembered: links and wire modes that an earlier run has stored; None: measure all.
     """
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = None
@@ -245,7 +249,7 @@ def measure_between(
 def _without(
     world: World, group: ProcessGroup, model: TaskModel | None, slow: int
 ) -> FewerCost | None:
-    """Measure the exact wire without the rank ``slow``; every launched rank calls it."""
+    """Measure the exact all-reduce without the rank ``slow``; every launched rank calls it."""
     own = None
     if model is not None and group.rank is not None:
         name = group.workers[slow].host
@@ -256,12 +260,13 @@ def _without(
 
 
 def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
-    """Return all links, or raise MotleyError if messages do not pass one of them.
+    """Return all links. Raise MotleyError if messages do not pass some link.
 
     Args:
         world: the ranks.
         traffic: see :func:`measure_links`.
-        again: True: measure them once more in that case. Remembered links have failed once already.
+        again: True: if messages do not pass, measure once more before the error. False after stored
+            links have failed, since that was the first try.
     """
     links = measure_links(world, traffic)
     if again and links.broken():
@@ -284,8 +289,9 @@ def _other_modes(
         group: process group of the ranks.
         asked: the wire mode that the user wants; None: auto.
         traits: traits of the engine.
-        part: time of the exact mode relative to a step without any wire.
-        slow: the rank behind a slow link that would be spared; None: no such rank.
+        part: seconds of the exact all-reduce, divided by the seconds of a step without
+            communication.
+        slow: the rank behind a slow link, over which modes may send less; None: no such rank.
     """
     if group.size == 1:
         return []
@@ -302,10 +308,10 @@ def _other_modes(
 
 
 def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
-    """Return True if a plan may use a mode without further question.
+    """Return True if a plan may use a mode without asking the user.
 
     A plan may use the mode that the user wants, and otherwise one that costs no accuracy. The plan
-    itself decides on sparing a slow link.
+    itself decides whether less is sent over a slow link.
 
     Args:
         mode: the wire mode.
@@ -336,7 +342,8 @@ def measure_wires(
         wanted: modes to measure.
         traits: traits of the engine.
         known: costs of other modes, which become part of the result.
-        remembered: figures of an earlier run. Modes in them are not measured.
+        remembered: links and wire modes that an earlier run has stored. These modes are not
+            measured.
         tries: see :func:`measure_wire`.
     """
     old = remembered.wires if remembered else {}
@@ -367,7 +374,7 @@ def measure_wires(
 
 
 def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllReduceCost) -> bool:
-    """Return True if a backward pass can hide a wire, if the engine supports that."""
+    """Return True if a backward pass can hide the all-reduce, given an engine that supports it."""
     # For ranks on the cores of one machine, 8 buckets made a step a third longer than one bucket.
     apart = any(worker.uuid for worker in group.workers) or len(set(group.machines(world))) > 1
     return apart and not (wire.on_gpu and mode.waits_for_gpu)
@@ -386,7 +393,7 @@ def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
 
 
 def equalise_speeds(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
-    """Return the speeds, with the median for all CPU ranks of one machine.
+    """Return the speeds, where all CPU ranks of one machine get the median of their speeds.
 
     CPU ranks share the machine's cores, and noise must not give them different shares.
     """

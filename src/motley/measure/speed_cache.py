@@ -1,6 +1,6 @@
-"""Measured speeds of ranks, links and wire modes, remembered from an earlier run.
+"""Measured speeds of ranks, links and wire modes, stored on disk by an earlier run.
 
-The earlier run had the same devices and hosts.
+A speed is used again only if the devices and hosts are those of the earlier run.
 
 Figures of links and wire modes are removed from the disk when they are read. A run writes them back
 once its first steps took the predicted time (motley.train.recorder). If steps take another time, or
@@ -49,13 +49,13 @@ _TELLS = 0.7  # part of the best rate from which a micro-batch shows the time pe
 def measure_own_speed(
     group: ProcessGroup, model: TaskModel, config: Config, shards: int
 ) -> SpeedTable:
-    """Return this rank's speed; the remembered one if the device is still as fast.
+    """Return this rank's speed: the stored one if the device is still as fast, else a measured one.
 
     Args:
         group: process group of the ranks.
         model: the model.
         config: the options.
-        shards: number of shards of the optimizer, of which this rank has one.
+        shards: number of shards of the optimizer state. This rank has one shard.
     """
     path, key = _place(group, config, shards)
     if (speed := read_speed(path, key)) is not None:
@@ -84,7 +84,7 @@ def measure_own_speed(
 
 
 def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> bool:
-    """Return True if the device is about as fast as remembered.
+    """Return True if the device is about as fast as the stored speed.
 
     Other processes that start beside this rank can disturb a check of a few milliseconds. One
     undisturbed check is therefore enough.
@@ -103,7 +103,10 @@ def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> b
 
 
 def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:
-    """Return the speed with these sizes added to its table, as far as they fit in memory."""
+    """Return the speed with these sizes added to its table.
+
+    Sizes that exceed memory are left out.
+    """
     for size in sorted(set(sizes) - set(speed.sizes)):
         try:
             seconds, peak = time_micro_batch(model, size)
@@ -120,7 +123,7 @@ def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> Spe
 
 
 def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: SpeedTable) -> None:
-    """Save this rank's speed, measured beside all of ``group``, for the next run.
+    """Store this rank's speed, measured while all ranks of ``group`` ran, for the next run.
 
     The time to read samples is not saved, because the disk's cache may have the samples by then.
     """
@@ -135,7 +138,7 @@ def compile_file(group: ProcessGroup, config: Config) -> Path:
 
 
 def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict[str, Any]]:
-    """Return the file for a rank's speed, and the key of all facts that the speed depends on."""
+    """Return the file for a rank's speed, and a key with all facts on which the speed depends."""
     assert group.rank is not None
     own, task = group.workers[group.rank], get_task(config)
     here = sum(worker.host == own.host for worker in group.workers)
@@ -155,7 +158,7 @@ def compute_digest(content: object) -> str:
 
 
 def read_speed(path: Path, key: Mapping[str, Any]) -> SpeedTable | None:
-    """Return a remembered speed; None if there is none of this key, or it cannot be read."""
+    """Return the stored speed; None if the file has another key or cannot be read."""
     try:
         content = json.loads(path.read_text())
         if content["key"] != key:
@@ -179,15 +182,18 @@ _OF_NETWORK = ("NCCL_", "GLOO_")  # prefixes of the user's variables that change
 
 @dataclass(frozen=True)
 class WireFigures:
-    """The figures that were measured between hosts.
+    """The measured speeds of links and wire modes between hosts.
 
     Attributes:
-        flows: flow by sending and receiving machine; empty if there is one machine.
-        wires: latency_s and transfer_s of AllReduceCost, by mode.
+        flows: measured flow, by the pair of sending and receiving machine; empty if there is one
+            machine.
+        wires: ``latency_s`` and ``transfer_s`` of :class:`~motley.plan.wire.AllReduceCost`, by wire
+            mode.
         measured: time of the oldest measurement, in seconds since the epoch.
-        steps_took: time of the first steps of the measuring run, relative to the forecast from
-            these figures. A forecast does not include other work of a machine.
-        fewer: cost without the rank behind a slow link, in the exact mode; None: not measured.
+        steps_took: duration of the first steps of the measuring run, divided by the forecast from
+            these figures. The ratio may differ from 1, since a forecast does not include other work
+            of a machine.
+        fewer: cost of the exact mode without the rank behind a slow link; None: not measured.
     """
 
     flows: Mapping[tuple[int, int], Flow] = field(default_factory=dict)
@@ -219,7 +225,7 @@ class WireFigures:
 
         Raises:
             MotleyError, LookupError, TypeError, ValueError or AttributeError: the content is
-                damaged, or of other machines.
+                damaged, or belongs to other machines.
         """
         flows = {
             (sender, receiver): Flow(_number(rate, above=0.0), _number(latency_s))
@@ -255,11 +261,13 @@ def _number(value: object, above: float = -1.0) -> float:
 
 @dataclass(frozen=True)
 class WireCache:
-    """The file of one job's figures, on the disk of the first rank that trains.
+    """The file with the figures of one job's links and wire modes.
+
+    The file is on the disk of the first rank that trains.
 
     Attributes:
         path: path of the file.
-        key: all facts that the figures depend on.
+        key: all facts on which the figures depend.
         machines: machine of each rank; see World.
     """
 
@@ -268,9 +276,9 @@ class WireCache:
     machines: Sequence[int]
 
     def take(self) -> WireFigures | None:
-        """Remove the remembered figures from the disk and return them; None if they are unusable.
+        """Remove the stored figures from the disk and return them; None if they are unusable.
 
-        Usable figures are young, complete and of this key.
+        Usable figures are recent and complete, and have the key of this job.
         """
         try:
             about = self.path.lstat()
@@ -294,7 +302,7 @@ class WireCache:
 def wire_cache(
     world: World, group: ProcessGroup, model: TaskModel | None, asked: WireMode | None
 ) -> WireCache:
-    """Return the file of the figures of these hosts; every launched rank calls this function.
+    """Return the file for the figures of these hosts; every launched rank calls this function.
 
     Args:
         world: the ranks.
@@ -321,7 +329,7 @@ def wire_cache(
 
 
 def recall(world: World, group: ProcessGroup, cache: WireCache) -> WireFigures | None:
-    """Return the remembered figures, the same on all launched ranks, which all call it."""
+    """Return the stored figures, equal on all ranks; every launched rank calls this function."""
     own = cache.take() if group.rank == 0 else None
     return world.allgather(own)[group.workers[0].rank]
 
@@ -331,9 +339,9 @@ class WireMemory:
     """The figures behind a plan, to be stored once the first steps have confirmed them.
 
     Attributes:
-        cache: the file for them.
+        cache: the file in which to store the figures.
         figures: the figures.
-        is_old: True if an earlier run has measured them.
+        is_old: True if an earlier run has measured the figures.
     """
 
     cache: WireCache
@@ -341,5 +349,8 @@ class WireMemory:
     is_old: bool
 
     def keep(self, steps_took: float) -> None:
-        """Store the figures, on the first rank that trains; see WireFigures."""
+        """Store the figures, on the first rank that trains.
+
+        For the argument see :attr:`WireFigures.steps_took`.
+        """
         self.cache.keep(replace(self.figures, steps_took=steps_took))

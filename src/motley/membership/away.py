@@ -36,7 +36,7 @@ _ASKED = ("Name", "Seat", "Class", "Active", "Remote", "IdleHint", "LockedHint",
 
 
 def find_other_user() -> str:
-    """Return a phrase that names another user who needs this machine; empty if there is none."""
+    """Return a phrase that names another user who needs this machine; empty: no other user does."""
     return _at_console() or _on_gpu()
 
 
@@ -99,13 +99,13 @@ _MOST_BYTES = 4096
 
 @dataclass(frozen=True)
 class Away:
-    """The reason why a machine takes part in no training, and the time until which it does not.
+    """The mark that keeps a machine out of all training, with its reason and its end.
 
     Attributes:
         since: start of the mark, in seconds since the epoch, by the machine's own clock.
         until: end of the mark, by the same clock; None: no end.
-        polite: what was seen on a machine that leaves automatically; empty if a user asked it to
-            leave.
+        polite: for a machine that leaves automatically, a phrase that names the other user of the
+            machine; empty if this user's command set the mark.
         boot: identity of the boot in which the mark was set.
     """
 
@@ -124,7 +124,7 @@ class Away:
         return f"leaves as asked ({typed_command('leave_cn.sh')}{self.until_words()})"
 
     def until_words(self) -> str:
-        """Return the end in words, as in ", until 14:20"; empty if the mark has no end."""
+        """Return the time at which the mark ends, as in ", until 14:20"; empty if it has no end."""
         if self.until is None:
             return ""
         day = "" if _day(self.until) == _day(self.since) else "%b %d "
@@ -188,7 +188,7 @@ def _folder(make: bool) -> Iterator[int]:
     """Open the mark's folder and yield its descriptor.
 
     Args:
-        make: create the folder if it is missing.
+        make: True: create the folder if it is missing.
 
     Raises:
         FileNotFoundError: there is no folder.

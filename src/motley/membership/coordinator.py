@@ -1,11 +1,11 @@
 """The coordinator, a thread of rank 0 that receives from all ranks.
 
-The coordinator decides which rank failed first. The survivors continue without it, or the job
-ends with one line.
+The coordinator decides which rank failed first. The surviving ranks continue without that rank, or
+the job ends and prints one line.
 
 A job ends in this order: the coordinator records and prints the first cause, has the common state
 saved, and sends all ranks the end. A signal to stop comes from the user, whose launcher sends it to
-all ranks at once, or to one rank. A thread of its own writes to disk, so that a slow disk delays no
+all ranks at once, or to one rank. A separate thread writes to disk, so that a slow disk delays no
 heartbeat.
 """
 
@@ -68,7 +68,7 @@ class BackgroundWriter:
         threading.Thread(target=self._run, name="background writer", daemon=True).start()
 
     def write(self, work: Callable[[], None]) -> None:
-        """Queue ``work``, to be run after all functions that were queued before."""
+        """Queue ``work``, which runs after all functions that were queued earlier."""
         self._queue.put(work)
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -132,8 +132,8 @@ class JobEnd:
 
         Args:
             fault: the first cause.
-            phases: phase that each rank last reported, by its number in the launch.
-            others: status of every rank but 0, by its connection.
+            phases: last phase that each rank reported, by the rank's number in the launch.
+            others: status of every rank but 0, by the connection to the rank.
         """
         fault = self._launchers_loss(fault)
         fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
@@ -154,7 +154,7 @@ class JobEnd:
         self._own.leave(fault.code)
 
     def _launchers_loss(self, fault: Fault) -> Fault:
-        """Return the fault of the launcher's lost host if that killed the rank, else ``fault``."""
+        """Return ``fault``, or that of a host whose loss by the launcher ended the rank."""
         own = self._own
         if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
@@ -184,13 +184,13 @@ class Coordinator:
 
     Args:
         own: state of this rank.
-        handshakes: connections of the other ranks.
+        handshakes: receiver of the connections of all other ranks.
         writer: the thread that writes records.
         on_fault: records the first cause.
         on_event: records an event that a rank reports.
         standby: the rank that takes over when rank 0 fails.
-        regrouping: the state of a regroup without lost ranks.
-        lost: the fault of the former rank 0, if this rank takes its place.
+        regrouping: the lost ranks, and which ranks are ready to continue without them.
+        lost: the fault of the former rank 0, if this rank replaces it; else None.
     """
 
     def __init__(
@@ -222,7 +222,10 @@ class Coordinator:
 
     @property
     def lines(self) -> list[socket.socket]:
-        """All connections: to ranks, to reapers of lost ranks, and those still in the handshake."""
+        """All connections: to ranks, to reapers of lost ranks, and those still in the handshake.
+
+        A reaper is a process that remains on a host after the host's rank has died.
+        """
         return [*self._others, *self._witnesses, *self._handshakes.lines]
 
     def run(self) -> None:
@@ -274,7 +277,8 @@ class Coordinator:
         """Accept a connection: from a rank, or from the reaper of a lost rank.
 
         Args:
-            new: the connection. A negative rank ~K stands for the reaper of rank K.
+            new: the connection. A negative rank ~K stands for the reaper of rank K, the process
+                that reports that the host of the dead rank K lives.
             now: time of arrival, in seconds that this process was awake.
         """
         if new.rank < 0:
@@ -313,7 +317,7 @@ class Coordinator:
                 messages.write_to(line)
 
     def _judge(self) -> None:
-        """Report silent ranks, and end the job where a rank stays silent or no rank moves."""
+        """Report silent ranks. End the job if a rank stays silent, or no rank makes progress."""
         messages.get_on(self._to_standby)
         statuses = self._statuses()
         events = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)
@@ -405,7 +409,7 @@ class Coordinator:
         self._watchdog.receive(status, message.heartbeat)
 
     def _on_stop(self, status: RankStatus, message: Stop) -> None:
-        """End this process: another rank received nothing from it, and has reported that."""
+        """End this process, since another rank has reported that this rank is silent."""
         if self._own.reaper:
             self._own.reaper.send(fault=None)
         self._own.leave(message.code)
@@ -486,7 +490,7 @@ class Coordinator:
     }
 
     def _pause_all(self) -> None:
-        """Have all ranks stop before the same step, since each has reported its own step."""
+        """Have all ranks stop before the same step, once each has reported its current step."""
         if self._pause.at is None:
             self.end_job(self._pause.fault(None))
         self._broadcast(PauseBefore(self._pause.at))

@@ -1,9 +1,9 @@
 """The detector of silent, stuck and slow ranks: rank 0 judges the heartbeats of all ranks.
 
 A heartbeat shows that a process lives, and what its training is doing. A rank without heartbeats is
-silent: its host froze, or a cable was pulled. Heartbeats without any movement anywhere are a hang.
-The view of the run shows silent ranks, and the straggler that keeps all others from the next
-step, long before that is a fault.
+silent: its host froze, or a cable was pulled. If all ranks send heartbeats, but none of them makes
+progress, the job hangs. The view of the run shows silent ranks, and the straggler that keeps all
+others from the next step, long before that is a fault.
 
 Two hosts may lose each other while rank 0 receives from both: a switch's port, a wrong route, a
 firewall. No rank is silent then, and all wait for one another, in a collective, at an epoch's end
@@ -127,11 +127,11 @@ class Heartbeat:
 
     @property
     def waits(self) -> bool:
-        """True if the rank has done its own part of the step, and waits for the others."""
+        """True if the rank has finished its part of the step, and waits for other ranks."""
         return self.phase is Phase.ALL_REDUCE
 
     def message(self) -> list[Any]:
-        """Return the heartbeat as JSON, without names.
+        """Return the fields of the heartbeat as a JSON list, without their names.
 
         Short messages matter, because rank 0 of a thousand ranks reads two thousand a second.
         """
@@ -153,16 +153,17 @@ class RankStatus:
         rank: number of the rank in the present group.
         number: number of the rank in the launch.
         host: name of the rank's host.
-        received_s: time of its last message, in seconds that rank 0 was awake.
-        wrote: time of the last bytes on its connection, which also its fault handler writes (see
+        received_s: time of the rank's last message, in seconds that rank 0 was awake.
+        wrote: time at which the last bytes came on its connection, in seconds that rank 0 was
+            awake. The rank's fault handler writes to this connection too (see
             motley.membership.messages).
-        heartbeat: its last heartbeat.
-        done: the rank has finished its training.
-        rescues: the rank can save the state, because rank 0 cannot.
-        regroups: the rank can continue without another rank.
-        address: address of its machine, in the network that all ranks share.
-        left: its host leaves, and the rank has no work left.
-        messages: decoder of the bytes on its connection.
+        heartbeat: last heartbeat of the rank.
+        done: True once the rank has finished its training.
+        rescues: True if the rank can save the state before the job ends, in place of rank 0.
+        regroups: True if the rank can continue after another rank is lost.
+        address: address of the rank's machine in the network that all ranks share.
+        left: True once the rank has no work left, because its host leaves the job.
+        messages: decoder of the bytes that the rank sends.
     """
 
     rank: int
@@ -196,7 +197,7 @@ class RankStatus:
 
 
 class Watchdog:
-    """Detection of failed ranks, on rank 0.
+    """The detector of failed ranks, on rank 0.
 
     Args:
         awake: clock of the time that this process was awake.
@@ -246,7 +247,7 @@ class Watchdog:
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
         """Return the fault of two machines that do not reach each other, or None.
 
-        Rank 0's machine receives from both of them.
+        Rank 0 receives messages from both of these machines.
 
         Args:
             ranks: status of each rank, rank 0 included.
@@ -264,7 +265,7 @@ class Watchdog:
         return None
 
     def stuck(self, ranks: Sequence[RankStatus]) -> Fault | None:
-        """Return the fault of the rank that all others wait for, or None if any rank progresses.
+        """Return the fault of the rank that all others wait for; None if any rank makes progress.
 
         Args:
             ranks: status of each rank, rank 0 included.
@@ -280,7 +281,7 @@ class Watchdog:
         return make_hang_fault(first.number, first.host, first.heartbeat.step, still, where)
 
     def describe_stall(self, ranks: Sequence[RankStatus]) -> str:
-        """Return the ranks' phases in words if no rank progressed for STALL_S, else "".
+        """Return the ranks' phases in words if no rank made progress for STALL_S seconds, else "".
 
         Args:
             ranks: status of each rank, rank 0 included.
@@ -336,8 +337,8 @@ def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list
     The call takes 2 ms for 1,000 connections.
 
     Args:
-        after_s: seconds without an answer.
-        tries: least number of retransmissions.
+        after_s: seconds without an answer after which a machine counts as dead.
+        tries: retransmissions after which a machine counts as dead. Both limits must be reached.
     """
     result = set()
     for number, info in _connections():
@@ -348,11 +349,11 @@ def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list
 
 
 def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
-    """Return True if a connection has retransmitted in vain for too long, and too often.
+    """Return True if the peer of a connection has acknowledged no retransmission for too long.
 
     Args:
-        info: struct tcp_info.
-        after_s: seconds since the last acknowledgement.
+        info: struct tcp_info of the connection.
+        after_s: seconds without an acknowledgement after which the peer counts as dead.
         tries: least number of retransmissions.
     """
     unacked = struct.unpack_from("=I", info, _UNACKED)[0]
@@ -386,7 +387,7 @@ def cut_off() -> Collection[str]:
 
 
 class SilentRanks:
-    """The ranks whose heartbeats rank 0 misses.
+    """The ranks whose heartbeats no longer reach rank 0.
 
     Args:
         awake: clock of the time that rank 0 was awake.
@@ -401,7 +402,7 @@ class SilentRanks:
         """Return the events to record: ranks that became silent, and ranks that send again.
 
         Args:
-            statuses: all ranks but 0, without lost ones.
+            statuses: status of each rank but 0, without lost ranks.
         """
         now = self._awake.seconds
         late, soon = now - REPORTED_AFTER_S, now - CUT_OFF_AFTER_S
@@ -476,7 +477,7 @@ class StragglerDetector:
         ]  # fmt: skip
 
     def _is_at_work(self, status: RankStatus) -> bool:
-        """Return True if the rank's last heartbeat is recent and reports work of its own."""
+        """Return True if the rank's last heartbeat is recent and reports work, not waiting."""
         heard = status.rank == 0 or self._awake.seconds - status.received_s < _LATELY_S
         return heard and status.heartbeat.phase in _OWN
 
@@ -506,8 +507,9 @@ class StopSignals:
             number: number of the signal.
             statuses: status of each rank.
             step: current step of the training; None: before step 1.
-            stall: the stall that the stop ends, in words; empty: the ranks progressed.
-            how_to_continue: remedy for the user.
+            stall: phases of the ranks, in words, if no rank made progress before the signal; else
+                empty.
+            how_to_continue: instruction to the user on how to continue the run.
         """
         self._ranks.add(status.rank)
         if 0 in self._ranks or len(self._ranks) > 1:

@@ -1,7 +1,7 @@
-"""Causes of faults that no rank reports itself. Pure.
+"""Faults that other parts report for a rank, because the rank cannot. Pure.
 
-A rank died, left or fell silent. The first of several faults is the cause, since one leads to
-others. A consequence may be reported before its cause.
+Such a rank died, left or fell silent. One fault often leads to others, and the first of them is the
+cause. A consequence may be reported before its cause.
 """
 
 import re
@@ -18,7 +18,7 @@ _STOPPED = (FaultKind.STOPPED, FaultKind.LEFT, FaultKind.PAUSED)
 
 
 def record_fault(folder: RunFolder, fault: Fault) -> None:
-    """Record the first cause of the job's end, if this process sees the run's records."""
+    """Record the first cause of the job's end, if this process can read the run's folder."""
     if not (folder.path / "run.json").exists():
         return
     fields = {
@@ -42,14 +42,14 @@ _CRASHES = (
 def make_death_fault(rank: int, host: str, step: int | None, said: str = "") -> Fault:
     """Return the fault of a rank whose connection broke without a message about the cause.
 
-    An abort may be the consequence of another fault. C++ ends a process if one of its threads uses
-    a connection that another rank's end has broken.
+    An abort may be the consequence of another fault. The C++ runtime aborts a process if one of its
+    threads uses a connection that broke when another rank ended.
 
     Args:
         rank: number of the rank in the launch.
         host: host of the rank.
         step: step of the rank; None: before step 1.
-        said: message of Python's fault handler, if there is one.
+        said: message that Python's fault handler wrote before the death; empty: none.
     """
     if crash := re.search(r"Fatal Python error: (.+)", said):
         kind = next((kind for kind, name in _CRASHES if re.search(name, crash[1])), FaultKind.ERROR)
@@ -72,7 +72,7 @@ def make_stop_fault(step: int | None, number: int, by: str, remedy: str) -> Faul
     Args:
         step: step of the training; None: before step 1.
         number: number of the signal that came to the ranks.
-        by: the possible senders of the signal.
+        by: phrase that names the possible senders of the signal.
         remedy: instruction to the user on how to continue.
     """
     return Fault(
@@ -82,13 +82,13 @@ def make_stop_fault(step: int | None, number: int, by: str, remedy: str) -> Faul
 
 
 def make_leave_fault(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
-    """Return the fault of hosts that leave. The job saves its whole state before it ends.
+    """Return the fault of a job that ends because hosts leave. The job first saves its whole state.
 
     Args:
-        rank: a rank on the first host.
+        rank: number in the launch of a rank on the first of these hosts.
         hosts: names of the hosts.
         step: step of the training; None: before step 1.
-        who: the hosts and their reason, as "b leaves as asked".
+        who: phrase that names the hosts and the reason, as "b leaves as asked".
     """
     names = " and ".join(hosts)
     return Fault(
@@ -110,7 +110,7 @@ def make_pause_fault(step: int | None) -> Fault:
 
 
 def make_launcher_fault(host: str, launcher: str, step: int | None) -> Fault:
-    """Return the fault of a launcher that ended before its ranks, and thereby ended them.
+    """Return the fault of a launcher whose end has ended the ranks.
 
     An mpirun that loses a host also ends at once, with status 0. See :func:`make_daemon_fault`.
 
@@ -151,7 +151,7 @@ def make_silent_fault(
         rank: number of the rank in the launch.
         host: host of the rank.
         step: last step that the rank reported; None: before step 1.
-        seconds: seconds since its last message.
+        seconds: seconds since the last message of the rank.
         like: phrase that names other silent ranks, as in ", and so are ranks 4, 5".
     """
     return Fault(
@@ -164,7 +164,9 @@ def make_silent_fault(
 
 
 def make_alone_fault(rank: int, host: str, step: int | None, seconds: float, others: str) -> Fault:
-    """Return the fault of a host that receives from no other host, and may be the cause itself.
+    """Return the fault of a host that receives nothing from any other host.
+
+    The fault may be of this host itself, or of the network.
 
     Args:
         rank: number of the rank in the launch.
@@ -212,10 +214,10 @@ def make_hang_fault(rank: int, host: str, step: int | None, seconds: float, wher
 
 
 class FirstCause:
-    """The most probable cause so far, and the time at which to blame it.
+    """The most probable cause so far, and the time until which a better one may be reported.
 
     Attributes:
-        fault: that cause; None: there is no fault.
+        fault: the most probable cause; None: there is no fault.
     """
 
     def __init__(self) -> None:
@@ -241,11 +243,11 @@ class FirstCause:
         self.fault = None
 
     def due(self) -> Fault | None:
-        """Return the cause if it is time to blame it, else None."""
+        """Return the cause if the time for a better one is over, else None."""
         return self.fault if time.monotonic() >= self._deadline else None
 
     def due_in(self, at_most: float) -> float:
-        """Return the seconds until it is time to blame the cause, at most ``at_most``."""
+        """Return the seconds until :meth:`due` returns the cause, at most ``at_most``."""
         remaining = at_most if self.fault is None else self._deadline - time.monotonic()
         return min(at_most, max(0.0, remaining))
 

@@ -45,7 +45,7 @@ def own_ranks() -> list[TrainingProcess]:
 
 
 def ask_to_leave(ranks: Sequence[TrainingProcess]) -> None:
-    """Signal to ranks that this machine is marked. A rank that still starts reads it later."""
+    """Signal to ranks that this machine is marked. A rank that starts later reads the mark."""
     for each in ranks:
         send(each.pid, each.ticks, LEAVE_SIGNAL)
 
@@ -90,7 +90,7 @@ def pause(logs: str, run: str) -> dict[str, Any]:
 
 
 def speeds() -> list[dict[str, Any]]:
-    """Return the remembered speeds of this machine's devices, the newest first.
+    """Return the speeds of this machine's devices that earlier runs have stored, the newest first.
 
     A speed is in samples per second, summed over all ranks that share a processor. The options of
     the measured run are returned with the speed.
@@ -107,10 +107,11 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def be_polite(quiet_s: float) -> None:
-    """Mark this machine whenever another user is here.
+    """Mark this machine as away whenever another user needs it.
 
-    The mark ends once no other user was seen for ``quiet_s`` seconds. Every mark has an end, so it
-    also ends soon after this process does. A mark of leave_cn.sh is left as it is.
+    The mark ends once no other user was seen for ``quiet_s`` seconds. Each mark lasts ``quiet_s``
+    seconds and is renewed while another user is seen, so a mark also ends soon after this process.
+    A mark of leave_cn.sh is left as it is.
     """
     while True:
         if seen := find_other_user():

@@ -40,7 +40,8 @@ class Member:
         own: state of this rank.
         line: the connection to rank 0.
         host: host of rank 0.
-        on_fault: called on the standby, with the fault of rank 0.
+        on_fault: called with the fault of rank 0, on the standby: the rank that reports when rank 0
+            cannot.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Member:
         only the standby receives signs of life from it.
 
         Args:
-            quiet: seconds since the last message of rank 0.
+            quiet: seconds since the last message from rank 0.
         """
         own = self._own
         if own.place.is_standby or quiet > _BUSY_MOST_S:
@@ -141,7 +142,7 @@ class Member:
         """Return the fault after the silence of rank 0: its host is lost, or this host is cut off.
 
         This host is cut off if no other machine answers either. Only the standby probes the other
-        machines, since it alone reports.
+        machines, since only the standby reports the fault.
 
         Args:
             seconds: seconds since the last message of rank 0.
@@ -230,7 +231,7 @@ class Member:
     }
 
     def end(self, fault: Fault) -> NoReturn:
-        """End this process, since rank 0 cannot. The standby alone prints and records the fault."""
+        """End this process, since rank 0 cannot. Only the standby prints and records the fault."""
         if self._own.place.is_standby:
             self._own.print(fault.last_words())
             with contextlib.suppress(Exception):

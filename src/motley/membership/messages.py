@@ -44,8 +44,8 @@ def encode(message: dict[str, Any]) -> bytes:
 class Messages:
     """A decoder of one connection's bytes into messages.
 
-    A line that is too long or no JSON object is dropped. Such a line takes no memory, and ends no
-    connection.
+    A line that is too long, or is no JSON object, is dropped. Such a line takes no memory, and the
+    connection stays open.
 
     Attributes:
         last_words: the latest lines that are no JSON object, up to a limit. Python's fault handler
@@ -87,11 +87,12 @@ _NO_FILES_S = 0.05  # to wait where this process can open no more
 
 
 def greeting(token: str, rank: int, host: str) -> bytes:
-    """Return the first bytes that a rank sends; they begin with the token.
+    """Return the first bytes that a rank sends, which begin with the token.
 
     Args:
         token: shared token of the job.
-        rank: number of the rank. ~K stands for the reaper that outlives rank K on its host.
+        rank: number of the rank. ~K stands for the reaper of rank K, a process that outlives the
+            rank on its host.
         host: name of the sender's host.
     """
     return encode({"token": token, "rank": rank, "host": host})
@@ -124,8 +125,8 @@ class Arrival:
 
     Attributes:
         line: the connection.
-        rank: number of the sender. ~K is the reaper of rank K: it reports that its host lives, and
-            waits until the job ends.
+        rank: number of the sender. ~K is the reaper of rank K, a process that reports that the host
+            of the dead rank K lives, and then waits until the job ends.
         host: name of the sender's host.
         pending: messages that came together with the greeting.
         messages: decoder for all later bytes.
@@ -151,7 +152,7 @@ class Handshakes:
     Args:
         listener: the open port.
         host: name of this machine.
-        size: number of ranks; the reaper of any of them may connect.
+        size: number of ranks. The reaper of each rank may connect too; see :class:`Arrival`.
 
     Attributes:
         listening: the address and token for the ranks that are going to connect.
@@ -167,7 +168,7 @@ class Handshakes:
         self._strangers: dict[socket.socket, _Stranger] = {}  # in order of arrival
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Set the ranks that are going to connect, each of them once."""
+        """Set the ranks that are going to connect. Each rank may connect once."""
         self._awaited = set(ranks)
 
     @property
@@ -184,7 +185,8 @@ class Handshakes:
         """Accept connections, read greetings, and drop every connection that is not a rank's.
 
         Args:
-            ready: sockets that can be read, according to the selector; others are ignored.
+            ready: sockets that the selector reports as readable. Sockets of other parts are
+                ignored.
             now: seconds, by a clock that stands still while this process is frozen.
         """
         # Read earlier connections first: of too many, the oldest is closed when a new one arrives.

@@ -1,5 +1,7 @@
 """The state of this rank that its supervisor reports: phase, step, messages and end.
 
+The supervisor (motley.membership.supervisor) runs in the watching thread of each rank.
+
 Before a lost rank ends a job, a surviving rank saves the state that all of them hold.
 """
 
@@ -38,16 +40,16 @@ class TrainingHooks:
     """Functions that the training sets and the watching thread calls.
 
     Attributes:
-        rescue: saves the state of this rank before it ends, and returns a note on what it did.
-            None: this rank cannot.
+        rescue: saves the state of this rank before it ends, and returns a note for the user on the
+            saved state. None: this rank cannot save.
         last_words: writes the records of this rank that are not written yet.
         how_to_continue: returns an instruction to the user on how to continue a run that is
             stopped after this many steps.
         if_lost: instruction to the user on how to continue after a lost rank; empty: none.
-        keep: copies the state to memory that needs no process group, to continue without a lost
-            rank. None: this rank cannot.
+        keep: copies the state to memory that needs no process group, so that the rank can continue
+            without a lost rank. None: this rank cannot continue.
         free: makes the training thread leave a collective that waits for the lost rank.
-        without_first: the training can also continue without rank 0.
+        without_first: True if the training can also continue without rank 0.
         clear_line: text that removes this rank's progress bar from the terminal; empty: no bar.
     """
 
@@ -65,7 +67,7 @@ class Outbox:
     """Messages of this rank to rank 0, and the pipe that wakes the watching thread to send them.
 
     Attributes:
-        messages: messages to send; the watching thread removes them.
+        messages: messages to send. The watching thread sends and removes them.
         wake_read: end of the pipe that the watching thread waits for.
     """
 
@@ -90,7 +92,10 @@ class Outbox:
         )  # fmt: skip
 
     def read_signals(self) -> list[int]:
-        """Return the stop signals since the last call, and queue the requests of other signals."""
+        """Return the stop signals since the last call.
+
+        Queue messages that other signals request.
+        """
         result = b""
         with contextlib.suppress(BlockingIOError):
             result = os.read(self.wake_read, 4096)
@@ -100,7 +105,7 @@ class Outbox:
         return [number for number in result if number in _STOPS]
 
     def add_request(self, number: int) -> None:
-        """Queue the message that a signal asks for, if it asks for one."""
+        """Queue the message to rank 0 that a signal requests, if the signal requests one."""
         if (request := read_request(number)) is not None:
             self.messages.append(request)
 
@@ -128,11 +133,11 @@ class GroupChange:
             one.
         survivors: the ranks with which the training thread has to continue, until it does; None: no
             rank is lost.
-        begun: set while ``survivors`` is not None.
-        gathered: queue of the results of :meth:`Supervisor.gather`; None: the group broke
-            meanwhile.
-        freeing: thread that makes the training thread leave a collective. Until it has ended, the
-            group must not be left in another way.
+        begun: event that is set while ``survivors`` is not None.
+        gathered: queue of the results of :meth:`Supervisor.gather`. A result None means that the
+            group broke meanwhile.
+        freeing: thread that makes the training thread leave a collective. Until this thread has
+            ended, no other code may leave the group.
     """
 
     def __init__(self) -> None:
@@ -159,7 +164,7 @@ class GroupChange:
         self.gathered.put(None)
 
     def take(self) -> Survivors:
-        """Return the survivors to the training thread, which belongs to their group from now on."""
+        """Return the survivors. The calling training thread belongs to their group from now on."""
         with self._lock:
             survivors, self.survivors = self.survivors, None
             self.trains_in = self.group
@@ -169,7 +174,7 @@ class GroupChange:
 
 
 class OwnRank:
-    """This rank, as the training thread and the watching thread share it.
+    """The state of this rank, which the training thread and the watching thread share.
 
     The training thread sets ``step``, ``heartbeat`` and ``hooks``, and adds messages. The watching
     thread sets everything else.
@@ -181,13 +186,15 @@ class OwnRank:
         awake: clock of the time that this process was awake.
         hooks: functions that the training sets.
         outbox: messages to rank 0.
-        change: the passage to the next group.
-        finished: set once all ranks are done.
+        change: the passage to the next group after a loss.
+        finished: event that is set once all ranks are done.
         stopped: True once a signal has stopped some rank.
-        reaper: connection to the reaper; on the lowest rank of each machine, else None.
-        held: set while rank 0 waits for a rescue, after which it ends this rank.
+        reaper: connection to the reaper, a process that ends a hung launcher after this rank has
+            died. Only the lowest rank of each machine has one; None on other ranks.
+        held: event that is set while another rank saves the state. Rank 0 ends this rank
+            afterwards.
         pause: the step boundary at which this rank stops, if a pause was requested.
-        leaves: set if this rank ends before the others, once its messages are sent.
+        leaves: event that is set if this rank ends before the others, once its messages are sent.
     """
 
     def __init__(self, place: GroupPlace) -> None:
@@ -231,14 +238,14 @@ class OwnRank:
         return max(0.0, self._next_heartbeat - time.monotonic())
 
     def heartbeat_due(self) -> bool:
-        """Return True if it is time for a heartbeat; the next is an interval later."""
+        """Return True if it is time for a heartbeat. The next one is then due an interval later."""
         due = self.heartbeat_in() == 0.0
         if due:
             self._next_heartbeat = time.monotonic() + heartbeat_interval_s(self.place.size)
         return due
 
     def print(self, text: str) -> None:
-        """Print a last line for the user, also if mpirun no longer passes on any output."""
+        """Print a last line for the user, even if mpirun no longer forwards the output of ranks."""
         line = text if self.stopped else ""
         if self.reaper and self.reaper.send(line=line, fault=None, ended=True) and self.stopped:
             return
@@ -246,7 +253,7 @@ class OwnRank:
             print(f"{self.hooks.clear_line}{text}", file=sys.stderr, flush=True)
 
     def save_what_is_known(self) -> str:
-        """Call the hook ``rescue`` from the watching thread, and return a note on its result.
+        """Call the hook ``rescue`` from the watching thread, and return a note on the saved state.
 
         The note also describes an error of the hook, which is not raised.
         """
@@ -283,9 +290,9 @@ class OwnRank:
         self.change.begin(survivors, self.hooks.free)
 
     def inform_reaper(self) -> None:
-        """Send the reaper this rank's number, and the address of a rank to inform of its death.
+        """Send the reaper this rank's number, and the address of the rank that watches all ranks.
 
-        The other rank learns from the reaper that the host outlives this rank.
+        If this rank dies, the reaper reports to that rank that the host still lives.
         """
         if self.reaper is None:
             return
@@ -333,7 +340,7 @@ def _leave_to_watching_thread(number: int, frame: object) -> None:
 
 
 def _block_stops() -> None:
-    """Block stop signals in the thread that forks, until the child has handlers of its own."""
+    """Block stop signals in the thread that forks, until the child has set its own handlers."""
     _BLOCKED.before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
 
 
@@ -342,9 +349,10 @@ def _unblock_stops() -> None:
 
 
 def _leave_signals_to_parent() -> None:
-    """Let a forked child end by SIGTERM, and report none of its signals as those of this rank.
+    """Let SIGTERM end a forked child, and report no signal of the child as one of this rank.
 
-    ``multiprocessing.Pool`` ends its processes by SIGTERM. They share the pipe of this rank.
+    ``multiprocessing.Pool`` ends its processes by SIGTERM. A forked process inherits the pipe into
+    which signals of this rank are written.
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -366,11 +374,11 @@ def save_before_end(
     lost: int,
     tell_all: Callable[[Message], None],
 ) -> None:
-    """Have rank 0, or another rank that can, save the state while the others wait.
+    """Have rank 0, or another rank that can save, save the state while all others wait.
 
     Args:
         own: state of this rank.
-        others: status of every rank but 0, by its connection.
+        others: status of every rank but 0, by the connection to the rank.
         lost: number in the launch of the rank that cannot save.
         tell_all: sends a message to all other ranks.
     """
@@ -391,7 +399,7 @@ def save_before_end(
 
 
 def _ask(line: socket.socket, status: RankStatus) -> str:
-    """Have a rank save its state, and return its note on that; empty if it does not answer."""
+    """Have a rank save its state, and return its note on the saved state; empty: no answer."""
     with contextlib.suppress(OSError):
         line.sendall(encode(Rescue()))
         line.settimeout(HOLD_S)

@@ -1,10 +1,10 @@
 """A pause: the job ends at a step boundary, the same on all ranks, with the whole state saved.
 
-A pause is requested by a host that leaves, or to add a missing host again. All ranks live, and each
-engine can save, so no step is lost. Rank 0 asks all ranks which step they have started. A rank that
-was asked starts no other step until rank 0 names the step to stop before. This is the step after
-the highest that any rank has started. The ranks therefore do not block each other: all of them
-take every step before it.
+A pause is requested when a host leaves, or to add a missing host again. All ranks live, and every
+engine can save its state, so no step is lost. Rank 0 asks all ranks which step they have started. A
+rank that was asked starts no other step until rank 0 names the step to stop before. This is the
+step after the highest that any rank has started. The ranks therefore do not block each other: all
+of them take every step before it.
 
     member                               coordinator
     HostLeaves("leaves as asked")  -------->  or PauseRequest(), after a signal
@@ -34,7 +34,7 @@ REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
 
 
 def read_request(number: int) -> Message | None:
-    """Return the message to rank 0 that a signal asks for; None if there is nothing to ask.
+    """Return the message that this rank has to send to rank 0 after a signal; None: no message.
 
     Args:
         number: number of the signal, one of ``REQUESTS``.
@@ -46,9 +46,10 @@ def read_request(number: int) -> Message | None:
 
 
 class OwnPause:
-    """The step before which this rank stops.
+    """This rank's side of a pause: the step before which the rank stops.
 
-    The training thread asks for the step, and the watching thread sets it.
+    The training thread asks before each step if it may start, and the watching thread sets the
+    limit.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class OwnPause:
         self._at: int | None = None
 
     def begin(self, step: int) -> bool:
-        """Return True if this rank may start the step. Wait while rank 0 has not decided."""
+        """Return True if this rank may start the step. Wait until rank 0 has named the limit."""
         with self._changed:
             self._changed.wait_for(lambda: not self._asked or self._at is not None)
             if self._at is not None and step >= self._at:
@@ -67,7 +68,7 @@ class OwnPause:
             return True
 
     def clear(self) -> None:
-        """Drop all requests to this rank: the group in which they were made is gone."""
+        """Drop all requests to this rank, since the group that made them no longer exists."""
         with self._changed:
             self._asked, self._at, self._begun = False, None, None
             self._changed.notify_all()
@@ -116,7 +117,7 @@ class PauseAgreement:
         Args:
             rank: number of the rank in the launch.
             host: host of the rank.
-            leaves: reason for which the host leaves; None: the job is to pause.
+            leaves: reason for which the host leaves; None: a user has requested the pause.
         """
         self.wanted = True
         if leaves is not None:
@@ -159,7 +160,7 @@ class PauseAgreement:
         """Return the fault that states why the job ends.
 
         Args:
-            step: last step that is saved; None: there was nothing to save.
+            step: last step whose state is saved; None: there was no state to save.
         """
         if not self._leaving:
             return make_pause_fault(step)

@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True)
 class MemberHeartbeat(Message):
-    """A sign of life of the sender, with its state."""
+    """A sign of life of the sender, with the sender's step and phase."""
 
     heartbeat: Heartbeat
 
@@ -56,10 +56,10 @@ class CanRegroup(Message):
 
 @dataclass(frozen=True)
 class StateKept(Message):
-    """A report that the sender has copied its state to memory that needs no process group.
+    """A report that the sender has tried to copy its state to memory that needs no process group.
 
     Attributes:
-        problem: the reason why it could not; empty if it could.
+        problem: the reason why the state could not be copied; empty if the copy succeeded.
     """
 
     problem: str
@@ -85,7 +85,7 @@ class FirstRankLost(Message):
 
 @dataclass(frozen=True)
 class RankLeft(Message):
-    """A report that the sender ends now, because its host leaves."""
+    """A report that the sender ends now, because the sender's host leaves."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class HostLeaves(Message):
 
 @dataclass(frozen=True)
 class PauseRequest(Message):
-    """A request to pause the job, which a user has sent to the sender."""
+    """A request to pause the job, because a user has signalled the sender."""
 
 
 @dataclass(frozen=True)
 class StepBegun(Message):
-    """The last step that the sender has started; None before the first."""
+    """An answer to AskStep: the last step that the sender has started; None before step 1."""
 
     step: int | None
 
@@ -152,7 +152,7 @@ class Rescued(Message):
     """A report that the sender has saved the state, in answer to Rescue.
 
     Attributes:
-        saved: note on what was saved, for the user.
+        saved: note for the user on the saved state.
     """
 
     saved: str
@@ -189,7 +189,7 @@ class CoordinatorHeartbeat(Message):
 
 @dataclass(frozen=True)
 class Hold(Message):
-    """An order to wait for Stop, while another rank saves the state."""
+    """An order to wait for the message Stop, while another rank saves the state."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class GoOn(Message):
 
 @dataclass(frozen=True)
 class Gathered(Message):
-    """Values of consecutive ranks, by rank. Several of these messages may hold all values."""
+    """The gathered values of consecutive ranks. Several messages may carry those of all ranks."""
 
     values: list[str]
 
@@ -218,7 +218,10 @@ class Rescue(Message):
 
 @dataclass(frozen=True)
 class AskStep(Message):
-    """A question before a pause. The receiver answers with StepBegun, and starts no other step."""
+    """A question, before a pause, for the last step that the receiver has started.
+
+    The receiver answers with StepBegun, and starts no further step for now.
+    """
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class SshSessions:
                 self._hosts[os.pidfd_open(pid)] = host
 
     def register(self, poll: select.epoll) -> None:
-        """Register all open sessions with ``poll``, whose results then go to :meth:`look`."""
+        """Register all open sessions with ``poll``. Pass results of ``poll`` to :meth:`look`."""
         for descriptor in self._hosts:
             poll.register(descriptor, select.EPOLLIN)
 
@@ -150,7 +150,9 @@ _TIMEOUT_S = 8.0  # that the launcher may take to end; about 1 s if all hosts an
 
 
 class LauncherReaper:
-    """A rank's connection to its reaper; does nothing under a launcher other than mpirun.
+    """A rank's connection to its reaper, the process that acts after the rank has died.
+
+    The methods do nothing under a launcher other than mpirun.
 
     Args:
         rank: number of this rank in the group.
@@ -185,7 +187,7 @@ class LauncherReaper:
         )  # fmt: skip
 
     def send(self, **news: Any) -> bool:
-        """Send facts to the reaper, for use after this rank or mpirun has ended.
+        """Send facts to the reaper, which uses them after this rank or mpirun has ended.
 
         Args:
             **news: fields of :class:`_ReaperFacts`.
@@ -232,7 +234,7 @@ class _ReaperFacts:
         host: host of the rank.
         launcher: name and process of the launcher.
         line: text to print where mpirun prints its errors; empty: none.
-        fault: the reason why the job ends, as far as it is known and not printed yet.
+        fault: the reason why the job ends, if the reason is known and not printed yet.
         step: current step of the training.
         ended: True if the rank ends by its own decision.
         folder: folder of the run; on rank 0.
@@ -306,8 +308,8 @@ def _end_unless_gone(launcher: psutil.Process, timeout_s: float) -> None:
 def _ends_within(process: psutil.Process, limit_s: float) -> bool:
     """Return True if a process ends within ``limit_s`` seconds.
 
-    A zombie counts as ended. Its parent may first read all of its output, and this process holds an
-    open end of that pipe.
+    A zombie counts as ended. The parent of a zombie may wait for the end of its output, while this
+    process holds an open end of the pipe.
     """
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(psutil.NoSuchProcess):  # it ended between two questions
@@ -343,7 +345,10 @@ def _main() -> None:
 
 
 def _print_line(line: str, terminal: str | None) -> None:
-    """Print a line where mpirun prints. Use its terminal instead if Ctrl-C has ended a ``tee``."""
+    """Print a line where mpirun prints.
+
+    If Ctrl-C has ended a ``tee`` there, print on mpirun's terminal.
+    """
     try:
         clear = CLEAR_LINE if sys.stderr.isatty() else ""
         print(f"{clear}{line}", file=sys.stderr, flush=True)
@@ -353,7 +358,7 @@ def _print_line(line: str, terminal: str | None) -> None:
 
 
 def _report_host_alive(rank: int, host: str, address: str, port: int, token: str) -> None:
-    """Inform the first rank that this host lives, though its rank does not.
+    """Report to the first rank that this host lives, though the rank on it has died.
 
     The process then waits while the others train, because mpirun's daemon still serves their job.
     """
@@ -383,10 +388,10 @@ def _why_gone(told: _ReaperFacts, sessions: SshSessions) -> Fault:
 
 
 def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
-    """Return the facts that the rank sends until it ends, and True if its launcher ended before it.
+    """Return the facts that the rank sent until its end, and True if its launcher ended earlier.
 
-    A rank that dies because of its launcher does so within milliseconds, so both ends may be seen
-    in one poll.
+    A rank that dies because its launcher died does so within milliseconds, so one poll may report
+    both.
     """
     facts, rest, first = _ReaperFacts(), b"", False
     poll, ended = select.epoll(), -1
@@ -410,7 +415,7 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
 
 
 def _record(folder: RunFolder, fault: Fault, first: int) -> None:
-    """Record the fault unless a better one is recorded.
+    """Record a fault that the reaper has found, unless a better fault is recorded already.
 
     A rank on another host that lost rank 0 may have recorded a fault. The reaper has more facts, so
     its own fault replaces the recorded one.

@@ -1,4 +1,4 @@
-"""The coordinator's part in a regroup without a lost rank.
+"""The coordinator's part in a regroup: the passage of all surviving ranks to a new group.
 
 The coordinator makes all ranks copy their state. Then it makes the survivors continue.
 """
@@ -23,7 +23,7 @@ class Regroup:
 
     Args:
         own: state of this rank.
-        regrouping: the lost ranks, and the ranks that are ready.
+        regrouping: the lost ranks, and the ranks that are ready to continue without them.
         broadcast: sends a message to all other ranks.
         record: records an event of the run.
     """
@@ -51,7 +51,7 @@ class Regroup:
 
     @property
     def recent_loss(self) -> Fault | None:
-        """Loss for which the launcher may now end the other ranks; None if there is none."""
+        """Fault of a rank lost so recently that the launcher may yet end the others; else None."""
         if self._last is None or time.monotonic() > self._last[1] + _LAUNCHER_S:
             return None
         return self._last[0]
@@ -81,10 +81,10 @@ class Regroup:
 
         Args:
             status: status of the rank.
-            problem: the reason why it could not copy its state; empty if it could.
+            problem: the reason why the rank could not copy its state; empty if the copy succeeded.
 
         Returns:
-            The fault that ends the job if the rank could not, else None.
+            The fault that ends the job if the rank could not copy its state, else None.
         """
         if problem:
             return self._regrouping.first

@@ -157,7 +157,7 @@ class Watching:
         return Member(own, line, to.host, self._on_fault)
 
     def _without_first(self, watch: Member, lost: Fault) -> Coordinator | Member:
-        """Return the coordinator or member that watches once rank 1 has replaced rank 0.
+        """Return the coordinator or member that watches here once rank 1 has replaced rank 0.
 
         Args:
             watch: the member that watched so far.
@@ -180,7 +180,7 @@ class Watching:
     def _guard(self) -> None:
         """Run the watching thread, and end the job if the thread fails.
 
-        No other part detects failures or acts on signals.
+        If the thread fails, no other part of this rank detects failures or acts on signals.
         """
         try:
             while isinstance(self._watch, Member) and (lost := self._watch.run()):
@@ -252,7 +252,7 @@ class Supervisor:
     # -- connecting
 
     def listen(self, address: str) -> Listening:
-        """Open a port for the others when this rank is the first; return its address and token.
+        """Open the port for the others if this rank becomes the first; return address and token.
 
         Connections that have not sent the token are dropped: see motley.membership.messages.
         """
@@ -263,7 +263,7 @@ class Supervisor:
 
         Args:
             listening: result of :meth:`listen` on each rank, by rank.
-            survives: True if mpirun lets ranks outlive one of them.
+            survives: True if the launcher lets all other ranks live on when a rank dies.
         """
         own = self._own
         own.place = replace(own.place, listening=tuple(listening), survives=survives)
@@ -284,7 +284,7 @@ class Supervisor:
     def records_in(self, folder: Path) -> None:
         """Pass the folder of the run's records to the reaper.
 
-        The reaper records the end of the run there if rank 0 is killed.
+        If rank 0 is killed, the reaper records the end of the run there.
         """
         if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.send(folder=str(folder.absolute()))
@@ -298,10 +298,11 @@ class Supervisor:
             phase: the phase from now on.
             timeout_s: seconds in which some rank should make progress; see
                 motley.membership.detector.
-            detail: words in place of the phase's own, as in "rank 3 is measuring links".
+            detail: description that replaces the phase's usual one, as in "rank 3 is measuring
+                links".
 
         Raises:
-            RankLostError: the group of this rank is broken, so its present work is void.
+            RankLostError: the group of this rank is broken, so the present step must be repeated.
         """
         own = self._own
         self.check_group()
@@ -348,7 +349,7 @@ class Supervisor:
         Args:
             save: saves the state and returns a note on it. Called from another thread, while the
                 training thread may be stuck in a collective.
-            first: True on the rank that saves. If rank 0 is lost, and the saving rank with it, the
+            first: True on the rank that normally saves. If rank 0 is lost and this rank too, the
                 standby saves instead.
         """
         self._own.hooks.rescue = save if first or self._own.place.is_standby else None
@@ -360,14 +361,17 @@ class Supervisor:
     def can_regroup(
         self, keep: Callable[[], None], free: Callable[[], None], without_first: bool
     ) -> None:
-        """Offer to continue when another rank is lost, once all can; see :meth:`get_survivors`.
+        """Offer to continue when another rank is lost; see :meth:`get_survivors`.
+
+        The job continues after a loss once all ranks have made this offer.
 
         Args:
             keep: copies the state to memory that needs no process group. Called from another
                 thread, while the training thread may be stuck in a collective.
             free: makes the training thread leave the collective, with any error. Called from
                 another thread.
-            without_first: True if this also holds when rank 0 is lost; the same on all ranks.
+            without_first: True if this rank can continue when rank 0 is lost too; equal on all
+                ranks.
         """
         hooks = self._own.hooks
         hooks.keep, hooks.free, hooks.without_first = keep, free, without_first
@@ -404,10 +408,12 @@ class Supervisor:
         return own.change.take()
 
     def end_without_lost(self, at_once: bool = False) -> None:
-        """Have this process end without MPI_Finalize if a rank is lost: MPI would wait for it.
+        """Have this process end without MPI_Finalize if a rank is lost.
+
+        MPI_Finalize would wait for the lost rank.
 
         Args:
-            at_once: end it now, as the last of the functions that run at its exit.
+            at_once: True: end the process in this call. False: end the process when Python exits.
         """
         if self._own.change.group and at_once:
             self._own.leave(0)
@@ -415,7 +421,7 @@ class Supervisor:
             atexit.register(self._own.leave, 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank, through rank 0. Survivors exchange values so."""
+        """Return every rank's value, by rank. The values travel through rank 0, without MPI."""
         own = self._own
         self.check_group()
         own.send_in_group(GatherValue(packed(value)))

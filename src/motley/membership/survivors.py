@@ -43,7 +43,7 @@ _MEET_S = 60.0  # in which all ranks have to leave the broken group; one may sti
 
 
 class RankLostError(Exception):
-    """The process group of this rank is broken; see :meth:`Supervisor.get_survivors`."""
+    """An error: the process group of this rank is broken; see :meth:`Supervisor.get_survivors`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class Survivors:
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """The place of this rank in its group. After a loss the rank gets a new group and a new place.
+    """The group of this rank, and the rank's number in it.
+
+    After a loss, each surviving rank gets a new group and a new number.
 
     Attributes:
         rank: number of this rank in the group.
@@ -83,7 +85,7 @@ class GroupPlace:
         machines: for each rank, the lowest rank on the same machine; empty before all have joined.
         listening: where each rank accepts connections when it is the first; empty before all have
             joined.
-        survives: True if mpirun lets ranks outlive one of them.
+        survives: True if the launcher lets all other ranks live on when a rank dies.
     """
 
     rank: int
@@ -123,7 +125,7 @@ class SupervisedRanks:
     Args:
         rank: number of this rank among the survivors.
         size: number of survivors.
-        here: ranks of this machine.
+        here: numbers of the survivors on this machine.
         gather: gathers the value of every rank, by rank.
     """
 
@@ -142,7 +144,7 @@ class SupervisedRanks:
 
 
 def packed(value: Any) -> str:
-    """Return a value of any type as text for a message.
+    """Return a value of any type as text that fits into a message.
 
     Raises:
         MotleyError: the text is longer than half the limit of a message.
@@ -174,7 +176,7 @@ def parts(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 class Status(Protocol):
-    """The facts of a rank that a regroup needs; see motley.membership.detector.RankStatus."""
+    """A protocol: the fields of a RankStatus (motley.membership.detector) that a regroup reads."""
 
     rank: int
     regroups: bool
@@ -185,7 +187,7 @@ class RegroupState:
 
     Args:
         machines: for each rank, the lowest rank on the same machine.
-        survives: True if ranks may outlive one of them.
+        survives: True if the launcher lets all other ranks live on when a rank dies.
     """
 
     def __init__(self, machines: Sequence[int], survives: bool) -> None:
@@ -201,17 +203,17 @@ class RegroupState:
 
     @property
     def first(self) -> Fault | None:
-        """First loss, of which all other faults may be consequences; None: no rank is lost."""
+        """Fault of the first lost rank, which may have caused all others; None: no lost rank."""
         return next(iter(self._lost.values()), None)
 
     @property
     def waits(self) -> bool:
-        """True if a rank is lost, or some rank has not yet left the group that it has broken."""
+        """True from the loss of a rank until all ranks have left the group that broke."""
         return bool(self._lost) or self._meeting is not None
 
     @property
     def faults(self) -> list[Fault]:
-        """Faults of all ranks that were lost together, the first one first."""
+        """Faults of all ranks that were lost together, in the order in which they were reported."""
         return list(self._lost.values())
 
     def lose(self, rank: int, fault: Fault, left: Collection[Status]) -> bool:
@@ -220,7 +222,7 @@ class RegroupState:
         Args:
             rank: number of the lost rank in the present group.
             fault: fault of the lost rank.
-            left: status of all other ranks, this one among them.
+            left: status of all other ranks, including this rank.
         """
         ready = all(status.regroups for status in left)
         if not (self._survives and ready and fault.kind in _LOST):
@@ -233,7 +235,7 @@ class RegroupState:
         return True
 
     def note_host_alive(self, rank: int) -> None:
-        """Note that the host of a rank lives, and so does mpirun's daemon there."""
+        """Record that the host of a lost rank lives, and with it mpirun's daemon on the host."""
         self._witnessed.add(rank)
 
     def all_hosts_live(self, left: Collection[Status]) -> bool:
@@ -242,7 +244,7 @@ class RegroupState:
         return all(self._machines[rank] in alive or rank in self._witnessed for rank in self._lost)
 
     def overdue(self, left: Collection[Status]) -> Fault | None:
-        """Return the loss for which the job must end because time ran out; None: there is time."""
+        """Return the first loss if the job must end because time ran out; None: time is left."""
         limit = _MEET_S
         if self.first is not None:
             limit = _KEEP_S if self.all_hosts_live(left) else _WITNESS_S
@@ -254,7 +256,7 @@ class RegroupState:
         self._keeping.discard(rank)
 
     def survivors(self, left: Collection[Status]) -> Survivors | None:
-        """Return the survivors; None while a rank is not ready, or no rank is lost."""
+        """Return the survivors; None while some rank is not ready, and None if no rank is lost."""
         if self.first is None or self._keeping or not self.all_hosts_live(left):
             return None
         ranks = tuple(sorted(status.rank for status in left))
@@ -263,7 +265,7 @@ class RegroupState:
         )
 
     def begin_anew(self, survivors: Survivors) -> None:
-        """Start over with the survivors and their new numbers."""
+        """Discard the lost ranks and the answers, and continue with the survivors' new numbers."""
         self._meeting, self._since = survivors.lost, time.monotonic()
         self._machines = renumber_machines(self._machines, survivors.ranks)
         self._lost.clear()
@@ -271,7 +273,7 @@ class RegroupState:
         self._gathered.clear()
 
     def gather(self, rank: int, text: str) -> list[str] | None:
-        """Store a rank's value; return all values, by rank, once all are there, else None."""
+        """Store a rank's value. Return all values, by rank, once all ranks have sent one."""
         self._gathered[rank] = text
         if len(self._gathered) < len(self._machines):
             return None
@@ -287,7 +289,7 @@ def choose_standby(machines: Sequence[int]) -> int:
     A rank on another machine is preferred, because it does not freeze with the machine of rank 0.
 
     Args:
-        machines: machine of each rank, by number.
+        machines: for each rank, the lowest rank on the same machine.
     """
     return min((rank for rank, machine in enumerate(machines) if machine != 0), default=1)
 

@@ -1,1 +1,1 @@
-"""Arithmetic without side effects: each rank's share, the expected time, and faster options."""
+"""Arithmetic without side effects: the samples of each rank, the expected time, faster options."""

@@ -1,4 +1,4 @@
-"""Advice: options that would be faster than the plan. Pure."""
+"""Advice to the user: options with which a run would be faster than the plan. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -24,13 +24,13 @@ _FASTEST = 6  # fastest hosts, among which the best one alone is searched
 
 @dataclass(frozen=True)
 class Advice:
-    """An option that a user may choose, or a fact about the plan.
+    """A piece of advice: an option that the user may choose, or a fact about the plan.
 
     Attributes:
-        text: a sentence.
-        option: words to add to the command line; empty: none.
-        times: expected rate relative to the plan's; None: unknown.
-        price: known cost of the option; empty: none.
+        text: the advice as a sentence.
+        option: words to add to the command line; empty: the advice is no option.
+        times: expected samples per second with the option, divided by the plan's; None: unknown.
+        price: known disadvantage of the option, in words; empty: none.
     """
 
     text: str
@@ -56,11 +56,11 @@ def better_modes(
 ) -> tuple[Advice, ...]:
     """Return advice on wire modes that would be faster than ``mode``.
 
-    There are two candidates: the fastest mode that only rounds, and the fastest of the inexact
-    modes if it is faster still.
+    A wire mode is the form in which gradients travel between ranks. There are two candidates: the
+    fastest mode that only rounds the gradient, and the fastest inexact mode if it is faster still.
 
     Args:
-        options: the ranks that would train in each mode.
+        options: for each measured mode, the ranks that would train and their forecast.
         mode: the planned wire mode.
         names: host of each rank.
     """
@@ -94,9 +94,9 @@ def fewer_hosts(
 
     Args:
         choice: the ranks that would train if all hosts were optional.
-        planned_s: seconds of a step with all of them.
+        planned_s: seconds of a step with all requested hosts.
         names: host of each rank.
-        machines: host of each rank, by number.
+        machines: number of each rank's host.
         links: measured links between the hosts; None: not measured.
     """
     times = planned_s / choice.chosen.step_s
@@ -123,7 +123,7 @@ def better_engine(
     Args:
         traits: traits of the engine in use.
         predicted: forecast for the engine in use.
-        engines: forecasts for other engines, by the option that selects each.
+        engines: forecasts for other engines, by the option that selects the engine.
     """
     best = min(engines, key=lambda name: engines[name].step_s, default=None)
     if best is None or engines[best].step_s > (1 - _WORTH_A_WORD) * predicted.step_s:
@@ -145,15 +145,15 @@ def larger_batch(
     wire: AllReduceCost,
     links: Links | None = None,
 ) -> tuple[Advice, ...]:
-    """Advise a larger batch if all hosts together are hardly faster than the best of them.
+    """Advise a larger batch if all hosts together are hardly faster than the best host alone.
 
     The advice is empty if the batch is large enough, or if no larger batch would help.
 
     Args:
         global_batch: samples in a step.
         names: host of each rank.
-        machines: host of each rank, by number.
-        speeds: speed of each rank.
+        machines: number of each rank's host.
+        speeds: measured speed of each rank.
         wire: cost of an all-reduce in the planned mode.
         links: measured links between the hosts; None: not measured.
     """
@@ -162,7 +162,7 @@ def larger_batch(
     ranks_of = [[r for r, m in enumerate(machines) if m == machine] for machine in fastest]
 
     def gain(samples: int) -> tuple[float, int, float]:
-        """Return the gain over the best host alone, a rank of that host, and samples per second."""
+        """Return the gain over the best host alone, a rank of that host, and the overall rate."""
         alone = {}
         for ranks in ranks_of:
             few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)
@@ -192,7 +192,7 @@ def larger_batch(
 def bound_by_input(
     names: Sequence[str], speeds: Sequence[SpeedTable], counts: Sequence[int], packs: bool
 ) -> tuple[Advice, ...]:
-    """Advise a remedy for each host whose ranks wait for their samples.
+    """Advise a remedy for each host whose ranks wait while their samples are read.
 
     Args:
         names: host of each rank.

@@ -1,9 +1,10 @@
-"""Evidence that a rank's speed differs from the speed for which its share was made. Pure.
+"""Evidence that a rank's speed differs from the speed on which its share is based. Pure.
 
-A column is a series of ratios, one per step: the time that a rank took over the expected time. A
-window of k steps shows a change if at least m of its steps lie beyond a threshold on one side
-(:data:`WINDOWS`). The threshold follows from the noise of the column. Noise alone shows a change in
-one of a million checks of all columns (see ARITHMETIC.md).
+A share is the number of samples that a rank takes in a step. A column is a series of ratios, one
+per step: the time that a rank took, divided by the expected time. A window of k steps shows a
+change if at least m of its steps lie beyond a threshold on one side (:data:`WINDOWS`). The
+threshold follows from the noise of the column. Noise alone shows a change in one of a million
+checks of all columns (see ARITHMETIC.md).
 """
 
 import math
@@ -27,7 +28,7 @@ _ROUNDED = 1024  # thresholds are multiples of 1/1024, as the last bit of exp di
 
 
 class Groups:
-    """Groups of columns.
+    """Groups of columns, whose devices count as equal.
 
     Args:
         keys: one key per column. Columns with equal keys form a group.
@@ -81,7 +82,7 @@ class Evidence:
         }
 
     def clear(self) -> None:
-        """Start counting steps for another split.
+        """Start to count the steps of another split.
 
         Earlier steps still serve to estimate the noise.
         """
@@ -100,11 +101,13 @@ class Evidence:
             self._estimate_noise()
 
     def explain_steps(self, steps: int, change: Floats) -> None:
-        """Attribute deviations in the last steps before :meth:`clear` to a change, not to noise.
+        """Remove the effect of a known change from the last ratios before :meth:`clear`.
+
+        Otherwise the change would count as noise.
 
         Args:
-            steps: number of steps.
-            change: ratio of each column in these steps.
+            steps: number of steps that the change affected.
+            change: factor by which the change multiplied each column's ratio in these steps.
         """
         end = self._end - self.steps
         rows = slice(max(0, end - steps), max(0, end))
@@ -115,7 +118,7 @@ class Evidence:
     def is_due(self, window: int) -> bool:
         """Return True if a window of this many steps is to be checked now.
 
-        A window is checked four times within its own length.
+        A window of k steps is checked every k / 4 steps.
         """
         pause = max(1, window // 4)
         return self.steps >= window and self.steps % pause == 0 and self._known >= _FIRST
@@ -142,8 +145,9 @@ class Evidence:
     def _estimate_noise(self) -> None:
         """Compute the threshold of each window and column.
 
-        Noise may pass the threshold only as often as the window allows. This is ensured by a normal
-        distribution with the measured deviation, and by a count of the steps.
+        Noise may exceed the threshold only with the probability that belongs to the window. The
+        threshold is the larger of two: the quantile of a normal distribution with the measured
+        deviation, and the ratio that only this fraction of the past steps exceeded.
         """
         ratios = self.get_last(min(self._known, LONGEST))
         if len(ratios) < LONGEST // 2:
@@ -183,14 +187,17 @@ def _quantile(tail: float) -> float:
 
 
 def _compare_to_median(ratios: Floats) -> Floats:
-    """Return the ratios divided by their median, in ascending order."""
+    """Return the ratios divided by their column's median, each column in ascending order."""
     ascending = np.sort(ratios, axis=0)
     centred: Floats = ascending / _middle(ascending)
     return centred
 
 
 def _compute_deviation(ascending: Floats) -> Floats:
-    """Return the standard deviation of each column's logarithm, robust against rare long steps."""
+    """Return the standard deviation of each column's logarithm.
+
+    Rare long steps hardly change it.
+    """
     outside = int(0.15 * len(ascending))  # steps on each side; 1.0364 deviations if normal
     deviations: Floats = (
         np.log(np.maximum(ascending[-1 - outside], 1 / ascending[outside])) / 1.0364
@@ -201,7 +208,7 @@ def _compute_deviation(ascending: Floats) -> Floats:
 def median(rows: Floats) -> Floats:
     """Return the median over the first axis, as the geometric mean of the middle two rows.
 
-    With two ranks, one is then as many times slower than the median as the other is faster.
+    With two ranks, one is slower than the median by the factor by which the other is faster.
     """
     return _middle(np.sort(rows, axis=0))
 

@@ -1,4 +1,7 @@
-"""Forecasts of a split and of its alternatives, from measured speeds. Pure."""
+"""Forecasts of the time of a step, for a split and its alternatives, from measured speeds. Pure.
+
+A split is the number of samples that each rank takes in a step.
+"""
 
 import dataclasses
 import math
@@ -25,19 +28,20 @@ _FEW_MACHINES = 6  # these have 62 subsets
 
 @dataclass(frozen=True)
 class Forecast:
-    """The expected step of a plan.
+    """The expected times of a step.
 
     Attributes:
         global_batch: samples in a step.
-        compute_s: compute seconds of each rank in a step.
-        wire_s: seconds of the all-reduce of the whole gradient without overlap. In Local SGD: of an
-            averaging round, divided by its steps.
+        compute_s: seconds that each rank computes in a step.
+        wire_s: seconds that the all-reduce of the whole gradient would take without overlap. In
+            Local SGD: seconds of an averaging round, divided by the steps of the round.
         buckets: number of gradient buckets whose all-reduces overlap the backward pass; 1: one
             all-reduce after it.
-        exposed_s: part of the all-reduce that the backward pass does not hide.
+        exposed_s: seconds of the all-reduce that the backward pass does not hide.
         limit_s: seconds of a step in which no rank waits and no data is sent, on all hosts,
             including those that the plan leaves out.
-        input_s: part of the longest ``compute_s`` in which its rank waits for samples.
+        input_s: seconds that the rank with the longest ``compute_s`` waits for samples. These are
+            part of ``compute_s``.
     """
 
     global_batch: int
@@ -60,12 +64,12 @@ class Forecast:
 
     @property
     def fraction(self) -> float:
-        """Expected samples per second as a fraction of the limit; 1 if nothing is lost."""
+        """Expected samples per second, divided by those at ``limit_s``; 1 if no time is lost."""
         return min(1.0, self.limit_s / self.step_s)
 
     @property
     def losses(self) -> dict[str, float]:
-        """Seconds by which a step exceeds the limit, by cause."""
+        """Seconds by which a step takes longer than ``limit_s``, by cause."""
         lost = {"the wire": self.exposed_s, "input": self.input_s}
         lost["shares and micro-batches of other than the best sizes"] = (
             self.step_s - self.limit_s - sum(lost.values())
@@ -113,8 +117,8 @@ def forecast(
 ) -> Forecast:
     """Forecast the step of a split.
 
-    The wire may work while the last micro-batch's backward pass (two thirds of its time) still
-    computes gradients.
+    Data may be sent while the last micro-batch's backward pass still computes gradients. The
+    backward pass is assumed to take two thirds of the micro-batch's time.
 
     Args:
         counts: samples of each rank in a step.
@@ -154,12 +158,12 @@ def split_and_forecast(
 ) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
     """Split the batch, choose micro-batches that make a step short, and forecast the step.
 
-    Each rank takes its fastest micro-batch. If the backward pass is to hide the wire, each rank
-    takes its whole share as one micro-batch. If each micro-step communicates, all ranks take the
-    number of micro-batches with the shortest step.
+    Each rank takes its fastest micro-batch. If the backward pass is to hide the all-reduce, each
+    rank takes its whole share as one micro-batch. If each micro-step communicates, all ranks take
+    the number of micro-batches with the shortest step.
 
     Returns:
-        The speeds, with the chosen m; the samples of each rank; and the forecast.
+        The speed tables with the chosen micro-batches, the samples of each rank, and the forecast.
     """
     speeds = tuple(speeds)
     counts = split(global_batch, speeds)
@@ -182,11 +186,11 @@ def split_and_forecast(
 def _longer(
     speeds: Sequence[SpeedTable], counts: Sequence[int], wire: AllReduceCost
 ) -> Iterator[tuple[SpeedTable, ...]]:
-    """Yield the speeds with larger micro-batches, so that each share needs few of them.
+    """Yield the speeds with larger micro-batches, of which each share needs fewer.
 
     The first candidate has one micro-batch per share. If each micro-step communicates, there are
-    further candidates. Their numbers of micro-batches are those that the rank with the most
-    micro-batches needs at each of its sizes.
+    further candidates. Each of them has as many micro-batches on all ranks as the rank with the
+    most micro-batches needs at one of its timed sizes.
     """
     pairs, few, mores = list(zip(speeds, counts, strict=True)), {1}, {0}
     if wire.allreduces_per_micro_step > 0:
@@ -203,7 +207,7 @@ def _longer(
 
 @dataclass(frozen=True)
 class Choice:
-    """The ranks that should train.
+    """The ranks that should train, with the forecasts that led to the choice.
 
     Attributes:
         ranks: numbers of these ranks, ascending.
@@ -230,17 +234,17 @@ def choose_machines(
     """Return the ranks with which a step is shortest.
 
     Ranks without samples are left out. Some hosts are left out too if this shortens the step by
-    more than the error of the clocks. Every subset of a few hosts is tried. With many hosts, the
-    fastest ones and those with the best links are tried.
+    more than the error of the clocks. Every subset of a few hosts is tried. If there are many
+    hosts, only subsets of the fastest hosts and of the hosts with the best links are tried.
 
     Args:
         global_batch: samples in a step.
-        machines: host of each rank, by number.
+        machines: number of each rank's host.
         speeds: speed of each rank.
         wire: cost of an all-reduce among all ranks.
         links: measured links between the hosts; None: not measured.
-        needed: a host that has to stay; None: no such host.
-        fixed: True if all hosts have to stay.
+        needed: number of a host that has to train; None: no such host.
+        fixed: True if all hosts have to train.
     """
     everyone = tuple(range(len(speeds)))
 
@@ -282,7 +286,7 @@ def compute_rates(machines: Sequence[int], speeds: Sequence[SpeedTable]) -> dict
 
 
 def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[int]]:
-    """Return subsets of the hosts that might be faster without the others, never all hosts."""
+    """Return subsets of the hosts that might be faster than all hosts together."""
     if len(rates) <= _FEW_MACHINES:
         sizes = range(1, len(rates))
         return [frozenset(some) for size in sizes for some in combinations(rates, size)]
@@ -313,13 +317,14 @@ def forecast_alternatives(
     Args:
         global_batch: samples in a step.
         names: host of each rank, for the names of the rows.
-        machines: host of each rank, by number.
+        machines: number of each rank's host.
         speeds: speed of each rank.
         wire: cost of the exact mode among all ranks in a ring.
         links: measured links between the hosts; None: not measured.
 
     Returns:
-        Forecasts by a description of each way.
+        Forecasts, by a description of each way: the best rank alone, equal shares, the fastest few
+        ranks, and a doubled batch.
     """
     ranks = range(len(speeds))
     best = min(ranks, key=lambda rank: speeds[rank].compute_seconds(global_batch))

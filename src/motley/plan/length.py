@@ -1,6 +1,6 @@
 """The length of a run and its batches, counted in samples. Pure.
 
-Steps are no unit of length, because the global batch may grow, as in ``512:2048:32/100M``.
+A length is not counted in steps, because the global batch may grow, as in ``512:2048:32/100M``.
 """
 
 import dataclasses
@@ -24,8 +24,9 @@ class Ramp:
     Attributes:
         first: samples in the first step.
         most: samples in the last steps.
-        by: samples by which the batch grows at once.
-        over: number of samples after which the batch has grown to ``most``; 0: it does not grow.
+        by: samples that each growth adds to the batch.
+        over: number of samples of the run after which the batch has grown to ``most``; 0: the batch
+            does not grow.
     """
 
     first: int
@@ -79,7 +80,7 @@ class RampedBatch(int):
 
 
 def make_ramp(batch_size: int) -> Ramp:
-    """Return the growth of a batch size; for a plain number, one that does not grow."""
+    """Return the growth of a batch size. A plain number gives a :class:`Ramp` without growth."""
     if isinstance(batch_size, RampedBatch):
         return batch_size.ramp
     return Ramp(batch_size, batch_size)
@@ -91,7 +92,8 @@ def read_ramp(text: str) -> Ramp:
     The number of samples may end with K, M or G, for 10**3, 10**6 or 10**9.
 
     Raises:
-        MotleyError: the text is no ramp, or steps of this size do not reach its end.
+        MotleyError: the text has another form, or ``by`` does not divide the difference of
+            ``first`` and ``most``.
     """
     match = _TEXT.fullmatch(text)
     if match is None:
@@ -116,7 +118,7 @@ def read_ramp(text: str) -> Ramp:
 
 
 def growth(ramp: Ramp) -> Iterator[str]:
-    """Yield a line about the growing batch for the start of a run; nothing if it is fixed."""
+    """Yield a line about the growing batch for the start of a run; nothing for a fixed batch."""
     if ramp.over:
         steps = ramp.steps(0, ramp.over)
         yield (
@@ -150,15 +152,17 @@ class Length:
     Attributes:
         epochs: epochs of the whole run.
         epoch_samples: samples in each epoch.
-        batch: samples in a step; the last step of an epoch may have fewer.
+        batch: samples in a step over all ranks. The last step of an epoch may have fewer.
         max_steps: step after which the run ends at the latest; None: no limit.
-        save_every: steps between checkpoints, 0 for none; None: one at the end of each epoch.
-        by_clock: checkpoints are due at times that the caller decides, and at the end of the run.
+        save_every: steps between checkpoints; 0: no checkpoints; None: one checkpoint at the end of
+            each epoch.
+        by_clock: True if the caller decides by time when checkpoints are due. One is also due at
+            the end of the run.
         ramp: growth of the batch up to ``batch``; None: the batch does not grow.
-        eval_every: steps between evaluations; None: one at the end of each epoch.
-        eval_by_clock: evaluations are due at times that the caller decides, and at the end of the
-            run.
-        eval_at_start: an evaluation is due before the first step.
+        eval_every: steps between evaluations; None: one evaluation at the end of each epoch.
+        eval_by_clock: True if the caller decides by time when evaluations are due. One is also due
+            at the end of the run.
+        eval_at_start: True if an evaluation is due before the first step.
     """
 
     epochs: int
@@ -178,7 +182,7 @@ class Length:
         return math.ceil(self.epoch_samples / self.batch)
 
     def at(self, position: TrainState) -> TrainState:
-        """Return the position; at the end of an epoch, the start of the next epoch."""
+        """Return ``position``, or the start of the next epoch if it is at the end of an epoch."""
         if position.consumed < self.epoch_samples:
             return position
         return TrainState(position.step, position.epoch + 1, 0)
@@ -194,7 +198,10 @@ class Length:
         return cut or position.epoch >= self.epochs
 
     def evaluates(self, position: TrainState) -> bool:
-        """Return True if an evaluation is due at this position; the end of the run has one."""
+        """Return True if an evaluation is due at this position.
+
+        One is due at the end of the run.
+        """
         if position.step == 0:
             return self.eval_at_start
         if self.eval_by_clock:
@@ -204,7 +211,7 @@ class Length:
         return self.ended(position) or position.step % self.eval_every == 0
 
     def _ends_epoch(self, position: TrainState) -> bool:
-        """Return True at the end of an epoch and of the run."""
+        """Return True if the position is at the end of an epoch or of the run."""
         return position.step > 0 and (position.consumed == 0 or self.ended(position))
 
     def saves(self, position: TrainState) -> bool:
@@ -221,7 +228,7 @@ class Length:
         )
 
     def full_batch(self, position: TrainState) -> int:
-        """Return the samples in the next step, if the epoch has as many left."""
+        """Return the samples of a full batch in the next step. The epoch may have fewer left."""
         used = position.epoch * self.epoch_samples + position.consumed
         return self._growth.at(used)
 
@@ -231,7 +238,7 @@ class Length:
         return self._growth.batches()
 
     def updates(self, position: TrainState) -> float:
-        """Return the position in the schedule, in steps of ``batch`` since the start.
+        """Return the position in the learning-rate schedule, in steps of ``batch`` since the start.
 
         The position is a whole number, equal to the number of steps, unless the batch changed in
         the middle of the current epoch.
@@ -241,7 +248,7 @@ class Length:
     def updates_at(self, step: int) -> float:
         """Return the position in the schedule after ``step`` steps from the start of the run.
 
-        See :meth:`updates`. The result is beyond the last epoch if the run is shorter.
+        See :meth:`updates`. If the run has fewer steps, the result is beyond its last epoch.
         """
         if self.ramp is None or not self.ramp.over:
             return float(step)

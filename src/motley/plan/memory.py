@@ -1,10 +1,11 @@
-"""An estimate of the memory that a rank needs for a model, before any is allocated. Pure.
+"""An estimate of the memory that a rank needs for a model, made before the allocation. Pure.
 
-P parameters, T of them trained, take 4 P bytes, and gradients take 4 T bytes. An optimizer with k
-numbers of 32 bits per trained parameter takes 4 k T bytes. For AdamW k is 2. In 8 bits it is a
-half, plus the scales of blocks. Over W ranks, each rank holds 1 / W of the state that an engine
-shards (motley.plan.wire). An engine that shards parameters gathers them in pieces. Its
-:class:`GatheredMemory` describes how much of them a rank holds at once.
+A model has P parameters, of which T are trained. Parameters take 4 P bytes, and gradients 4 T. An
+optimizer with k numbers of 32 bits per trained parameter takes 4 k T bytes. For AdamW k is 2. For
+an optimizer that keeps its state in 8 bits, k is a half, plus the scales of blocks. Over W ranks,
+each rank holds 1 / W of the state that an engine shards (motley.plan.wire). An engine that shards
+parameters gathers them in pieces. Its :class:`GatheredMemory` describes how many gathered bytes a
+rank holds at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,8 @@ class ModelSize:
     Attributes:
         parameters: number of all parameters.
         trained: number of trained parameters.
-        largest: parameters in the largest piece that is gathered at once.
-        outside: parameters in no such piece, as embeddings.
+        largest: number of parameters in the largest piece of the model that is gathered at once.
+        outside: number of parameters that belong to no such piece, as embeddings.
         slots: values of 32 bits per trained parameter that the optimizer keeps, including an
             average of the parameters, if there is one.
     """
@@ -44,11 +45,11 @@ class GatheredMemory:
     """The way in which an engine that shards parameters gathers them.
 
     Attributes:
-        estimate: returns the largest number of bytes that a rank holds of other ranks' parts, and
-            of gradients in transfer. The arguments are the model's size, the bytes per gathered
-            value, and the bytes per value of a gradient that is scattered.
-        count_blocks: returns how many neighbouring blocks are gathered at once, from the numbers of
-            parameters in each block.
+        estimate: function that returns the largest number of bytes that a rank holds of other
+            ranks' parts, and of gradients in transfer. The arguments are the model's size, the
+            bytes per gathered value, and the bytes per value of a gradient that is scattered.
+        count_blocks: function that returns how many neighbouring blocks are gathered at once, given
+            the number of parameters in each block.
         options: options that reduce this memory, as a user writes them.
     """
 
@@ -57,7 +58,7 @@ class GatheredMemory:
     options: tuple[str, ...] = ()
 
     def cut(self, numbers: Sequence[int]) -> list[slice]:
-        """Return the pieces in which blocks are gathered, as slices of the list of blocks.
+        """Return which blocks are gathered together, as slices of the list of blocks.
 
         Args:
             numbers: number of parameters in each block.
@@ -78,9 +79,10 @@ class MemoryNeed:
             are being sent.
         activations: memory that a pass over the largest micro-batch takes beyond the memory between
             two passes; None: not measured.
-        in_host: names of the parts that are in the host's memory: ``parameters``, ``gradients``,
-            ``optimizer``.
-        accumulates: True if gradients of an earlier micro-batch exist when a backward pass starts.
+        in_host: names of the parts that are in the host's memory and not on the device, out of
+            ``parameters``, ``gradients`` and ``optimizer``.
+        accumulates: True if gradients of an earlier micro-batch are in memory when a backward pass
+            starts.
     """
 
     parameters: float
@@ -104,7 +106,7 @@ class MemoryNeed:
 
     @property
     def beside_activations(self) -> float:
-        """MiB on the device besides activations, at the start of the backward pass."""
+        """MiB on the device at the start of the backward pass, without activations."""
         comes = not self.accumulates and "gradients" not in self.in_host
         return self.gathered + self.state - self.host - (self.gradients if comes else 0.0)
 
@@ -112,8 +114,8 @@ class MemoryNeed:
     def peak(self) -> float:
         """Largest memory on the device, in MiB.
 
-        The peak is at the start of the backward pass, with all activations, or at its end, with all
-        gradients.
+        The peak is either at the start of the backward pass, when all activations are in memory, or
+        at its end, when all gradients are.
         """
         begins = self.beside_activations + (self.activations or 0.0)
         return max(begins, self.gathered + self.state - self.host)
@@ -145,7 +147,7 @@ class Foreseen:
 
     Attributes:
         needs: memory of each rank, by its number in the group.
-        rooms: MiB that were free on each rank's device; None for a CPU.
+        rooms: MiB of each rank's device that its process can use; None for a CPU.
     """
 
     needs: tuple[MemoryNeed, ...]
@@ -176,14 +178,14 @@ def estimate_rank_memory(
     narrow: bool,
     wire_bytes: int = WIDE,
 ) -> MemoryNeed:
-    """Estimate the memory of a rank besides activations.
+    """Estimate the memory that a rank needs, without activations.
 
     Args:
-        size: numbers in the model.
+        size: numbers of values in the model.
         traits: traits of the engine.
         ranks: number of ranks over which the state is sharded.
         narrow: True if parameters are gathered in 16 bits.
-        wire_bytes: bytes per number of a gradient that is scattered.
+        wire_bytes: bytes per value of a gradient that is sent to the rank that keeps it.
     """
     gathered = 0.0
     if traits.gathered is not None:
@@ -204,9 +206,9 @@ def enough_ranks(need: MemoryNeed, ranks: int, room: float) -> int | None:
     """Return the smallest number of ranks, above ``ranks``, on which the model fits, or None.
 
     Args:
-        need: memory of a rank now, with all of the state sharded.
+        need: memory of a rank over the current number of ranks, if all of the state is sharded.
         ranks: current number of ranks.
-        room: memory of each rank's device, MiB.
+        room: MiB that are available on each rank's device.
     """
     remaining = room - need.gathered - (need.activations or 0.0)
     return None if remaining <= 0 else max(ranks + 1, -int(-need.state * ranks // remaining))

@@ -5,10 +5,10 @@ where the n_i sum to N. The rank computes them in micro-batches of similar size,
 samples. Every rank derives the same plan from the same facts, so nothing here may read a clock, the
 environment or hardware.
 
-In a time T, rank i can compute a number of samples (see motley.plan.speeds). The split gives each
-rank this number, for the smallest T in which all ranks together compute the batch. This is an
-integer minimax split. The arithmetic is vectorised over the ranks. A thousand ranks are split in
-milliseconds, and monitored in each step.
+In a time T, rank i can compute a certain number of samples (see motley.plan.speeds). The split
+gives each rank this number, for the smallest T in which all ranks together compute the batch. Such
+a split minimises the time of the slowest rank. The arithmetic is vectorised over the ranks. A
+thousand ranks are split in milliseconds, and monitored in each step.
 """
 
 import heapq
@@ -36,10 +36,11 @@ class Speeds:
     """The speed tables of all ranks, as arrays. Each array is [ranks].
 
     Args:
-        tables: tables with the same grain.
+        tables: speed tables of all ranks. All have the same grain, which is the number of samples
+            that stay together.
 
     Attributes:
-        step_s: seconds per step of each rank that do not depend on the batch.
+        step_s: for each rank, the seconds per step that do not depend on the batch.
     """
 
     def __init__(self, tables: Sequence[SpeedTable]) -> None:
@@ -58,7 +59,7 @@ class Speeds:
         self._grain = tables[0].grain
 
     def computed_s(self, samples: Floats) -> Floats:
-        """Return the seconds of all micro-batches of each rank, [ranks].
+        """Return the seconds that each rank takes for all its micro-batches, [ranks].
 
         This is the costly part of :meth:`ready_s`, and depends on the samples alone.
         """
@@ -73,7 +74,7 @@ class Speeds:
 
         Args:
             samples: samples of each rank in a step.
-            slowdown: factor of each rank on the time.
+            slowdown: factor by which each rank is slower than its table.
             computed_s: result of :meth:`computed_s` for these samples; None: not computed yet.
         """
         computed = self.computed_s(samples) if computed_s is None else computed_s
@@ -86,7 +87,7 @@ class Speeds:
 
         Args:
             samples: samples of each rank in a step.
-            slowdown: factor on all but ``step_s``.
+            slowdown: factor on the time of each rank, except on ``step_s``.
         """
         return self.step_s + self.ready_s(samples, slowdown)
 
@@ -109,7 +110,7 @@ class Speeds:
     ) -> NDArray[np.int64]:
         """Return :meth:`samples_in` rounded down to whole grains, [ranks].
 
-        Rounding errors just below a whole number are rounded up.
+        A result that is below a whole number only by a rounding error is rounded up.
         """
         grains = self.samples_in(seconds, slowdown) / self._grain
         return (grains + 1e-8).astype(np.int64) * self._grain
@@ -123,7 +124,7 @@ class Speeds:
         return np.where(samples > 0, result, 0.0)
 
     def _size_in(self, seconds: Floats) -> Floats:
-        """Return the largest micro-batch up to m that each rank computes in these seconds."""
+        """Return the largest micro-batch, at most m, that each rank computes in these seconds."""
         place = (self._seconds <= seconds[:, None]).sum(axis=1) - 1
         right = np.minimum(place + 1, self._last)
         result = self._between(seconds, self._seconds, self._sizes, right)
@@ -149,7 +150,7 @@ def _filled(values: Sequence[float], length: int) -> Sequence[float]:
 def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
     """Return :attr:`SpeedTable.rising` of all tables, [ranks, sizes].
 
-    Computed table by table, it took half of the time of a plan.
+    All tables are computed at once, because one by one they took half of the time of a plan.
     """
     shortest = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
     at_m = np.where(sizes == m[:, None], shortest, np.inf).min(axis=1)
@@ -161,7 +162,8 @@ def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     """Return the samples of each rank with which the slowest rank takes the shortest time.
 
-    The samples sum to the batch. They are multiples of the tables' grain, as the batch is.
+    The samples sum to the batch. Each rank's number is a multiple of the tables' grain, as the
+    batch must be.
 
     The algorithm is fast for thousands of ranks. The time is found by bisection. Surplus samples
     are then removed one by one, each from the rank that would finish last.
@@ -184,7 +186,7 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
 
 
 def _slowest(count: int, seconds: Floats) -> Sequence[int]:
-    """Return the ``count`` ranks that take longest, and those that take equally long."""
+    """Return the ``count`` ranks that take longest, and all further ranks with an equal time."""
     if not 0 < count < len(seconds):
         return range(len(seconds) if count else 0)
     least = (1 - 1e-9) * np.partition(seconds, -count)[-count]
@@ -195,9 +197,9 @@ def _slowest(count: int, seconds: Floats) -> Sequence[int]:
 def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
     """Return the seconds of a step in which no rank waits and no data is sent.
 
-    Samples may be divided, and every rank computes each of its samples at its best rate. The result
-    is the smallest T with sum of rate_i * (T - step_s_i) = N, over the ranks whose step_s_i fits
-    into T.
+    The limit assumes that samples can be divided, and that every rank computes at its best rate.
+    The result is the smallest T with sum of rate_i * (T - step_s_i) = N, over the ranks whose
+    step_s_i fits into T.
     """
     rate, lost, shortest = 0.0, 0.0, math.inf
     for speed in sorted(_some(speeds), key=lambda speed: speed.step_s):
@@ -209,8 +211,8 @@ def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
 def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
     """Return the smallest time in which the ranks together compute the batch.
 
-    The relative error is 1e-12. The result may be longer, if the ranks compute no further sample in
-    the additional time. This happens when the shares are equal.
+    The relative error is 1e-12. The result may be longer than the smallest time if the ranks
+    compute no further sample in between. This happens when the shares are equal.
     """
     low = 0.0
     high = 1.000001 * float(speeds.compute_seconds(np.full(ranks, float(global_batch))).max())
@@ -235,23 +237,24 @@ def _some(tables: Sequence[SpeedTable]) -> Sequence[SpeedTable]:
 class Rank:
     """A rank of the launch. Its fields are filled in while a run starts.
 
-    Its share of a batch is ``Plan.counts[group_rank]``.
+    The number of the rank's samples in a batch is ``Plan.counts[group_rank]``.
 
     Attributes:
         rank: number in the launch, from 0, which never changes. Errors and file names use it.
         host: name of the rank's host.
-        machine: the lowest rank on the same host, because two hosts may have the same name.
+        machine: lowest rank on the same host. The number identifies the host, because two hosts may
+            have the same name.
         local_rank: number among the ranks of that host, from 0.
-        gpus: UUIDs of the GPUs that the rank can see, in its own order.
-        gpu: index of the rank's GPU in ``gpus``, None for the CPU. Known, like ``reason``, once
-            :func:`choose_participants` has chosen the ranks that train.
+        gpus: UUIDs of the GPUs that are visible to the rank, in the order of their indices there.
+        gpu: index of the rank's GPU in ``gpus``; None for the CPU. This field and ``reason`` are
+            set once :func:`choose_participants` has chosen the ranks that train.
         reason: reason why the rank does not train; empty if it trains.
-        group_rank: number in the process group. This field and all below are known once a rank that
-            trains has opened its device.
+        group_rank: number in the process group. This field and all that follow are set once a rank
+            that trains has opened its device.
         device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
         uuid: UUID of the GPU; empty without one.
         precision: precision in which the rank computes.
-        why: reason for the precision.
+        why: reason for the choice of the precision, in words.
         cores: cores to which the rank is bound, in words; empty: any.
         maker: maker of the GPU, NVIDIA or AMD; empty without one.
     """
@@ -285,11 +288,11 @@ class Rank:
 def choose_participants(
     launched: Sequence[Rank], hosts: Collection[str] | None = None
 ) -> tuple[Rank, ...]:
-    """Return all launched ranks, with the choice which of them train, and on which GPU.
+    """Choose which launched ranks train, and on which GPU, and return all ranks.
 
     On a host with GPUs, one rank per GPU trains. NCCL refuses two ranks on one GPU, and two models
     on one GPU only slow each other down. On a host without GPUs all ranks train. A launcher may
-    show all GPUs to every rank, or each rank its own.
+    make all GPUs visible to every rank, or only one GPU to each rank.
 
     Args:
         launched: the ranks of the job.
@@ -338,7 +341,8 @@ def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
 def cut(count: int, size: int) -> tuple[int, ...]:
     """Divide ``count`` samples into as few micro-batches of at most ``size`` as possible.
 
-    Their sizes differ by one at most. A small last micro-batch would cost more time than its share.
+    The sizes of the micro-batches differ by one at most. A small last micro-batch would take more
+    time per sample than the others.
     """
     parts = -(-count // size)
     if parts == 0:
@@ -349,20 +353,22 @@ def cut(count: int, size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shares of one global batch.
+    """The division of one global batch among the ranks.
 
     Attributes:
         global_batch: N, samples in one optimizer step over all ranks.
         shares: one number per rank, in proportion to the samples that the rank takes.
         max_micro_batch: m_i, the most samples that rank i holds in memory at once.
-        wire: way in which the ranks' gradients are added up.
-        equal_micro_steps: every rank takes the same number of micro-steps, and the missing ones are
-            empty. Engines that communicate at every micro-batch need this.
+        wire: wire mode, the form in which gradients travel between ranks and are added up.
+        equal_micro_steps: True if every rank takes the same number of micro-batches. A rank that
+            needs fewer computes empty ones. Engines that communicate at every micro-batch need
+            this.
         buckets: number of gradient buckets whose all-reduces overlap the backward pass, if the
             engine supports it. 1: one all-reduce after the backward pass. None: torch DDP's
             default.
-        grain: number of consecutive samples that stay together, in one micro-batch of one rank. The
-            rest of a ragged batch is the last group, in a micro-batch of its own.
+        grain: number of consecutive samples that stay together, in one micro-batch of one rank. If
+            the grain does not divide the batch, the remaining samples form a shorter group, in a
+            micro-batch of their own.
     """
 
     global_batch: int
@@ -375,7 +381,7 @@ class Plan:
 
     @cached_property
     def _groups(self) -> tuple[int, ...]:
-        """Number of groups of each rank, including the short one."""
+        """Number of groups of ``grain`` samples of each rank, including the short group."""
         return apportion(-(-self.global_batch // self.grain), self.shares)
 
     @cached_property
@@ -385,7 +391,7 @@ class Plan:
 
     @cached_property
     def _last(self) -> int:
-        """Rank that has the last samples."""
+        """Rank that has the last samples of the batch."""
         return max(rank for rank, groups in enumerate(self._groups) if groups)
 
     @cached_property
@@ -416,16 +422,17 @@ class Plan:
         return tuple(sizes + (0,) * (least - len(sizes)) for sizes in cuts)
 
     def for_batch(self, n: int) -> "Plan":
-        """Return this plan for a global batch of ``n`` samples, as the last one of an epoch."""
+        """Return this plan for a global batch of ``n`` samples, such as an epoch's last batch."""
         return self if n == self.global_batch else replace(self, global_batch=n)
 
     def by_cost(self, costs: Sequence[float]) -> "Plan":
         """Return this plan with the global batch divided by the cost of its samples.
 
-        Each rank's part of the cost is its part of the shares, as closely as whole samples allow.
+        Each rank's fraction of the total cost equals its fraction of the shares, as closely as
+        whole samples allow.
 
         Args:
-            costs: cost of each sample of the global batch, in order.
+            costs: cost of each sample of the global batch, in the order of the samples.
         """
         starts = range(0, len(costs), self.grain)
         costs = [sum(costs[start : start + self.grain]) for start in starts]
@@ -461,7 +468,7 @@ class Plan:
 def whole_share_pieces(
     global_batch: int, shares: Sequence[float], grain: int = 1
 ) -> tuple[int, ...]:
-    """Return the size of each rank's share as one micro-batch, of one grain at least."""
+    """Return micro-batches that hold each rank's whole share, each of at least one grain."""
     return tuple(grain * max(1, groups) for groups in apportion(global_batch // grain, shares))
 
 
@@ -480,7 +487,7 @@ def make_plan(
         shares: one number per rank, in proportion to its samples.
         max_micro_batch: most samples of each rank in one micro-batch.
         wire: the wire mode.
-        buckets: number of gradient buckets; see Plan.
+        buckets: number of gradient buckets; see :class:`Plan`.
         grain: number of consecutive samples that stay together.
 
     Raises:

@@ -29,7 +29,7 @@ class PerRank(Generic[Value]):
         flag: the option that has set the values.
         text: the value of the option, as the user wrote it.
         values: one value per rank, or a single value.
-        for_all: the single value applies to all ranks, however many there are.
+        for_all: True if the single value applies to all ranks, however many there are.
     """
 
     flag: str
@@ -165,7 +165,7 @@ def read_precisions(text: str) -> PerRank[str]:
 
 
 def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
-    """Return the precision that a device of this CUDA capability computes fast, and the reason.
+    """Return the precision in which a device of this CUDA capability is fast, and the reason.
 
     Args:
         capability: major and minor version; None for a CPU.
@@ -185,7 +185,7 @@ _VEGA = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c")
 
 
 def best_precision_of_amd(architecture: str) -> tuple[str, str]:
-    """Return the precision that an AMD GPU computes fast, and the reason.
+    """Return the precision in which an AMD GPU is fast, and the reason.
 
     Args:
         architecture: name that ROCm uses, such as ``gfx942:sramecc+:xnack-``. The last two digits
@@ -242,10 +242,10 @@ class LossScale:
 
     Attributes:
         value: factor on the loss of the next step.
-        dynamic: the scale doubles after ``growth_interval`` steps without overflow and halves after
-            each overflow, as in torch.amp.GradScaler. Otherwise it never changes.
+        dynamic: True if the scale doubles after ``growth_interval`` steps without overflow, and
+            halves after each overflow, as in torch.amp.GradScaler. False: the scale never changes.
         growth_interval: steps without overflow after which the scale doubles.
-        good_steps: steps since the last change.
+        good_steps: steps without overflow since the last change of the scale.
     """
 
     value: float
@@ -255,9 +255,9 @@ class LossScale:
 
     @property
     def may_clear(self) -> bool:
-        """True if a lower scale may still clear an overflow.
+        """True if a lower scale may still avoid the present overflow.
 
-        Below a scale of 1 the gradients themselves are too large.
+        At a scale below 1 an overflow shows that the gradients themselves are too large.
         """
         return self.dynamic and self.value >= 1
 
@@ -265,7 +265,7 @@ class LossScale:
         """Adjust the scale after a step.
 
         Args:
-            overflow: a gradient of the step was infinite or NaN.
+            overflow: True if a gradient of the step was infinite or NaN.
         """
         if not self.dynamic:
             return
@@ -281,9 +281,9 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, unless the scale is fixed there or here.
+        """Restore the state of a checkpoint, unless the scale is fixed in it or in this run.
 
-        The scale may be fixed in only one of them if the ranks' precisions have changed.
+        Only one of the two scales may be fixed, if the ranks' precisions have changed.
         """
         if self.dynamic and state["dynamic"]:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,9 +1,9 @@
 """The re-planner, which proposes another split while training runs. Pure.
 
 A split is the number of samples of each rank in a step. A *move* is the change to another split. A
-move is proposed once the noise of the steps cannot explain its gain. After a move without a gain,
-the re-planner waits longer. All ranks pass in the same numbers, which they have exchanged, so all
-of them propose the same split.
+move is proposed once its expected gain is larger than the noise of the steps can explain. After a
+move without a gain, the re-planner waits longer. All ranks pass in the same numbers, which they
+have exchanged, so all of them propose the same split.
 """
 
 import math
@@ -26,12 +26,15 @@ _FORGIVEN = 256  # steps without a failure after which half as many steps must s
 
 
 class BackOff:
-    """Waiting times of all ranks, separate for slower and for faster ranks.
+    """The waiting times of ranks after moves that failed.
 
-    If a move fails because of a rank, that rank waits twice as long as before, and then needs a
-    window of as many steps, or the longest. All other ranks need longer windows too, but do not
-    wait. Noise that has caused one wrong move may cause another. But if a host halves its speed,
-    the split must change soon.
+    A rank has one waiting time for becoming slower, and one for becoming faster.
+
+    If a move fails that was proposed because of a rank, no move is proposed because of that rank
+    for twice as long as before. Afterwards, a change of that rank must last for a window of as many
+    steps, or for the longest window. All other ranks need longer windows too, but do not wait. The
+    reason is that noise that has caused one wrong move may cause another. But if a host halves its
+    speed, the split must change soon.
     """
 
     def __init__(self, size: int) -> None:
@@ -44,7 +47,8 @@ class BackOff:
         """Record a failed move.
 
         Args:
-            change: measured ratio of each rank's slowdown; above 1 is slower.
+            change: measured time of each rank, relative to the time for which the split was made.
+                Above 1: slower.
             step: the current step.
         """
         ranks = np.array([change > 1, change < 1])
@@ -57,11 +61,11 @@ class BackOff:
         self._failed = step
 
     def allow(self, change: Floats, window: int, step: int) -> Floats:
-        """Return the change, with 1 for ranks that must wait or need a longer window.
+        """Return ``change``, with 1 (no change) for ranks that must wait or need a longer window.
 
         Args:
-            change: measured ratio of each rank's slowdown.
-            window: number of steps that show the change.
+            change: measured time of each rank, relative to the time for which the split was made.
+            window: number of steps in which the change was measured.
             step: the current step.
         """
         if step > self._failed + _FORGIVEN:
@@ -86,8 +90,9 @@ class Device(NamedTuple):
     """A device on which ranks compute.
 
     Attributes:
-        name: name of the device. Ranks on one device share one slowdown.
-        model: model of the device. Devices of one model count as equal until their steps differ.
+        name: name of the device. All ranks on one device have the same slowdown.
+        model: model of the device. Devices of one model count as equally fast until their steps
+            differ.
     """
 
     name: Hashable
@@ -117,8 +122,9 @@ class Proposal:
 
     Attributes:
         counts: samples of each rank.
-        slowdown: time of each rank relative to its measured speed; 2.0 takes twice as long.
-        gain: fraction of the step's compute time that the split should save.
+        slowdown: time of each rank, relative to the time measured before training. 2.0: the rank
+            takes twice as long.
+        gain: expected fraction of a step's compute time that the split saves.
         taken_back: expected and measured gain of the move that this proposal reverses; None if it
             reverses none.
     """
@@ -136,18 +142,19 @@ class _Move:
     Attributes:
         before: the split before the move.
         reference: slowdown of each rank for which that split was made.
-        change: ratio of each rank's slowdown to ``reference``, which led to the move.
-        columns: the change as the columns of the evidence show it.
+        change: each rank's slowdown divided by ``reference``. This change led to the move.
+        columns: the change in the columns of :class:`~motley.plan.evidence.Evidence`, before it was
+            combined to one ratio per rank.
         window: number of steps that showed the change.
         gain: expected gain, as a fraction of the step's time.
         sample_s: seconds per sample of a step before the move.
-        trial: number of steps after which the gain is evaluated; 0 if no evaluation is due.
+        trial: number of steps after which the gain is evaluated; 0: no evaluation is due.
         sample_times: seconds per sample of each step since the move.
-        saved: seconds saved since the move, by each step's own slowdowns. Less than 0 if the split
-            before would have been faster.
+        saved: seconds saved since the move, computed from the slowdowns in each step. Less than 0
+            if the previous split would have been faster.
         saves: seconds saved in the last step.
-        losses: for each of the last steps, True if the split before would have saved a relevant
-            part of it.
+        losses: for each of the last steps, True if the previous split would have saved a relevant
+            part of the step.
     """
 
     before: tuple[int, ...]
@@ -170,7 +177,8 @@ class ReplanMonitor:
     Args:
         speeds: tables measured before training. Empty if the user has set the split, which then
             stays.
-        kinds: device of each rank. A value of another type names a device whose model is its own.
+        kinds: device of each rank. A value that is no :class:`Device` is the name of a device that
+            has no other device of its model.
     """
 
     def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
@@ -195,7 +203,7 @@ class ReplanMonitor:
         self._expect(speeds)
 
     def reset(self) -> None:
-        """Start monitoring another split: the last proposal, if there was one."""
+        """Start to monitor another split: the last proposal if there was one."""
         last, self._move, self._is_limited = self._move, None, False
         if self._offered:
             proposal, move = self._offered
@@ -221,12 +229,12 @@ class ReplanMonitor:
         Args:
             ready_s: seconds until each rank's gradient was ready.
             counts: samples of each rank in this step.
-            full: samples of each rank in a full batch, if the batch is still growing; None:
-                ``counts``.
+            full: samples of each rank in a batch of full size, if the batch is still growing; None:
+                equal to ``counts``.
 
         Returns:
-            A proposal, or None if the current split fits. A proposal that is not used is repeated a
-                few steps later.
+            A proposal, or None if the current split fits. If the caller does not use the proposal,
+            it is repeated a few steps later.
         """
         if self._speeds is None:
             return None
@@ -279,7 +287,7 @@ class ReplanMonitor:
     def _take_back(
         self, speeds: Speeds, load: "_Load", slowdown: Floats
     ) -> tuple[Proposal, _Move] | None:
-        """Update the saved time of the last move, and reverse the move if its gain is missing.
+        """Update the time that the last move has saved. Reverse the move if it saves too little.
 
         Returns:
             The reversal, or None.
@@ -315,7 +323,7 @@ class ReplanMonitor:
         )
 
     def _find_split(self, load: "_Load") -> tuple[Proposal, _Move] | None:
-        """Return another split that the steps of some window call for, or None."""
+        """Return another split if the steps of some window show that it is faster; else None."""
         if self._evidence.steps < self._next_look:
             return None
         for window in WINDOWS:
@@ -346,7 +354,7 @@ class ReplanMonitor:
         return None
 
     def _combine_columns(self, columns: Floats) -> Floats:
-        """Return the ratio of each rank, from the columns of the evidence (last axis)."""
+        """Return one ratio per rank, given one ratio per column of the evidence (last axis)."""
         if not self._has_models:
             return columns
         of_model, own = np.split(columns, 2, axis=-1)
@@ -363,7 +371,7 @@ class ReplanMonitor:
         return 1.2533 * self._evidence.noise * math.sqrt(1 / before + 1 / after)
 
     def _allow(self, change: Floats, window: int) -> Floats:
-        """Return the change, with 1 for ranks that must wait or whose last move is on trial."""
+        """Return ``change``, with 1 for ranks that must wait or whose last move is on trial."""
         change = self._back_off.allow(change, window, self._steps)
         if self._move is None or not self._move.trial:
             return change
@@ -375,7 +383,7 @@ class ReplanMonitor:
 
         Args:
             load: compute times of the current split.
-            change: ratio of each rank's slowdown to that for which the split was made.
+            change: each rank's slowdown, divided by the slowdown for which the split was made.
             window: number of steps that show the change.
         """
         speeds = self._speeds
@@ -410,14 +418,14 @@ class ReplanMonitor:
 
 @dataclass(frozen=True)
 class _Load:
-    """A split and its compute times at the measured speeds.
+    """A split, and the times that each rank takes for it at the speeds measured before training.
 
     Attributes:
         counts: samples of each rank.
         samples: ``counts`` as an array.
-        computed_s: see Speeds.
-        ready_s: see Speeds.
-        least: samples that each working rank must keep: one grain.
+        computed_s: see :meth:`Speeds.computed_s`.
+        ready_s: see :meth:`Speeds.ready_s`.
+        least: samples that each working rank must keep: one group that stays together.
         least_s: ``computed_s`` of ``least``.
     """
 

@@ -32,16 +32,18 @@ class SpeedTable:
         sizes: micro-batch sizes that were timed, ascending from 1; all of them fit in memory.
         seconds: time of the forward and backward pass at each size.
         step_s: seconds per step that do not depend on the batch: clipping and the optimizer.
-        memory_mib: peak memory at each size; None where unknown.
-        preferred: size to use as m even if others are faster; 0: none.
-        grain: number of samples that stay together; all sizes are multiples of it.
-        compiled: the model was compiled.
-        input_s: seconds to read a sample, by all of the rank's loader processes together; 0: not
+        memory_mib: peak memory at each size, in MiB; None where unknown.
+        preferred: size to use as m (the rank's largest micro-batch) even if others are faster; 0:
+            no such size.
+        grain: number of samples that stay together in one micro-batch. All sizes are multiples of
+            it.
+        compiled: True if the model was compiled.
+        input_s: seconds per sample in which all loader processes of the rank together read; 0: not
             counted.
-        reads_ahead: loader processes read while the rank computes. Otherwise the rank reads before
-            it computes.
+        reads_ahead: True if loader processes read while the rank computes. False: the rank itself
+            reads before it computes.
         readers: number of loader processes; None: the usual number.
-        rest_mib: memory between two passes during the measurement; None: unknown.
+        rest_mib: MiB in use between two passes during the measurement; None: unknown.
     """
 
     sizes: tuple[int, ...]
@@ -77,8 +79,8 @@ class SpeedTable:
     def micro_batch(self) -> int:
         """m: the preferred size, or the largest measured size with about the best rate.
 
-        The largest is chosen, because most shares are not a multiple of m. A share that is cut into
-        few micro-batches stays near the best rate.
+        The largest size is chosen, because most shares are not a multiple of m. A share that is cut
+        into few micro-batches is computed at nearly the best rate.
         """
         if self.preferred:
             return self.preferred
@@ -95,8 +97,8 @@ class SpeedTable:
     def rising(self) -> tuple[float, ...]:
         """``seconds`` without the noise of the clock.
 
-        Fewer samples never take more time, because a disturbance only lengthens a measurement. No
-        size below m is faster per sample than m.
+        In the result, fewer samples never take more time, since a disturbance only lengthens a
+        measurement. No size below m takes less time per sample than m.
         """
         place = self.sizes.index(self.micro_batch)
         shortest = [*accumulate(reversed(self.seconds), min)][::-1]
@@ -129,7 +131,7 @@ class SpeedTable:
         return self.compute_seconds(samples) - self.computing().compute_seconds(samples)
 
     def computing(self) -> "SpeedTable":
-        """Return the table of a rank that reads no samples."""
+        """Return the table without the time to read samples."""
         return replace(self, input_s=0.0, reads_ahead=False, readers=None)
 
     def slower(self, factor: float) -> "SpeedTable":
@@ -138,7 +140,7 @@ class SpeedTable:
         return replace(self, seconds=seconds, input_s=factor * self.input_s)
 
     def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
-        """Return the table with one more size.
+        """Return the table with one more timed size.
 
         Args:
             size: samples in a micro-batch.
@@ -155,9 +157,9 @@ class SpeedTable:
         )
 
     def compiled_as(self, seconds: Mapping[int, float]) -> "SpeedTable":
-        """Return the table of the compiled model, of which some sizes were timed.
+        """Return the table of the compiled model, which was timed at some sizes only.
 
-        The speed-up at all other sizes is taken to be that at the largest timed size.
+        All other sizes are assumed to have the speed-up of the largest timed size.
 
         Args:
             seconds: time of a micro-batch of the compiled model, by size. A size need not be in
@@ -186,7 +188,10 @@ class SpeedTable:
         return replace(self, preferred=enough)
 
     def at_most(self, micro_batch: int) -> "SpeedTable":
-        """Return the table without micro-batches above this size, but with one grain at least."""
+        """Return the table without micro-batches above this size.
+
+        A size of one grain always stays.
+        """
         micro_batch = max(1, micro_batch // self.grain) * self.grain
         places = [index for index, size in enumerate(self.sizes) if size < micro_batch]
         memory = self.memory_mib or (None,) * len(self.sizes)
@@ -258,7 +263,7 @@ class Flow:
     Attributes:
         bytes_per_s: rate at which data of one TCP connection arrives; 0.0 if large packets do not
             arrive.
-        latency_s: half of a small message's round trip.
+        latency_s: half of a small message's round-trip time, in seconds.
         error: reason why nothing was measured; empty without an error.
     """
 
@@ -274,9 +279,9 @@ class Port:
     Attributes:
         interface: name of the interface.
         mbit: nominal rate in each direction, Mbit/s; None: unknown.
-        others_send: bytes per second that other programs sent, outside of the measurement.
-        others_receive: bytes per second that other programs received, outside of the measurement.
-        faster: description of another active interface with a higher nominal rate; or empty.
+        others_send: bytes per second that other programs sent while Motley measured nothing.
+        others_receive: bytes per second that other programs received while Motley measured nothing.
+        faster: description of another active interface with a higher nominal rate; empty: none.
     """
 
     interface: str
@@ -291,8 +296,8 @@ class Links:
     """All measured flows between hosts.
 
     Attributes:
-        hosts: names of the hosts. The key of a host is the lowest rank on it.
-        flows: flows by sender and receiver.
+        hosts: names of the hosts. The key of a host, here and below, is the lowest rank on it.
+        flows: measured flows, by the pair of sender and receiver.
         ports: network interfaces of the hosts, where known.
     """
 
@@ -310,7 +315,7 @@ class Links:
 
     @cached_property
     def _carried(self) -> list[float]:
-        """Sorted bytes per second that each host's link carries, ascending."""
+        """Bytes per second that each host's link carries in its slower direction, ascending."""
         return sorted(map(self.carries, self.hosts))
 
     @cached_property
@@ -330,7 +335,10 @@ class Links:
         return self._most.get(("receives", machine), 0.0)
 
     def carries(self, machine: int) -> float:
-        """Return the bytes per second in a host's slower direction, which limits a ring."""
+        """Return the bytes per second of a host's slower direction.
+
+        A ring all-reduce is limited by it.
+        """
         return min(self.sends(machine), self.receives(machine))
 
     def ring_s(self, size: float, ranks: int, among: Collection[int] | None = None) -> float:
@@ -339,7 +347,7 @@ class Links:
         Args:
             size: size of the summed tensor, in bytes.
             ranks: number n of ranks in the ring.
-            among: hosts of these ranks; None: all.
+            among: hosts of the ranks in the ring; None: all hosts.
         """
         machines = set(self.hosts if among is None else among)
         if len(machines) < 2:
@@ -396,13 +404,13 @@ class Links:
         )
 
     def latency_s(self, machine: int) -> float:
-        """Return the seconds from a host to the nearest one that answers, or infinity."""
+        """Return the seconds of a small message to the nearest host that answers, or infinity."""
         return self._nearest_s.get(machine, float("inf"))
 
     def remark(self, machine: int) -> str:
         """Return a sentence on a host whose link is slower than the others', or an empty string.
 
-        The sentence has the direction, both rates and a reason if one is known.
+        The sentence states the direction, both rates, and the reason if it is known.
         """
         rate = self.carries(machine)
         usual = self._usual_of_others(rate)
@@ -458,7 +466,7 @@ class Links:
         return any(map(self._busy, self.hosts))
 
     def _switch(self) -> str:
-        """Return a sentence if all links carry far less than their ports; empty otherwise."""
+        """Return a sentence if all links are far slower than their ports' nominal rate; else ""."""
         says = [port.mbit for port in self.ports.values() if port.mbit]
         if len(self.hosts) < 2 or len(says) < len(self.hosts):
             return ""
@@ -480,7 +488,7 @@ class Links:
     def broken(self) -> list[str]:
         """Return a sentence for each link that passes no data.
 
-        Ranks at both ends would wait for each other without end, and so would MPI.
+        Without an error, ranks at both ends of such a link would wait for each other for ever.
         """
         return [
             f"from {self.hosts[sender]} to {self.hosts[receiver]}: {flow.error}"

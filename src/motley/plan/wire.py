@@ -1,8 +1,8 @@
 """Wire modes: their properties, and the time of an all-reduce in each. Pure.
 
 A wire mode is the form in which gradients travel between ranks. The modes that ``--wire`` selects
-are in motley.comm.modes, one module per kind. The traits of an engine, on which the time depends,
-are here too.
+are in motley.comm.modes, one module per kind. This module also defines the traits of an engine, on
+which the time depends.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _DEAR = 0.5  # lost points of top-1, above which a mode is marked as costly
 
 
 class Addition(Enum):
-    """The way in which a wire mode has an engine add up gradients."""
+    """The way in which an engine adds up gradients in a wire mode."""
 
     NUMBERS = "a sum of numbers of one dtype, which any engine can do"
     BUCKETS = "each bucket of gradients to be given to a reducer of the mode's own"
@@ -30,21 +30,21 @@ class Addition(Enum):
 
 @dataclass(frozen=True)
 class WireMode(ABC):
-    """A wire mode, as ``--wire`` names it. Each kind of mode is a subclass.
+    """A wire mode, which ``--wire`` selects. Each kind of mode is a subclass.
 
     Attributes:
-        slow_rank: the rank behind the one slow link, or None. This rank sends its gradient once and
-            receives the sum once, while the others compute the sum among themselves. None: all
-            ranks form a ring.
+        slow_rank: rank whose link is far slower than all others. This rank sends its gradient once
+            and receives the sum once, while the other ranks form a ring. None: all ranks form a
+            ring.
 
     Attributes of a kind:
         name: name in ``--wire NAME`` or ``--wire NAME:NUMBER``.
-        usage: name and number, as help texts show them.
+        usage: the form ``NAME`` or ``NAME:NUMBER`` that help texts show.
         says: description of the kind for ``-h``.
         addition: way in which an engine adds up gradients in this mode.
-        mixes_devices: GPUs and CPUs can take part together.
-        waits_for_gpu: the reducer waits for the GPU in each bucket, so that a backward pass on a
-            GPU does not hide the all-reduce.
+        mixes_devices: True if GPUs and CPUs can take part together.
+        waits_for_gpu: True if the reducer waits for the GPU in each bucket. A backward pass on a
+            GPU then does not hide the all-reduce.
         kept_copies: number of tensors of the gradient's size that each rank keeps between steps.
     """
 
@@ -64,16 +64,17 @@ class WireMode(ABC):
         """Return the mode for the text that follows ``NAME:``, which is empty if there is none.
 
         Raises:
-            ValueError: the text is not valid. The message is what to write instead.
+            ValueError: the text is not valid. The error message states a valid form.
         """
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence["WireMode"]:
-        """Return modes that are measured without a request, and advised if they would be faster.
+        """Return modes to measure without a user's request. Modes that would be faster are advised.
 
         Args:
             precisions: precisions of the ranks.
-            part: time of a step's communication in the exact mode, relative to a step without any.
+            part: seconds of a step's communication in the exact mode, divided by the seconds of a
+                step without communication.
         """
         return ()
 
@@ -89,7 +90,7 @@ class WireMode(ABC):
 
     @property
     def least_side(self) -> int:
-        """Side of the smallest square matrix that is compressed like large ones."""
+        """Side of the smallest square matrix that is compressed in the same way as large ones."""
         return 1
 
     @property
@@ -104,7 +105,7 @@ class WireMode(ABC):
 
     @property
     def lost_points(self) -> tuple[float, int] | None:
-        """Points of top-1 lost against the exact mode, and the number of seeds in this mean.
+        """Mean loss of top-1 accuracy against the exact mode in points, and the number of seeds.
 
         The data set is digits or textures, whichever lost more
         (benchmarks/results/accuracy_wire*.json). None: unknown.
@@ -128,11 +129,11 @@ class WireMode(ABC):
         return _BYTES[self.dtype] * sum(map(math.prod, shapes))
 
     def in_job(self, precisions: Collection[str]) -> "WireMode":
-        """Return the mode to use if ranks compute in these precisions."""
+        """Return the form of this mode for a job whose ranks compute in these precisions."""
         return self
 
     def is_free(self, precisions: Collection[str]) -> bool:
-        """Return True if a plan may use the mode without a request.
+        """Return True if a plan may use the mode without a user's request.
 
         This holds if the mode is exact, or adds no new kind of rounding to a job of these
         precisions.
@@ -146,7 +147,7 @@ class WireMode(ABC):
     def reducer(self, device: Any) -> Any:
         """Return a motley.comm.reducer.Reducer for buckets on a torch.device; all ranks call it.
 
-        Only this method imports torch, because the name or the price of a mode does not need torch.
+        Only this method imports torch, since the other properties of a mode do not need torch.
         """
         raise NotImplementedError(f"--wire {self} gives no bucket to a reducer")
 
@@ -161,7 +162,7 @@ class FewerCost:
 
     Attributes:
         ranks: numbers of these ranks, ascending.
-        transfer_s: see AllReduceCost.
+        transfer_s: see :class:`AllReduceCost`.
     """
 
     ranks: tuple[int, ...]
@@ -175,17 +176,19 @@ class AllReduceCost:
     Attributes:
         latency_s: seconds of each bucket, whatever its size.
         transfer_s: further seconds for the whole gradient.
-        on_gpu: the GPUs themselves run the all-reduce, beside their computation (NCCL).
-        overlaps: a backward pass can hide the all-reduce. False if both need the same cores.
+        on_gpu: True if the GPUs themselves run the all-reduce, beside their computation (NCCL).
+        overlaps: True if a backward pass can hide the all-reduce. False if both need the same
+            cores.
         size: bytes of all tensors that are summed.
-        sync_every: number of steps between two all-reduces. The all-reduce runs beside these steps.
+        sync_every: number of steps between two all-reduces. An all-reduce runs while these steps
+            compute.
         allreduces_per_step: see EngineTraits.
         allreduces_per_micro_step: see EngineTraits.
-        frozen: number of frozen parameters per trained parameter. They have no gradient, but are
-            sent when parameters are gathered.
-        tensors: for each gradient, in the order of the backward pass, its fraction of all numbers
-            and of all bytes. The backward pass computes gradients in proportion to their numbers.
-            Empty: any division into buckets is possible.
+        frozen: number of frozen parameters per trained parameter. Frozen parameters have no
+            gradient, but are sent when parameters are gathered.
+        tensors: for each gradient, in the order of the backward pass, the gradient's fraction of
+            all values and of all bytes. The backward pass computes gradients in proportion to their
+            numbers. Empty: any division into buckets is possible.
         fewer: cost without the rank behind the one slow link; None: there is no such rank, or the
             cost is not known.
     """
@@ -204,7 +207,7 @@ class AllReduceCost:
 
     @property
     def likes_long_batches(self) -> bool:
-        """True if one micro-batch per share may shorten the time that a step waits for the wire."""
+        """True if a step may wait less for the all-reduce with one micro-batch per share."""
         return self.overlaps or self.allreduces_per_micro_step > 0
 
     @property
@@ -228,8 +231,8 @@ class AllReduceCost:
     ) -> float:
         """Return the seconds of all-reduces in a step that the backward pass cannot hide.
 
-        A mode that sends once in several steps counts the mean per step. A bucket is ready when its
-        part of the backward pass is done, and is sent after the buckets before it.
+        For a mode that sends once in several steps, the result is the mean per step. A bucket is
+        ready when its part of the backward pass is done, and is sent after the buckets before it.
 
         Args:
             buckets: number of buckets.
@@ -249,9 +252,9 @@ class AllReduceCost:
         return late_s
 
     def _cut(self, buckets: int) -> Iterator[tuple[float, float]]:
-        """Yield the fraction of the computing and of the bytes in each bucket.
+        """Yield each bucket's fraction of the backward pass's computation and of all bytes.
 
-        DDP fills each bucket with gradients until they are 1 / ``buckets`` of all numbers.
+        DDP fills each bucket with gradients until it has 1 / ``buckets`` of all values.
         """
         if not self.tensors:
             yield from [(1 / buckets, 1 / buckets)] * buckets
@@ -266,7 +269,7 @@ class AllReduceCost:
             yield computed, sent
 
     def among_fewer(self, fewer: FewerCost | None, exact: "AllReduceCost") -> "AllReduceCost":
-        """Return the cost with ``fewer`` filled in from the exact mode's measurement.
+        """Return the cost with the field :attr:`fewer`, computed from the exact mode's measurement.
 
         Each byte is assumed to take as long as in the exact mode.
 
@@ -291,7 +294,7 @@ class AllReduceCost:
         the others.
 
         Args:
-            machines: host of each of all ranks, by number.
+            machines: number of the host of every rank, left-out ranks included.
             ranks: the ranks that remain.
             links: measured links between the hosts; None: all links are equal.
         """
@@ -317,27 +320,29 @@ class EngineTraits:
     """The properties of an engine that matter for communication and memory.
 
     Attributes:
-        overlaps: the engine sends gradients while the backward pass still runs.
+        overlaps: True if the engine sends gradients while the backward pass still runs.
         additions: ways of adding gradients that the engine supports.
-        spares_slow_rank: the engine supports WireMode.slow_rank.
+        spares_slow_rank: True if the engine supports :attr:`WireMode.slow_rank`.
         allreduces_per_step: number of all-reduces of the gradient in a step.
         allreduces_per_micro_step: number of all-reduces of the gradient in each micro-batch.
         gathers_per_step: cost of gathering parameters after a step, in fp32 all-reduces of the
             gradient.
-        gathers_per_micro_step: cost of gathering parameters in each micro-batch, in the same unit.
-        narrow_parameters: parameters are gathered in 16 bits if all ranks compute in the same
-            16-bit type.
-        mixed: GPUs and CPUs can take part together.
-        shards_optimizer: each rank keeps and steps only a part of the optimizer.
-        shards_gradients: each rank keeps only a part of the gradients.
-        shards_parameters: each rank keeps only a part of the parameters.
+        gathers_per_micro_step: cost of gathering parameters in each micro-batch, in fp32
+            all-reduces of the gradient.
+        narrow_parameters: True if parameters are gathered in 16 bits whenever all ranks compute in
+            the same 16-bit type.
+        mixed: True if GPUs and CPUs can take part together.
+        shards_optimizer: True if each rank keeps and updates only a part of the optimizer state.
+        shards_gradients: True if each rank keeps only a part of the gradients.
+        shards_parameters: True if each rank keeps only a part of the parameters.
         gathered: memory of gathered parameters; None: the engine does not gather them for a pass.
-        flat_parts: the optimizer steps a copy of its part of the parameters, and gradients are
-            allocated all the time, as in DeepSpeed.
-        state_in_host: names out of "parameters", "gradients" and "optimizer" that are in the host's
-            memory.
-        fills_model: the engine draws a model's missing initial numbers when it shards the model.
-        compiles: the model that the engine wraps may be compiled by blocks.
+        flat_parts: True if the optimizer updates a copy of its part of the parameters, and
+            gradients stay allocated between steps, as in DeepSpeed.
+        state_in_host: parts of the state that are in the host's memory: any of "parameters",
+            "gradients" and "optimizer".
+        fills_model: True if the engine draws the initial values that a model lacks when the engine
+            shards the model.
+        compiles: True if the model that the engine wraps may be compiled block by block.
         words: description of the communication for the user.
         others: engines that communicate differently, by the options that select them.
     """
@@ -399,12 +404,12 @@ class EngineTraits:
         )
 
     def optimizer_shards(self, ranks: int) -> int:
-        """Return the number of shards of the optimizer state over this many ranks."""
+        """Return the number of shards of the optimizer state with this many ranks."""
         return ranks if self.shards_optimizer else 1
 
     @property
     def numbers(self) -> list[float]:
-        """Numbers on which a forecast depends, for the records."""
+        """Numbers of the engine on which a forecast depends, for the records."""
         return [
             self.allreduces_per_step,
             self.allreduces_per_micro_step,

@@ -25,9 +25,10 @@ def run_script(
     """Read the command line, draw, and return the exit code.
 
     Args:
-        doc: the script's docstring, shown by ``-h``.
-        draw: takes the paths to look in and, if the script ``draws``, the folder of ``--out``. The
-            options of ``add_options`` are passed by name. Returns the exit code.
+        doc: the script's docstring, which ``-h`` shows.
+        draw: draws the pictures and returns the exit code. The arguments are the paths to search
+            and, if ``draws`` is True, the folder of ``--out``. The options of ``add_options`` are
+            passed by name.
         add_options: adds the options that only this script has.
         draws: True if the script draws pictures, and has ``--out``.
     """
@@ -70,11 +71,14 @@ def add_collect(parser: argparse.ArgumentParser) -> None:
 def draw_all(
     folders: Collection[Path], picture: "Callable[[Path], Figure]", name: str, out: Path | None
 ) -> int:
-    """Write the picture of each folder and print its path; one bad folder hides no other.
+    """Write the picture of each folder and print its path.
+
+    After a folder that cannot be drawn, the remaining folders are still drawn.
 
     Args:
-        folders: folders of records; a picture is written there if ``out`` is None.
-        picture: draws a folder's records.
+        folders: folders of records. If ``out`` is None, the picture of each folder is written into
+            it.
+        picture: draws the records of one folder.
         name: file name, for example ``gpu.png``; in ``out``, the folder's own name precedes it.
         out: the folder of ``--out``.
 
@@ -114,11 +118,11 @@ def warn(message: object) -> None:
 
 
 def show_progress(message: str) -> None:
-    """Print a message on stderr if it is a terminal, to explain a delay."""
+    """Print a message that explains a delay on stderr, if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"motley: {message}", file=sys.stderr)
 
 
 def nothing(what: str, paths: list[Path]) -> MotleyError:
-    """Return the error that there are no such records under the paths."""
+    """Return the error that no records of the kind ``what`` are under the paths."""
     return MotleyError(f"no {what} under {', '.join(map(str, paths))}: {TRAIN}")

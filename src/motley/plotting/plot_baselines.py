@@ -37,8 +37,8 @@ class OldRun:
     """One run of the old format.
 
     Attributes:
-        gpus: number of GPUs, from the name of a folder above it.
-        configuration: name of its folder, as ``p1_b16_e10``.
+        gpus: number of GPUs, from the name of a folder above the run.
+        configuration: name of the run's folder, as ``p1_b16_e10``.
         epoch_s: median seconds of an epoch.
     """
 
@@ -50,7 +50,7 @@ class OldRun:
 def old_runs(paths: list[Path]) -> list[OldRun]:
     """Return the runs with a ``metrics.csv`` below a folder named like ``5_GPUs``.
 
-    A file that cannot be read, or has no whole epoch, is reported and left out.
+    A file that cannot be read, or has no complete epoch, is reported and left out.
     """
     result = []
     for log in sorted(file for path in paths for file in path.rglob("metrics.csv")):
@@ -70,7 +70,10 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
 
 
 def epoch_seconds(samples: list[GpuSample]) -> float | None:
-    """Return the median time of an epoch, or None; the old logs have a row at each epoch's end."""
+    """Return the median seconds of an epoch, or None.
+
+    The old logs have a row at each epoch's end.
+    """
     ends: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.epoch is not None:
@@ -89,7 +92,7 @@ LOST = {
 
 
 def lost(row: Row) -> dict[str, float]:
-    """Return the samples/s missing to the limit, by cause; they add up to the whole difference."""
+    """Return the samples/s that a row lacks to its limit, divided by cause."""
     limit = row.limit
     if not row.samples_per_s or limit is None or limit <= row.samples_per_s:
         return {}
@@ -104,7 +107,7 @@ def lost(row: Row) -> dict[str, float]:
 
 
 def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
-    """Draw one bar per cell up to its median, with its losses, and marks at mean and limit."""
+    """Draw one bar per cell: its median rate, the losses by cause, and marks at mean and limit."""
     shown: dict[str, str] = {}
     ends = [row.weight * (row.limit or row.samples_per_s or 0.0) for row in rows]
     most = max(ends, default=0.0) or 1.0
@@ -145,13 +148,13 @@ def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
 
 
 def draw_marks(ax: "Axes", row: Row, place: int, shown: dict[str, str]) -> float:
-    """Draw marks at a bar's mean and limit; return the position of the last of them.
+    """Draw marks at a bar's mean and limit; return the position of the last mark.
 
     Args:
         ax: the axes.
         row: row of the table.
         place: position of the bar.
-        shown: labels that the legend has already, which is extended.
+        shown: labels that the legend has already. New labels are added to it.
     """
     end = 0.0
     for label, rate, look in (
@@ -173,9 +176,9 @@ def make_title(row: Row) -> str:
 
 
 def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return rows that differ only in the number of hosts, by their common settings.
+    """Return the series of rows that differ only in the number of hosts, by their common settings.
 
-    A series has two or more rows. In weak scaling the batch grows with the hosts.
+    A series has two or more rows. In weak scaling, the batch grows with the number of hosts.
     """
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
@@ -191,7 +194,10 @@ def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
-    """Draw samples/s against hosts, and the limit, which is no multiple of one host's rate."""
+    """Draw samples/s against the number of hosts, and the limit.
+
+    Since hosts differ in speed, the limit is no multiple of one host's rate.
+    """
     limits = {
         name: {row.machines: row.limit for row in rows if row.limit is not None}
         for name, rows in series.items()
@@ -259,7 +265,7 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
 
 
 def story(name: str, rows: Sequence[Row]) -> str:
-    """Return a title with the result of a matrix: its fastest way to train."""
+    """Return a title with the result of a matrix: the fastest way to train."""
     ways = f"{len(rows)} way{'s' * (len(rows) != 1)} to train"
     done = [row for row in rows if row.samples_per_s and row.outcome == DONE]
     best = max(done, key=lambda row: row.samples_per_s or 0.0, default=None)

@@ -41,9 +41,11 @@ class Series:
         host: name of the host.
         gpu: number of the GPU; empty for a host without one.
         look: colour and line style.
-        seconds: time of each sample since the first sample of all series, without the pauses.
+        seconds: time of each sample, in seconds since the first sample of all series. Pauses are
+            left out.
         samples: the samples.
-        paused: times, on the same scale, at which all logs paused, as those of a resumed run do.
+        paused: times on the scale of ``seconds`` at which all logs paused, for example before a run
+            was resumed.
     """
 
     host: str
@@ -72,7 +74,10 @@ class Series:
 
 
 def read_folder(logs: list[Path]) -> list[GpuSample]:
-    """Return the samples of all logs of a folder, by time; a bad log is reported and left out."""
+    """Return the samples of all logs, in order of time.
+
+    An unreadable log is reported and left out.
+    """
     samples = []
     for log in logs:
         try:
@@ -90,8 +95,8 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
 def to_series(samples: list[GpuSample], colours: dict[str, str]) -> list[Series]:
     """Return one series per GPU, or per host without one, on a common clock.
 
-    The clock starts with the first sample and stands still while no machine wrote a sample, because
-    the run paused then.
+    The clock starts at the first sample. The clock stands still while no machine wrote a sample,
+    because the run was paused then.
     """
     groups: dict[tuple[str, str], list[GpuSample]] = defaultdict(list)
     for sample in samples:
@@ -122,8 +127,8 @@ def find_pauses(samples: Sequence[GpuSample], usual: float) -> list[tuple[float,
         usual: seconds between two samples of a device.
 
     Returns:
-        The time at which samples began again, in seconds since 1970, and the seconds that are left
-        out for each pause.
+        For each pause, the time of the first sample after it, in seconds since 1970, and the
+        seconds to leave out.
     """
     least = least_pause(usual)
     return [
@@ -139,7 +144,7 @@ def usual_interval(samples: Sequence[GpuSample]) -> float:
 
 
 def least_pause(usual: float) -> float:
-    """Return the least seconds without a sample that count as a pause.
+    """Return the number of seconds without a sample from which on a gap counts as a pause.
 
     Args:
         usual: usual seconds between two samples.
@@ -148,7 +153,10 @@ def least_pause(usual: float) -> float:
 
 
 def epoch_starts(series: list[Series]) -> list[float]:
-    """Return the first second of each epoch; the lab's old rows (no step) *end* an epoch."""
+    """Return the time at which each epoch starts, in seconds.
+
+    In the lab's old logs, which have no steps, a row marks the *end* of an epoch.
+    """
     starts: dict[int, float] = {}
     for one in series:
         for second, sample in zip(one.seconds, one.samples, strict=True):
@@ -169,10 +177,10 @@ class Panel:
     Attributes:
         label: label of the axis, with the unit.
         field: field of the samples.
-        factor: factor from the field to the unit.
-        kinds: devices with this quantity: CPU, GPU.
+        factor: factor that converts the field's values to the unit of the axis.
+        kinds: kinds of devices that have this quantity: CPU, GPU.
         zero: True if the axis starts at 0.
-        noisy: True if the values are smoothed.
+        noisy: True if the values are noisy, and are smoothed.
     """
 
     label: str
@@ -257,7 +265,7 @@ def draw_panel(ax: "Axes", panel: Panel, series: list[Series], starts: list[floa
         ax: the axes.
         panel: the quantity.
         series: samples of each machine.
-        starts: seconds at which epochs start; empty if they are too many.
+        starts: seconds at which epochs start; empty if there are too many to show.
     """
     unit, seconds = style.time_unit(max(one.seconds[-1] for one in series))
     ax.grid(not starts, axis="x")
@@ -307,7 +315,7 @@ def draw_folder(name: str, series: list[Series]) -> "Figure":
 
 
 def machine_panels(name: str, series: list[Series]) -> "Iterator[tuple[str, Figure]]":
-    """Yield a figure for each panel, with a description."""
+    """Yield each panel as a figure of its own, with a description."""
     starts = few_starts(series)
     handles = make_handles(series, bool(starts))
     for panel in make_panels(name, series):

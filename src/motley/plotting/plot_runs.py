@@ -38,10 +38,10 @@ class Curve:
 
     Attributes:
         label: label of the values' axis.
-        samples: number of samples before each value.
-        seconds: seconds of training before each value.
+        samples: number of samples that the run had used at each value.
+        seconds: seconds that the run had trained at each value.
         values: the values.
-        joules: energy per sample, of all GPUs; None: unknown.
+        joules: energy of all GPUs per sample, in joules; None: unknown.
     """
 
     label: str
@@ -52,7 +52,7 @@ class Curve:
 
     @property
     def is_marked(self) -> bool:
-        """True if each point is marked: few evaluations, or a single step."""
+        """True if the curve has so few points that each point is marked."""
         return len(self.values) == 1 or (self.label != _LOSS and len(self.values) <= _FEW)
 
 
@@ -63,7 +63,7 @@ class Losses:
     Attributes:
         task: title of the task. Runs of different tasks are drawn in different axes.
         loss: loss of each step whose record has one.
-        held_out: the metric by which evaluations are judged; None without evaluations.
+        held_out: main metric of each evaluation; None without evaluations.
     """
 
     task: str
@@ -112,18 +112,20 @@ def looks(count: int) -> Iterator[dict[str, Any]]:
 
 
 def list_axes(curves: Mapping[str, Curve | None]) -> list[str]:
-    """Return the quantities against which curves are drawn: the energy if a run knows it."""
+    """Return the quantities of the x axes: samples, time, and energy if it is known for a run."""
     knows_energy = any(curve is not None and curve.joules is not None for curve in curves.values())
     return [SAMPLES, TIME, *([ENERGY] if knows_energy else [])]
 
 
 def draw_curves(ax: "Axes", curves: Mapping[str, Curve | None], against: str) -> None:
-    """Draw one curve per run, by name; a run without a curve still uses up a colour.
+    """Draw one curve per run.
+
+    A run without a curve takes a colour too, so that colours of runs are equal in all axes.
 
     Args:
         ax: axes to draw in.
-        curves: the curves.
-        against: one of :func:`list_axes`.
+        curves: curve of each run, by the run's name.
+        against: quantity of the x axis, one of :func:`list_axes`.
     """
     known = [curve for curve in curves.values() if curve is not None]
     longest = max((curve.seconds[-1] for curve in known), default=0.0)
@@ -153,7 +155,7 @@ def by_task(runs: Mapping[str, Losses]) -> dict[str, dict[str, Losses]]:
 
 
 def list_curves(runs: Mapping[str, Losses]) -> list[dict[str, Curve | None]]:
-    """Return the curves to draw, kind by kind: losses, then held-out values if a run has any."""
+    """Return the curves of all runs, by kind: losses, then held-out metrics if a run has any."""
     held_out = {name: run.held_out for name, run in runs.items()}
     kinds: list[dict[str, Curve | None]] = [{name: run.loss for name, run in runs.items()}]
     return [*kinds, held_out] if any(held_out.values()) else kinds
@@ -183,7 +185,7 @@ def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
 
 
 def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
-    """Yield a figure for each panel, with a description."""
+    """Yield each panel as a figure of its own, with a description."""
     for task, each in by_task(runs).items():
         for curves in list_curves(each):
             label = next(curve.label for curve in curves.values() if curve is not None)

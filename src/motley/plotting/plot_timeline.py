@@ -59,7 +59,7 @@ def spans(
 ) -> list[Span]:
     """Return the spans of each rank from step ``first`` to the one before ``end``.
 
-    Clocks of hosts differ. All ranks end their part of an all-reduce together, so the clocks are
+    Clocks of hosts differ. All ranks finish an all-reduce at the same time, so the clocks are
     aligned at this point. If no all-reduce is recorded, clocks are not aligned. The time of pauses
     is left out.
     """
@@ -94,12 +94,12 @@ def spans(
 
 
 def _sum_time(line: JsonDict) -> float:
-    """Return the time when all ranks had the sum, by this rank's clock."""
+    """Return the time at which the all-reduce of a step ended, by the clock of the rank's host."""
     return float(line["time"] - line["t_opt"])
 
 
 def longest(lines: Sequence[JsonDict]) -> int:
-    """Return the number of the longest step after the first ones."""
+    """Return the number of the longest step. The first steps do not count."""
     later = lines[min(_WARM, len(lines) // 2) :]
     whole = [sum(line.get(part) or 0.0 for part in style.PARTS) for line in later]
     return int(later[int(np.argmax(whole))]["step"])
@@ -139,8 +139,8 @@ def draw_timeline(
 
     Args:
         training: records of the run.
-        asked: the first step, and the one before which the picture ends; None: the steps around the
-            longest.
+        asked: the first step to draw, and the step before which the picture ends; None: the steps
+            around the longest step.
         width: width in inches. A narrow picture has no title.
 
     Raises:

@@ -34,7 +34,7 @@ def draw_curve(
 ) -> None:
     """Draw raw values in a pale colour and their weighted mean in a strong one.
 
-    Few values are drawn without a mean. Unknown values are not drawn.
+    If there are few values, no mean is drawn. Unknown values are left out.
     """
     known = np.isfinite(y)
     x, y, weights = x[known], y[known], np.ones(known.sum()) if weights is None else weights[known]
@@ -89,10 +89,10 @@ def draw_time(ax: "Axes", training: Training) -> None:
 
 
 def draw_rate(ax: "Axes", training: Training) -> None:
-    """Draw samples, or their tokens, per second of all ranks together.
+    """Draw the rate of all ranks together, in the task's unit (images, tokens) per second.
 
-    The time of evaluations, checkpoints, stalls and an epoch's smaller last batch is included in
-    the drawn mean.
+    The drawn mean includes the time of evaluations, checkpoints, stalls and an epoch's smaller last
+    batch.
     """
     rate, unit = training.rates(), f"{training.unit}/s"
     label = f"{unit}, without an epoch's smaller last batch" if np.isnan(rate).any() else unit
@@ -129,7 +129,7 @@ def draw_learning_rate(ax: "Axes", training: Training) -> None:
 
 
 def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None:
-    """Draw each rank's peak memory, in its host's colour; report a growth that lasts to the end."""
+    """Draw each rank's peak memory in its host's colour. Note memory that grows until the end."""
     for rank, records in training.steps.items():
         color = colours.get(training.worker(rank).get("host", ""), LINE)
         gib = column(records, "mem_peak_mib") / 1024
@@ -143,12 +143,12 @@ def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None
 def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]) -> None:
     """Draw one bar per rank: the parts of a usual step, in ms.
 
-    In a run with many ranks, these are the first rank and three of the others.
+    In a run with many ranks, the bars show the first rank and three other ranks.
 
     Args:
         ax: the axes.
-        usual: see :func:`run_steps.usual_steps`.
-        chosen: see :func:`run_steps.usual_steps`.
+        usual: records of usual steps; see :func:`run_steps.usual_steps`.
+        chosen: phrase that describes these steps.
         colours: colour of each host.
     """
     ranks, more = sorted(usual.steps), list_others(usual)
@@ -210,9 +210,10 @@ def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
 
 
 def story(training: Training) -> str:
-    """Return a title with the result of a run: its rate, and the part of the limit.
+    """Return a title with the result of a run: its rate, and the rate as a fraction of the limit.
 
-    The steps of the last launch count, as in the verdict, because the limit is that launch's.
+    Only steps of the last launch count, as in the verdict, because the limit belongs to that
+    launch.
     """
     launch = training.last_launch() or training
     rate, unit = median(launch.rates()), training.unit

@@ -75,7 +75,7 @@ def main() -> int:
 
 
 class Session:
-    """The publication of a run, with the messages that are printed meanwhile.
+    """The publication of one run, which also prints messages about its progress.
 
     Args:
         args: the command line.
@@ -103,10 +103,10 @@ class Session:
         return self._publisher.publish(self._args.follow, self._look)
 
     def _look(self) -> bool:
-        """Print the destination, fetch missing records, and name hosts whose records stay missing.
+        """Print the destination, copy other hosts' records, and name hosts that have not sent any.
 
         Returns:
-            True to look again.
+            True if the publisher should read the records again at once.
         """
         follower, where = self._publisher.follower, self._publisher.look
         if where and not self._said:

@@ -55,7 +55,10 @@ _CLASSES = 10  # classes that are shown of a run
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """Return sentences, the most important first; the fp32 references are not judged."""
+    """Return sentences on the results of a matrix, the most important first.
+
+    The fp32 reference runs are not compared with the other runs.
+    """
     measured = [row for row in rows if row.samples_per_s and not row.name.startswith(REFERENCE)]
     sane = [row for row in measured if not is_wrong(row)]
     sentences = []
@@ -89,7 +92,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def is_wrong(row: Row) -> bool:
-    """Return True if the cell's loss differs from that of the same samples in fp32."""
+    """Return True if the cell's loss differs too much from the fp32 run with the same samples."""
     return row.loss_difference is not None and abs(row.loss_difference) > _WRONG
 
 
@@ -110,7 +113,7 @@ def _winner(ranked: Sequence[Row]) -> str:
 
 
 def _where_it_went(row: Row) -> str:
-    """Return a sentence on the losses of the fastest against its limit, if any exceeds 1 %."""
+    """Return a sentence on where the fastest cell loses time; empty if it loses at most 1 %."""
     parts = {
         name: part for name, part in lost(row).items() if part > 0.01 * (row.samples_per_s or 0)
     }
@@ -123,7 +126,7 @@ def _where_it_went(row: Row) -> str:
 
 
 def _frugal(ranked: Sequence[Row]) -> list[str]:
-    """Return sentences on the rows with least memory and energy, if they are not the fastest."""
+    """Return sentences on the cells with least memory and energy, if they are not the fastest."""
     sentences = []
     by_memory = [(memory, row) for row in ranked if (memory := most_memory(row)) is not None]
     if len(by_memory) > 1:
@@ -143,7 +146,7 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
 
 
 def most_memory(row: Row) -> float | None:
-    """Return the MiB of the host with the most memory in use; None if unknown."""
+    """Return the MiB of the host that used the most memory per rank; None if unknown."""
     values = [float(part.rsplit(" ", 1)[1]) for part in row.memory_mib.split(", ") if part]
     return max(values, default=None)
 
@@ -173,12 +176,12 @@ class WorstSample:
     """A held-out sample with a large loss.
 
     Attributes:
-        name: name of the sample, such as that of its file.
-        label: its label; empty if unknown.
-        predicted: the prediction; empty if unknown.
-        is_right: the prediction is the label.
-        loss: its loss.
-        picture: a picture as the address of an image; empty if it has none.
+        name: name of the sample, such as the name of its file.
+        label: label of the sample; empty if unknown.
+        predicted: predicted label; empty if unknown.
+        is_right: True if the prediction is the label.
+        loss: loss of the sample.
+        picture: image as a ``data:`` address; empty if the sample has none.
     """
 
     name: str
@@ -190,7 +193,7 @@ class WorstSample:
 
 
 def list_worst(run: RunFolder) -> list[WorstSample]:
-    """Return the held-out samples of a run's last evaluation with the largest loss."""
+    """Return the held-out samples with the largest loss in a run's last evaluation."""
 
     def text(value: object, chance: object) -> str:
         words = f"{value:.4g}" if isinstance(value, float) else plain(value)
@@ -218,10 +221,10 @@ class Details:
 
     Attributes:
         name: name of the run, to which the table links.
-        title: summary line.
-        verdict: sentences on the run.
+        title: line that summarises the run.
+        verdict: sentences on the speed of the run.
         pictures: pictures of the run.
-        profiled: lines on its traces.
+        profiled: lines that summarise traces of the run.
         classes: the classes with the lowest held-out accuracy.
         worst: held-out samples with the largest loss.
     """
@@ -242,15 +245,15 @@ class Section:
     Attributes:
         name: heading of the section.
         verdict: sentences on the results.
-        facts: the workload and the machines.
-        head: head of the table.
+        facts: sentences on the workload and the machines.
+        head: titles of the table's columns.
         rows: rows of the table.
         status: index of the column that states how a run ended.
         failed: name, place and error of each failed run.
         pictures: pictures of all runs together.
         runs: details of each run.
-        compared: name and facts of each run, for two to be compared; empty for a single run. A fact
-            is a section, a name and a value.
+        compared: name and facts of each run, from which a reader can choose two runs to compare;
+            empty for a single run. A fact is a section, a name and a value.
     """
 
     name: str
@@ -266,9 +269,9 @@ class Section:
 
 
 def compare(names: Sequence[str], runs: Sequence[RunFolder]) -> list[tuple[str, Facts]]:
-    """Return the name and the facts of each run, for the reader to pick two of them.
+    """Return the name and the facts of each run, from which a reader can choose two to compare.
 
-    A run with a damaged run.json is left out, and so is a single run.
+    A run with a damaged run.json is left out. The result is empty if fewer than two runs are left.
     """
     result = []
     for name, run in zip(names, runs, strict=True):
@@ -281,7 +284,7 @@ def compare(names: Sequence[str], runs: Sequence[RunFolder]) -> list[tuple[str, 
 
 
 def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> list[Picture]:
-    """Return the picture in a list; warn and return an empty list if it cannot be drawn."""
+    """Return a list with the picture. If it cannot be drawn, warn and return an empty list."""
     try:
         return [_embedded(alt, draw(), is_wide)]
     except _TROUBLES as error:
@@ -290,11 +293,11 @@ def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> li
 
 
 def panels(alt: str, figures: "Callable[[], Iterable[tuple[str, Figure]]]") -> list[Picture]:
-    """Return pictures of one panel each, and warn of those that cannot be drawn.
+    """Return pictures of one panel each. Print a warning for each that cannot be drawn.
 
     Args:
         alt: name of the run; empty: the pictures are of all runs.
-        figures: yields each figure, with a description.
+        figures: function that yields each figure with a description.
     """
     result = []
     try:
@@ -319,7 +322,7 @@ def details(
     co2: float,
     summary: str = "",
 ) -> Details:
-    """Return a run's pictures and profiles.
+    """Return the section of one run.
 
     Args:
         run: folder of the run.
@@ -387,7 +390,7 @@ def _rate(rows: list[Row], name: str) -> str:
 
 
 def rates(training: Training) -> tuple[str, str, str]:
-    """Return the median rate of the steps, the mean rate by the clock, and the headline metric."""
+    """Return the median rate of the steps, the mean rate over wall time, and the main metric."""
     middle, mean = (
         "" if np.isnan(rate) else f"{format_rate(rate)} {training.unit}/s"
         for rate in (median(training.rates()), training.mean_rate())
@@ -396,9 +399,9 @@ def rates(training: Training) -> tuple[str, str, str]:
 
 
 def started(run: RunFolder) -> float:
-    """Return when a run was started, in seconds since 1970.
+    """Return the time at which a run was started, in seconds since 1970.
 
-    For a damaged run, return the time when its run.json last changed.
+    If the run.json is damaged, return the time at which it last changed.
     """
     with contextlib.suppress(MotleyError):
         at = run.read_run().get("started")
@@ -408,7 +411,7 @@ def started(run: RunFolder) -> float:
 
 
 def distinct_names(runs: Sequence[RunFolder]) -> list[str]:
-    """Return the name of each run's folder; with the folder above if two have the same name."""
+    """Return the name of each run's folder. If two names are equal, add the folder above."""
     paths = [run.path.resolve() for run in runs]
     count = Counter(path.name for path in paths)
     return [path.name if count[path.name] == 1 else "/".join(path.parts[-2:]) for path in paths]

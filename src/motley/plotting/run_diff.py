@@ -44,7 +44,7 @@ def describe_run(folder: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 def list_rows(runs: list[Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, str, list[str]]]:
-    """Return rows of section, name and each run's value, of what differs and of results."""
+    """Return one row for each differing fact and each result: section, name, runs' values."""
     rows = []
     for section in dict.fromkeys(each for run in runs for each in run):
         names = dict.fromkeys(name for run in runs for name in run.get(section, {}))
@@ -56,7 +56,7 @@ def list_rows(runs: list[Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, st
 
 
 def format_value(value: Any) -> str:
-    """Return a value as text of a bounded width."""
+    """Return a value as text, cut to a largest width."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -17,7 +17,7 @@ UNFINISHED = ("failed", "running", "stopped")
 
 
 def read_or_say(folder: RunFolder) -> Training | None:
-    """Return a run's records; warn and return None if there are none to draw."""
+    """Return a run's records. If there is nothing to draw, print a warning and return None."""
     try:
         return read_training(folder)
     except MotleyError as error:
@@ -41,9 +41,9 @@ def title(training: Training) -> str:
 def usual_steps(training: Training) -> tuple[Training, str]:
     """Return the records of typical steps of all ranks that train now, and a phrase on them.
 
-    All ranks contribute equal sets of steps. The means of the parts then add up to the same time,
-    so two bars have the same length. Medians would not. The middle half of the steps, by length, is
-    used. Local steps are all used, because only some of them end with an all-reduce.
+    Equal sets of steps are used for all ranks. The means of the parts then add up to the same time,
+    so all bars have the same length. Medians would not add up. The steps are the middle half, by
+    duration. With Local SGD all steps are used, because only some of them end with an all-reduce.
     """
     now = training.last_launch() or training
     by_step = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
@@ -69,7 +69,7 @@ def _seconds(line: JsonDict) -> float:
 
 
 def seat_label(training: Training, rank: int) -> str:
-    """Return ``rank 0 - a``, and below it device, precision and samples per step."""
+    """Return a rank's label: ``rank 0 - a``, and below it device, precision, samples per step."""
     worker, samples = training.worker(rank), median(column(training.steps[rank], "n_local"))
     first = f"rank {rank} - {worker['host']}" if worker.get("host") else f"rank {rank}"
     facts = [
@@ -82,14 +82,16 @@ def seat_label(training: Training, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Other:
-    """One of the three ranks that stand for all others in the first rank's records.
+    """One of three places that represent all other ranks in the first rank's records.
+
+    The places are: ready first, ready in the middle, and ready last.
 
     See :func:`motley.records.training.others_ready`.
 
     Attributes:
-        label: its place among the others, and below it the rank that most often had it.
-        ready_s: mean seconds until its gradient was ready.
-        wait_s: mean seconds of its waiting.
+        label: name of the place, and below it the rank that most often had this place.
+        ready_s: mean seconds until the gradient of the rank in this place was ready.
+        wait_s: mean seconds that the rank in this place waited.
     """
 
     label: str

@@ -83,7 +83,7 @@ PARTS = {
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which node2 comes before node10."""
+    """Return a sort key that places node2 before node10."""
     parts = re.split(r"([0-9]+)", name)
     return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)]
 
@@ -107,10 +107,10 @@ def host_colours(hosts: Iterable[str]) -> dict[str, str]:
 
 
 def colours_under(paths: list[Path]) -> dict[str, str]:
-    """Return the colours of all hosts with records under ``paths``, the same in every picture.
+    """Return the colour of each host with records under ``paths``. Pictures share these colours.
 
-    A host that was left out of training has only a GPU log. A host without a shared disk has only a
-    line in run.json. Both count.
+    A host that did not train has only a GPU log. A host without a shared disk has only an entry in
+    run.json. Both kinds of hosts get a colour.
     """
     hosts: set[str] = set()
     for log in find_gpu_logs(paths):
@@ -166,7 +166,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def panel(height: float = 3.2) -> "tuple[Figure, Axes]":
-    """Return a figure of one panel, which a page shows beside others, or alone on a phone."""
+    """Return a figure for one panel of a page."""
     figure = new_figure(PANEL_WIDTH, height)
     return figure, figure.subplots()
 
@@ -174,7 +174,7 @@ def panel(height: float = 3.2) -> "tuple[Figure, Axes]":
 def legend_above(ax: "Axes") -> None:
     """Draw a legend above the axes, in as few rows as fit their width.
 
-    The legend of a single panel is as wide as the figure.
+    The legend of a figure with one panel may be as wide as the figure.
     """
     handles, labels = ax.get_legend_handles_labels()
     figure = ax.figure
@@ -210,14 +210,14 @@ def smooth(values: Array, window: int) -> Array:
 def _moving_sum(values: Array, window: int) -> Array:
     """Return centred sums over ``window`` values.
 
-    Unlike a convolution, this takes milliseconds for half a million values and any width.
+    Cumulative sums are used, which take milliseconds for half a million values and any window.
     """
     before: Array = np.concatenate([[0.0], np.cumsum(np.pad(values, window // 2))])
     return before[window:] - before[:-window]
 
 
 def metric_label(name: str) -> tuple[str, float]:
-    """Return a metric's label on an axis, and the factor of its values there."""
+    """Return the axis label of a metric, and the factor that converts its values to that unit."""
     if name == "top1":
         return "top-1 (%)", 100.0
     return name.replace("_", " "), 1.0

@@ -43,7 +43,10 @@ def merge_run(run: RunFolder, out: Path | None) -> None:
 
 
 def merge_all(paths: list[Path], out: Path | None) -> int:
-    """Merge the traces of every run; return the exit code. One bad run hides no other."""
+    """Merge the traces of every run; return the exit code.
+
+    After a bad run the rest is still merged.
+    """
     runs = [run for run in find_runs(paths) if run.traces()]
     if not runs:
         raise MotleyError(

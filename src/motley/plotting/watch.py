@@ -60,7 +60,10 @@ _ESCAPE_S = 0.05  # in which the rest of a key code follows an escape
 
 
 class Keys:
-    """The keyboard, a context manager. Without a keyboard no key is ever pressed."""
+    """A reader of keys that the user presses; a context manager.
+
+    If stdin is no keyboard, no key is ever returned.
+    """
 
     def __enter__(self) -> "Keys":
         self._file = sys.stdin.fileno() if sys.stdin.isatty() else None
@@ -123,7 +126,10 @@ def choose_signs(console: Console) -> Signs:
 
 
 def print_once(runs: Runs) -> None:
-    """Print the present state; of several runs, the running ones in full."""
+    """Print the present state.
+
+    If there are several runs, only the running ones are printed in full.
+    """
     width = shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns
     width = width if sys.stdout.isatty() else max(width, _TEXT_WIDTH)
     console = Console(width=width, highlight=False)
@@ -141,7 +147,7 @@ def print_once(runs: Runs) -> None:
 
 
 def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
-    """Return the lines, with the letters replaced that an ASCII terminal lacks."""
+    """Return the lines. For an ASCII terminal, replace the characters that it cannot show."""
     if signs is ASCII:
         for line in lines:
             text = line.plain.translate(_LIKE)
@@ -150,7 +156,7 @@ def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
 
 
 def watch(runs: Runs, collector: Collector) -> int:
-    """Draw after each reading of the records, after a key, and after a change of size."""
+    """Draw the screen after each reading of the records, each key, and each change of its size."""
     for name in ("COLUMNS", "LINES"):  # a shell's variables do not follow the window's size
         os.environ.pop(name, None)
     console = Console(highlight=False)
@@ -203,7 +209,7 @@ def opened(view: View, runs: Runs) -> str:
 
 
 def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
-    """Return the view after a key."""
+    """Return the view that follows after a key was pressed."""
     step = {Key.UP: -1, Key.DOWN: 1}.get(key, 0)
     if now is None:
         names = runs.names

@@ -87,7 +87,7 @@ def open_server(host: str, port: int) -> "Server":
 
 
 class Live:
-    """A reader of the runs while pages are open; its rate does not depend on their number."""
+    """A reader of the runs while pages are open. All pages share each reading."""
 
     def __init__(self, runs: Runs, collector: Collector) -> None:
         self._runs, self._collector = runs, collector
@@ -110,8 +110,8 @@ class Live:
     def render(self, name: str, rank: int | None) -> str:
         """Return a page's content as JSON: all runs with their curves, and one run in full.
 
-        The full one has the given name. Without a name, it is the only run, or the only one
-        running.
+        The run in full is the run with the given name. Without a name, it is the only run, or the
+        only running one.
         """
         with self._lock:
             wall, runs = time.time(), self._runs
@@ -152,7 +152,7 @@ class Server(ThreadingHTTPServer):
         self.policy = _policy(self.page.decode())
 
     def server_bind(self) -> None:
-        """Bind without looking up this machine's name, which may take long."""
+        """Bind the socket without a name lookup of this machine, which may take long."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -163,7 +163,7 @@ class Server(ThreadingHTTPServer):
 
 
 def _policy(page: str) -> str:
-    """Return the page's Content-Security-Policy, which allows its own script and style alone."""
+    """Return the Content-Security-Policy, which allows only the page's own script and style."""
     hashes = {}
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -176,7 +176,7 @@ def _policy(page: str) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A handler of GET for two addresses."""
+    """A handler of GET requests for the page and for its content."""
 
     server: Server
     server_version, sys_version = "motley", ""
@@ -244,4 +244,4 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Suppress the log."""
+        """Write no log of requests."""

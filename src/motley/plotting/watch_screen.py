@@ -28,11 +28,11 @@ class Signs:
     """The characters with which bars and curves are drawn.
 
     Attributes:
-        parts: one for each part of a step, as PARTS.
-        heights: for the values of a curve, ascending.
-        full: for the finished part of a progress bar.
-        empty: for the rest of a progress bar.
-        cut: marks the end of a text that does not fit.
+        parts: one character for each part of a step, in the order of PARTS.
+        heights: characters for the values of a curve, ascending.
+        full: character for the finished part of a progress bar.
+        empty: character for the rest of a progress bar.
+        cut: character at the end of a text that was cut.
     """
 
     parts: str
@@ -58,7 +58,11 @@ class Sort(Enum):
     MEMORY = "memory"
 
     def apply(self, rows: Sequence[Row], all_fit: bool = True) -> list[Row]:
-        """Return the rows in this order."""
+        """Return the rows in this order.
+
+        With the order FIT, rows are sorted by rank if they all fit on the screen (``all_fit``),
+        else by :func:`waited`.
+        """
         keys: dict[Sort, Callable[[Row], tuple[object, ...]]] = {
             Sort.FIT: lambda row: (row.rank,) if all_fit else waited(row),
             Sort.RANK: lambda row: (row.rank,),
@@ -72,7 +76,7 @@ class Sort(Enum):
 
 
 def waited(row: Row) -> tuple[float, ...]:
-    """Return a sort key: silent ranks first, then stragglers, then the slow ones."""
+    """Return a sort key that places silent ranks first, then stragglers, then slow ranks."""
     return *(-each for each in row.urgency), row.rank
 
 
@@ -150,7 +154,7 @@ def facts(now: Snapshot) -> list[str]:
 
 
 def progress(now: Snapshot, width: int, signs: Signs) -> str:
-    """Return a progress bar with the time left, or the time taken."""
+    """Return a progress bar with the remaining time; after the run's end, with its duration."""
     done = min(1.0, now.step / now.last_step) if now.last_step else None
     remaining = "" if now.left_s is None else f"{clock(now.left_s)} left"
     took = "" if now.elapsed_s is None or now.status == "running" else f"in {clock(now.elapsed_s)}"
@@ -178,10 +182,11 @@ class Column:
     """A column of the table.
 
     Attributes:
-        title: title, whose first letters fit into ``width``.
-        width: least width in columns of the terminal.
-        rank: order of removal if there is too little room: the highest goes first.
-        most: largest width.
+        title: title of the column, cut to ``width`` if there is no room.
+        width: least width, in characters.
+        rank: order in which columns are dropped if there is too little room. The column with the
+            highest number is dropped first.
+        most: largest width, in characters.
         right: True if its cells are aligned to the right.
     """
 
@@ -205,7 +210,7 @@ _ALL = (
 
 
 def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
-    """Return the columns that have a value and fit, with their widths."""
+    """Return the columns that have a value and fit on the screen, with their widths."""
     has_values = {
         _DEVICE: any(row.device for row in rows), _PRECISION: any(row.precision for row in rows),
         _SHARE: any(row.share is not None for row in rows),
@@ -318,7 +323,7 @@ _FEWEST_EVENTS = 3
 
 @dataclass(frozen=True)
 class View:
-    """The user's choice of the screen's content.
+    """The content of the screen, as the user has chosen it with keys.
 
     Attributes:
         sort: order of the rows.
@@ -382,7 +387,7 @@ def _foot(view: View, said: str) -> list[Text]:
 
 
 def _cut(lines: list[Text], foot: list[Text], width: int, height: int | None) -> list[Text]:
-    """Return the lines cut to the screen; the foot is the last line."""
+    """Return the lines, cut to the size of the screen. The lines of ``foot`` come last."""
     if height is not None:
         room = max(1, height - len(foot))
         lines = [*lines[:room], *(Text() for _ in range(room - len(lines)))]

@@ -53,10 +53,10 @@ _GRACE_S = 10.0  # for a job to stop after its signal
 
 @dataclass(frozen=True)
 class CellLauncher:
-    """The command that starts ranks.
+    """The launcher of a cell's ranks: mpirun, srun, or a command of the user's.
 
     Attributes:
-        words: the command with its own options.
+        words: words of the launcher's command line, without a hostfile and the ranks' command.
         slurm: True if the command is srun, on nodes of the allocation that this process is in.
     """
 
@@ -65,13 +65,13 @@ class CellLauncher:
 
     @classmethod
     def from_command(cls, command: str | None, slurm: bool) -> "CellLauncher":
-        """Return the launcher that the user wrote; for None, mpirun or srun."""
+        """Return the launcher in the user's command; without a command (None), mpirun or srun."""
         usual = srun_words() if slurm else ["mpirun"]
         words = usual if command is None else shlex.split(command)
         return cls(tuple(words) or ("",), slurm)
 
     def check(self) -> None:
-        """Raise MotleyError if the command cannot start anything here."""
+        """Raise MotleyError if the launcher cannot start ranks on this machine."""
         if shutil.which(self.words[0]) is None:
             raise MotleyError(
                 f"{self.words[0]!r} is not on PATH; add "
@@ -170,8 +170,8 @@ def plan_tasks(
 ) -> dict[str, Any]:
     """Return the parts of the request that setup/slurm_job.sh makes to Slurm.
 
-    These are the number of each unfinished cell, one task each, and the longest time of a task
-    in seconds: ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
+    These are the numbers of the unfinished cells, one task for each cell, and the time limit of a
+    task in seconds: ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
     """
     remaining = Counter(cell for cell, _ in todo)
     most = max(
@@ -199,7 +199,7 @@ def run_task(
 
 
 def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cell, int]]:
-    """Return the runs that are left, as cells and numbers of repeats.
+    """Return the runs that have no outcome yet, each as a cell and the number of a repeat.
 
     The cells of every other repeat are in reverse order.
 
@@ -237,7 +237,7 @@ def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell,
 def run_all(
     matrix: Matrix, folder: BaselineFolder, launcher: CellLauncher, todo: Sequence[tuple[Cell, int]]
 ) -> None:
-    """Run the cells that are left, and print a line for each."""
+    """Run the cells that have no outcome yet, and print a line for each."""
     started = time.monotonic()
     for number, (cell, repeat) in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
@@ -257,7 +257,7 @@ def run_one(
     """Run one cell once, and end all its processes if it takes too long.
 
     Returns:
-        Its exit status, None if it was ended; and the seconds that it took.
+        The exit status of the launcher, or None if the run took too long, and the run's seconds.
     """
     hosts, _ = first_hosts(cell, matrix.hosts)
     attempt = folder.attempt(cell, repeat)
@@ -287,7 +287,7 @@ def run_one(
 
 
 def rank_words(script: str) -> list[str]:
-    """Return the words that start a rank with the script of a cell."""
+    """Return the words that start one rank of a cell, before the options of the script."""
     if ROOT:
         return ["./entry_cn.sh", script]
     motley = str(Path(sys.executable).with_name("motley"))  # the same on all hosts
@@ -335,7 +335,7 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
 
 
 def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return the script and the options of each strategy, by its name in a matrix."""
+    """Return the script and the options of each strategy, by the strategy's name in a matrix."""
     return {
         name: (strategy.script, words)
         for strategy in known_strategies().values()
@@ -344,7 +344,7 @@ def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def known_options() -> dict[str, str]:
-    """Return the options that only a cell may set, and the words for them in a matrix file."""
+    """Return the options that a matrix sets by keys of its own, and the key of each option."""
     own = {group for strategy in known_strategies().values() for group in strategy.options}
     return {
         flag: declared.cell
@@ -385,7 +385,7 @@ def read_nodes(text: str) -> tuple[Host, ...]:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the parsed command line; its ``rest`` has the words after ``--``."""
+    """Return the parsed command line. Its attribute ``rest`` has the words after ``--``."""
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(

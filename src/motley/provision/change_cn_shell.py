@@ -71,10 +71,12 @@ class Account:
 
     Attributes:
         user: name of the account.
-        shell: its present login shell.
-        facts: names of the facts that hold: ``local`` (in /etc/passwd), ``root``, ``same`` (the
-            shell is the wanted one, by any path), ``exists`` (the wanted shell exists), ``listed``
-            (it is in /etc/shells), ``listed_now`` (the present shell is there), ``chsh``.
+        shell: present login shell of the account.
+        facts: names of the statements that are true on the host. Name ``local``: the account is in
+            /etc/passwd. Name ``root``: the account is root's. Name ``same``: the present shell is
+            the wanted one, perhaps under another path. Name ``exists``: the host has the wanted
+            shell. Name ``listed``: /etc/shells lists the wanted shell. Name ``listed_now``:
+            /etc/shells lists the present shell. Name ``chsh``: the host has the program chsh.
     """
 
     user: str
@@ -113,7 +115,7 @@ def decide(account: Account, wanted: str, host: str) -> str:
 
 
 class Visit:
-    """One host, and the connection to it that stays open until the change has worked.
+    """One host, with a connection that stays open until a login with the new shell has worked.
 
     Args:
         host: name of the host.

@@ -46,7 +46,7 @@ LIMIT_S = 12.0  # to connect, list processes, and wait twice for those that do n
 
 @dataclass(frozen=True)
 class Row:
-    """One process on one host, and its state."""
+    """One process on one host, and its state: leftover, running or unknown."""
 
     host: str
     process: TrainingProcess
@@ -63,7 +63,7 @@ def ask(host: str, *words: object) -> str:
 
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
-    """Return the survey of each host, or its trouble; all hosts are asked at once."""
+    """Return each host's survey of its processes, or its trouble; all hosts are asked at once."""
     return setup_command.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
 
 

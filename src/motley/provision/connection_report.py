@@ -42,8 +42,8 @@ class Finding:
     Attributes:
         kind: name of the fault, one to three words.
         found: description of the fault.
-        fix: what the user can do.
-        wrong: True: training is at risk. False: a note.
+        fix: action by which the user can remove the fault.
+        wrong: True: a fault that puts training at risk. False: a note.
     """
 
     kind: str
@@ -60,9 +60,9 @@ class Here:
     """This machine, with which the hosts are compared.
 
     Attributes:
-        machine: its architecture.
-        python: version of its environment's Python.
-        packages: versions of the packages in its environment, by name.
+        machine: CPU architecture, such as "x86_64".
+        python: version of Python in this machine's environment.
+        packages: versions of the packages in this machine's environment, by name.
         needed: normal names of the packages that training needs.
         venv: path of the environment.
         root: path of the repository.
@@ -82,7 +82,7 @@ def normal(name: str) -> str:
 
 
 def differences(report: HostReport, here: Here) -> list[str]:
-    """Return packages that differ from this machine's, "torch 2.6.0 (here 2.7.0)", worst first."""
+    """Return differing packages, such as "torch 2.6.0 (here 2.7.0)", the most important first."""
     ours = {normal(name): version for name, version in here.packages.items()}
     theirs = {normal(name): version for name, version in report.packages.items()}
     names = here.needed | {name for name in ours | theirs if name.startswith("nvidia-")}
@@ -270,7 +270,7 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
 def judge_networks(
     reports: Iterable[HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None]:
-    """Return each host's place on the shared subnet, and a finding if there is no shared subnet."""
+    """Return each host's address on the shared subnet, and a finding if there is no such subnet."""
     result = list(reports)
     names = {number: report.host for number, report in enumerate(result)}
     machines = {number: report.interfaces for number, report in enumerate(result)}
@@ -285,7 +285,7 @@ def judge_networks(
 
 
 def grouped(findings: Mapping[str, Iterable[Finding]]) -> dict[Finding, list[str]]:
-    """Return the hosts of each finding, so that a fault of many hosts is printed once."""
+    """Return the hosts by finding, so that a fault of many hosts is printed once."""
     groups: dict[Finding, list[str]] = {}
     for host, each in findings.items():
         for finding in each:
@@ -348,7 +348,7 @@ def _block(
 
 
 def describe(report: HostReport, network: Network | None, here: Here) -> dict[str, str]:
-    """Return one host's cells, by label; an empty cell is unknown."""
+    """Return one host's column of the table, by the row's label; an empty text: unknown."""
     first, newest = next(iter(report.pythons), None), report.newest_python
     python = first or newest
     unfit = "" if first else " (too old)" if newest and newest.version < (3, 11) else " (no venv)"
@@ -418,7 +418,7 @@ def _environment(report: HostReport, here: Here) -> str:
 
 
 def _join_values(report: HostReport, say: Callable[[DeviceFacts], str]) -> str:
-    """Return one value for all GPUs if they are alike, else one for each."""
+    """Return the value of a property of a host's GPUs; if the GPUs differ, one value for each."""
     values = [say(gpu) for gpu in report.devices]
     if len(set(values)) == 1:
         return f"{len(values)} x {values[0]}" if len(values) > 1 else values[0]
@@ -426,7 +426,7 @@ def _join_values(report: HostReport, say: Callable[[DeviceFacts], str]) -> str:
 
 
 def _are_apart(report: HostReport) -> bool:
-    """Return True if the host's GPUs are known to be next to several memory nodes."""
+    """Return True if the host's GPUs are known to be attached to different NUMA nodes."""
     return len({gpu.memory_node for gpu in report.devices}) > 1
 
 

@@ -57,7 +57,7 @@ def greet(world: World) -> None:
 
 
 def lose_one() -> None:
-    """Kill this process if it is the last of several ranks.
+    """Kill this process if it is the highest of several ranks.
 
     Every other rank prints a line after 2 s if the launcher has let it live on.
     """

@@ -36,7 +36,7 @@ class Python:
     Attributes:
         path: path of the program.
         version: for example (3, 11, 2).
-        able: True if it can make environments, because it has venv and ensurepip.
+        able: True if this Python can make virtual environments, because it has venv and ensurepip.
     """
 
     path: str
@@ -49,48 +49,53 @@ class HostReport:
     """The state of a host. A value that the host did not report is None or empty.
 
     Attributes:
-        host: its name in hosts.txt.
-        here: True if it is this machine.
-        node: host name that the machine reports.
-        user: name of the user there.
+        host: name of the host in hosts.txt.
+        here: True if the host is this machine.
+        node: host name that the host itself reports.
+        user: name of the user's account on the host.
         shell: path of the user's login shell.
         chatter: text that the shell prints at login.
-        local_account: True if the user is in its /etc/passwd, not in a directory (LDAP, NIS).
-        clock_offset_s: how far its clock is ahead of this machine's, seconds.
-        clock_doubt_s: largest error of the offset, seconds: half the time of the question.
-        machine: its architecture, for example "x86_64".
-        libc: its C library, for example "glibc 2.36".
+        local_account: True if the user is in the host's /etc/passwd, and not only in a directory
+            service (LDAP, NIS).
+        clock_offset_s: seconds by which the host's clock is ahead of this machine's.
+        clock_doubt_s: largest error of the offset in seconds: half of the time from the question to
+            the answer.
+        machine: CPU architecture, for example "x86_64".
+        libc: C library, for example "glibc 2.36".
         cpu: model name of the CPU.
-        cores: number of cores that its processes may use.
-        memory_total_mib: memory, MiB.
+        cores: number of cores that this user's processes may use.
+        memory_total_mib: memory of the host, MiB.
         memory_free_mib: free memory, MiB.
         shm_total_mib: size of /dev/shm, MiB.
         shm_free_mib: free part of /dev/shm, MiB.
         disk_total_mib: size of the disk at ``place``, MiB.
         disk_free_mib: free part of that disk, MiB.
         disk_free_inodes: number of files that can still be made on that disk.
-        place: the examined folder: the repository, or its nearest existing parent.
+        place: folder whose disk was examined: the repository, or its nearest existing parent.
         place_write: "yes", or the system's error when a file was written there, such as "No space
             left on device", "Permission denied", "Read-only file system".
         home: path of the user's home.
-        home_write: the same for the home.
+        home_write: result of the same test in the home.
         temporary: path of the temporary folder.
-        temporary_write: the same for the temporary folder.
-        repository: True if a repository is at the path that it has here, or at this folder's path
-            if there is none here.
-        same_folder: True if that folder is the very one of this machine. None if unknown.
-        pythons: its Pythons >= 3.11 that can make environments, best first.
-        newest_python: its newest Python of any version.
-        environment: Python version of its environment, at the same path as here; None without one.
-        broken: the reason why that environment cannot be used; None: it can, or there is none.
+        temporary_write: result of the same test in the temporary folder.
+        repository: True if the host has a repository at the path of this machine's. If this machine
+            has none, the path is that of the current folder.
+        same_folder: True if that folder and this machine's are one folder on a shared disk. None if
+            unknown.
+        pythons: Pythons >= 3.11 on the host that can make virtual environments, best first.
+        newest_python: newest Python on the host, of any version.
+        environment: Python version of the host's environment, which has the same path as this
+            machine's; None without one.
+        broken: the reason why that environment cannot be used; None: it can be used, or does not
+            exist.
         packages: versions of the packages in that environment, by name.
         driver: version of the NVIDIA driver.
-        devices: its GPUs.
+        devices: GPUs of the host.
         gpu_error: error message of nvidia-smi.
-        interfaces: its IPv4 addresses.
-        speeds: Mbit/s by interface, where known.
-        infiniband: True if there is an InfiniBand adapter.
-        next_ssh: True if it can log in to the next host without a password.
+        interfaces: IPv4 addresses of the host.
+        speeds: nominal rate of each interface in Mbit/s, where known.
+        infiniband: True if the host has an InfiniBand adapter.
+        next_ssh: True if the host can log in to the next host of the list without a password.
     """
 
     host: str
@@ -140,12 +145,14 @@ class HostQuery:
     """The question to a host, with the facts that are needed to interpret the answer.
 
     Attributes:
-        host: as in :class:`HostReport`.
-        here: as in :class:`HostReport`.
+        host: name of the host in hosts.txt.
+        here: True if the host is this machine.
         sent: time at which the question was sent, by this machine's clock.
         answered: time at which the first line of the answer came, by this machine's clock.
-        token: name of a file that only this folder has; empty if it could not be made.
-        tree: this machine's answer to ``tree``, for when there is no token.
+        token: name of a new file in this machine's folder. A host that sees the file has the same
+            folder. Empty if the file could not be made.
+        tree: this machine's ``tree`` line of cn_probe.sh. Without a token, this line is compared
+            with the host's.
     """
 
     host: str
@@ -321,7 +328,7 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
         remote: connection to the host.
         token: token from :func:`token_file`.
         next_host: another host, to which the host tries to ssh.
-        limit: largest duration, in seconds.
+        limit: seconds in which the host has to answer.
 
     Raises:
         HostTrouble: the host took longer, closed the connection, or runs no script.

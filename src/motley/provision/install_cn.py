@@ -67,10 +67,10 @@ class Build:
 
     Attributes:
         name: folder of https://download.pytorch.org/whl/; PYPI for the one on PyPI.
-        oldest: lowest CUDA compute capability that it has kernels for.
-        newest: highest CUDA compute capability that it has kernels for.
-        driver: lowest major version of the NVIDIA driver that it works with.
-        last: last release of torch with this build; empty if there is no last one yet.
+        oldest: lowest CUDA compute capability for which the build has kernels.
+        newest: highest CUDA compute capability for which the build has kernels.
+        driver: lowest major version of the NVIDIA driver with which the build works.
+        last: last release of torch that has this build; empty if new releases still have it.
     """
 
     name: str
@@ -105,7 +105,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class HostGpu:
-    """A GPU with the facts for the choice of a build; ``driver`` is a version like "535.183.01"."""
+    """A GPU as the choice of a torch build needs it; ``driver`` is a version like "535.183.01"."""
 
     host: str
     name: str
@@ -127,11 +127,12 @@ def get_capability(name: str) -> tuple[int, int] | None:
 
 
 def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
-    """Return the name of the build for a lab, and the reason.
+    """Return the name of the torch build that runs on all GPUs, and the reason for the choice.
 
     Args:
         gpus: GPUs of all hosts.
-        installed: torch's version here, such as "2.9.1+cu126"; its build stays if it fits.
+        installed: torch's version on this machine, such as "2.9.1+cu126". If its build runs on all
+            GPUs, this build is chosen.
 
     Raises:
         MotleyError: no build runs on all GPUs.
@@ -237,7 +238,10 @@ def _plain(word: str) -> str:
 
 
 def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> None:
-    """Print the build of torch that runs on all GPUs, and install it here if another one is."""
+    """Print the build of torch that runs on all GPUs.
+
+    Install it here if the present build differs.
+    """
     gpus = [
         HostGpu(report.host, device.name, device.capability, report.driver)
         for report in reports
@@ -290,7 +294,7 @@ def describe(report: HostReport) -> tuple[str, str, str]:
 
 
 def _find_python(report: HostReport) -> str | None:
-    """Return the path of the host's own Python of this environment's version 3.X, or None."""
+    """Return the path of a Python on the host with this environment's version 3.X, or None."""
     same = [each.path for each in report.pythons if each.version[:2] == sys.version_info[:2]]
     return same[0] if same else None
 

@@ -1,8 +1,8 @@
 """The hosts on which keep_training.sh may start a run: those that answer and are not away.
 
-The module also handles hosts that leave under ``--polite`` and hosts that come back. While a job
-runs without some hosts, the module asks these hosts again. If the records of the job's speed show
-that a return pays, the module ends the job, to start it again with the returned hosts.
+The module also handles hosts that leave automatically (``--polite``), and hosts that come back.
+While a job runs without some hosts, the module asks these hosts again. If the records of the job's
+speed show that a return pays, the module ends the job, to start it again with the returned hosts.
 """
 
 import sys
@@ -28,8 +28,8 @@ from motley.text import typed_command
 def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
     """Return the seconds of a step once more hosts share its batch.
 
-    The samples per second of the hosts add up, as in a split by speed. The cost of the wire is part
-    of the measured time, and is assumed to stay the same.
+    The samples per second of the hosts add up, as in a split by speed. The time for exchanging
+    gradients is part of ``step_s``, and is not recomputed for more hosts.
 
     Args:
         batch: samples in a step, over all ranks.
@@ -49,7 +49,9 @@ def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class ReadmissionEstimate:
-    """The seconds that a readmission of hosts saves and costs.
+    """The estimated seconds that a readmission saves and costs.
+
+    In a readmission, the job ends and starts again with hosts that were missing.
 
     Attributes:
         steps: number of steps left in the run.
@@ -74,7 +76,7 @@ class ReadmissionEstimate:
         return self.saves_s > self.cost_s
 
     def sentence(self) -> str:
-        """Return the figures as a sentence."""
+        """Return the estimate as a sentence."""
         saved = f"{self.saves_s:.0f} s" if self.saves_s > 0 else "nothing"
         return (
             f"that saves {saved} of the {self.steps * self.step_s:.0f} s left ({self.steps} "
@@ -90,16 +92,18 @@ _NO_END_S = 1e9
 
 @dataclass(frozen=True)
 class HostAnswers:
-    """The hosts' answers.
+    """The answers of all hosts to the question whether they can take part in a start.
 
     Attributes:
         alive: hosts that can take part, in the hostfile's order.
-        lost: reason for each host that does not answer.
-        away: for each host that is away, the reason or time in words.
-        ends: times at which marks end, seconds since the epoch; without marks that have no end.
+        lost: for each host that does not answer, the reason.
+        away: for each host that is marked as away, the reason or the end of the mark, in words.
+        ends: times at which marks of hosts end, in seconds since the epoch. Marks without an end
+            are left out.
         nodes: host name that each machine reports, which a run's records use.
-        sees: True for each host that sees the run's folder as this machine does.
-        speeds: remembered speeds, by the machine's own host name; see host_agent.speeds.
+        sees: for each host, True if the run's folder is visible there.
+        speeds: stored speeds of the devices, by the host name that the machine reports; see
+            host_agent.speeds.
     """
 
     alive: tuple[Host, ...]
@@ -117,7 +121,9 @@ class HostAnswers:
 
 
 def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozenset()) -> HostAnswers:
-    """Ask all hosts at once, and return their answers. The time is that of the slowest host.
+    """Ask all hosts at once, and return their answers.
+
+    The call takes as long as the slowest host.
 
     Args:
         hosts: the hosts.
@@ -153,7 +159,7 @@ def _why(mark: dict[str, Any]) -> str:
 
 
 def be_polite(hosts: Sequence[Host]) -> None:
-    """Have all hosts leave while another user needs them, from now on.
+    """Have each host leave whenever another user needs it, from now on.
 
     A process on each host watches for other users, and ends with this process.
     """
@@ -178,13 +184,13 @@ _FEW = 4  # least intervals between steps for a usual time
 
 
 def progress(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint; -1: there is none."""
+    """Return the step of a run's newest checkpoint; -1: the run has no checkpoint."""
     names = (path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*"))
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 class Figures:
-    """The speed records of one run, over all its starts.
+    """The speed of one run, from the records of all its starts.
 
     Args:
         folder: the folder of the run.
@@ -208,13 +214,16 @@ class Figures:
         self._launched, self._first, self._knows = time.time(), False, False
 
     def ended(self, asked: float) -> None:
-        """Record that a job ends now, whose end was requested at the time ``asked``."""
+        """Record that a job has ended now.
+
+        The end was requested at the time ``asked``, in seconds since the epoch.
+        """
         self._end_s = time.time() - asked
 
     def resume_point(self) -> str:
-        """Return a phrase on the step at which the run continues, and on the steps that it repeats.
+        """Return a phrase that names the step at which the run continues, and repeated steps.
 
-        Steps that are not recorded are not counted.
+        Steps after the checkpoint are repeated. Only recorded steps are counted.
         """
         saved = progress(self._folder.path)
         done = max((int(step["step"]) + 1 for step in self._folder.last_steps()), default=0)
@@ -223,9 +232,9 @@ class Figures:
         return f"{where}; steps {first} to {done} are repeated" if done >= first else where
 
     def look(self) -> None:
-        """Record the time of the first step since the launch, and the speed of the first steps.
+        """Record the time from the launch to the first step, and the speed of the first steps.
 
-        A call is cheap once both are known.
+        Once both are recorded, a call reads no file.
         """
         if self._first:
             self._knows = self._knows or self.read()
@@ -237,7 +246,7 @@ class Figures:
             self._starts.append(min(since) - self._launched)
 
     def read(self) -> bool:
-        """Read the records of the running or last job. Return False if there are too few."""
+        """Read the records of the running or last job. Return False if these have too few steps."""
         content, step_s = self._folder.read_run(), self._step_s()
         hosts = [str(rank.get("host")) for rank in content.get("ranks") or []]
         counts: list[int] = (content.get("plan") or {}).get("counts") or []
@@ -254,7 +263,7 @@ class Figures:
         return True
 
     def lost(self) -> set[str]:
-        """Return the hosts with a rank that the present job has lost, by their own names."""
+        """Return hosts with a rank that the present job has lost, by the names that they report."""
         events = self._folder.read_events()
         return {
             str(event["host"]) for event in events
@@ -262,14 +271,16 @@ class Figures:
         }  # fmt: skip
 
     def training(self) -> set[str]:
-        """Return the hosts on which a rank trains, by their own names."""
+        """Return the hosts on which a rank trains, by the names that they report."""
         return {str(rank.get("host")) for rank in self._folder.read_run().get("ranks") or []}
 
     def speed_without(self, nodes: Collection[str]) -> float | None:
-        """Return the other hosts' part of each step, by the last plan; None: unknown.
+        """Return the fraction of each step's samples that other hosts have; None: unknown.
+
+        The fraction is that of the last plan.
 
         Args:
-            nodes: own names of the hosts to leave out.
+            nodes: hosts to leave out, by the names that the machines report.
         """
         content: dict[str, Any] = self._folder.read_run()
         counts: list[int] = (content.get("plan") or {}).get("counts") or []
@@ -284,12 +295,13 @@ class Figures:
     ) -> ReadmissionEstimate | None:
         """Return the estimated saving of adding returned hosts, or their lost ranks, now.
 
-        Return None while the saving is unknown. A host's speed is the one measured when it took
-        part. Without one, its remembered speed is used, and without that the average of the other
-        hosts.
+        Return None while the saving is unknown. A host's speed is the speed measured when the host
+        took part in this run. If there is none, its stored speed is used, and otherwise the average
+        of the other hosts.
 
         Args:
-            back: remembered speeds, by the host's own name.
+            back: stored speeds of the devices of each returned host, by the name that the machine
+                reports.
         """
         self.read()
         content, step_s = self._folder.read_run(), self._step_s()
@@ -319,7 +331,10 @@ class Figures:
 
 
 def _remembered(speeds: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> float | None:
-    """Return samples/s of all devices of a host, with a run's options; None: unknown."""
+    """Return a host's stored samples/s, summed over its devices; None: unknown.
+
+    Only speeds that were measured with the options in ``config`` count.
+    """
     fit = [s for s in speeds if all(config.get(k) == v for k, v in s["options"].items())]
     newest = {speed["uuid"]: float(speed["rate"]) for speed in reversed(fit)}
     return sum(newest.values()) or None
@@ -330,7 +345,7 @@ _NOT_YET_S = 5.0  # between estimates while no usual time of a step is known
 
 
 def until_asked_s(asked: HostAnswers) -> float:
-    """Return the seconds until hosts are asked again, at most until the first mark ends."""
+    """Return the seconds until missing hosts are asked again, at most until a mark ends."""
     return max(1.0, min([ASK_AGAIN_S, *(end - time.time() + 0.5 for end in asked.ends)]))
 
 
@@ -339,9 +354,9 @@ class Returns:
 
     Args:
         folder: folder of the run.
-        figures: duration of the run's steps and starts.
+        figures: measured durations of the run's steps and starts.
         asked: answers of the hosts before the start.
-        ask: asks all hosts once more.
+        ask: function that asks all hosts again, and returns their answers.
     """
 
     def __init__(
@@ -404,8 +419,8 @@ class Returns:
     def _pause(self, hosts: Collection[str]) -> bool:
         """Have the job save and end at a step boundary. Return True if some rank got the request.
 
-        The signal is sent to the ranks themselves. mpirun would send it to all processes that these
-        have started, such as compilers, which the signal ends.
+        The signal is sent to the ranks directly. mpirun would also send it to processes that the
+        ranks have started, such as compilers, and the signal ends those.
         """
         requested = time.time()
         words = ("pause", str(self._folder.parent), self._folder.name)

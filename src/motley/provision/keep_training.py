@@ -116,7 +116,7 @@ class Stop:
 
     Attributes:
         number: number of the signal; 0: no request.
-        at: time of the signal.
+        at: time of the signal, in monotonic seconds.
         job: the process of the launcher while it runs.
         sent: True if the launcher has been sent the signal.
     """
@@ -141,7 +141,7 @@ class Stop:
             self.job.send_signal(self.number)
 
     def look(self) -> None:
-        """Pass on a signal that the launcher has not acted on: it came to this process alone."""
+        """Send the launcher a signal that came to this process alone, after a short wait."""
         if self.number and not self.sent and time.monotonic() > self.at + _STOP_S:
             self.pass_on()
 
@@ -214,10 +214,10 @@ class Keeper:
     # -- before the first start
 
     def _prepare(self, line: LaunchLine) -> LaunchLine:
-        """Test if ranks outlive one of them. If not, print the cost of a lost rank.
+        """Test if the other ranks live on when a rank dies. If not, print the cost of a lost rank.
 
         Returns:
-            The line to start, which saves often if ranks do not outlive one of them.
+            The line to start. If ranks do not live on, the line saves often.
         """
         outcome, self._environ = prepare(line, self._variables(os.environ, line), self._stop)
         if self._stop.number or outcome is Outcome.LIVE:
@@ -247,7 +247,9 @@ class Keeper:
         return content.get("status") == "failed" and content.get("started") != started
 
     def _gives_up(self, content: dict[str, Any], before: int, asked: HostAnswers) -> str:
-        """Return the reason why the line is not started again; empty if it is, which is printed.
+        """Return the reason why the line is not started again; empty if it is started again.
+
+        If the line is started again, print the reason for the new start.
 
         Args:
             content: contents of run.json.
@@ -280,7 +282,7 @@ class Keeper:
         return ""
 
     def _who_answers(self) -> str:
-        """Return a phrase on the hosts for the case that none of them is missing."""
+        """Return the phrase that all hosts answer, or that the line names no host to ask."""
         if self._line.hosts:
             return "all hosts answer"
         return "no host was asked, because the command names none (--hostfile FILE or -H HOSTS)"
@@ -289,11 +291,11 @@ class Keeper:
         return ask(self._line.hosts, self._line.folder, self._unwanted)
 
     def _wait_for_hosts(self, answers: HostAnswers | None) -> HostAnswers | None:
-        """Return the answers of the hosts for the next start; None if the user has stopped it.
+        """Return the answers of the hosts for the next start; None if the user stopped the script.
 
         Args:
-            answers: the newest answers of the hosts, to save the time that a dead host takes; None:
-                ask.
+            answers: recent answers of the hosts, which are used first, because asking a dead host
+                takes seconds. None: ask the hosts now.
         """
         line, text = self._line, ""
         if answers and self._unwanted.intersection(host.name for host in answers.alive):
@@ -315,7 +317,7 @@ class Keeper:
                 time.sleep(0.2)
 
     def _cannot_start(self, asked: HostAnswers) -> str:
-        """Return the reason why a start has to wait; empty if it need not."""
+        """Return the reason why a start has to wait; empty: the start need not wait."""
         if not asked.alive:
             if not asked.away:
                 raise MotleyError(
@@ -348,7 +350,10 @@ class Keeper:
     # -- while a job runs
 
     def _has_ended(self, failed: float) -> bool:
-        """Return True if a job that failed at ``failed`` has ended, except for its launcher."""
+        """Return True if a job that failed at ``failed`` (monotonic seconds) has ended.
+
+        The launcher of the job may still run.
+        """
         limit = _SRUN_S if is_free(self._line.folder) else _SRUN_MOST_S
         return time.monotonic() > failed + limit
 
@@ -363,8 +368,9 @@ class Keeper:
             started: start time of the previous job, from run.json.
 
         Returns:
-            The status of the line, and a future of the hosts' answers after a fault, or None. The
-            hosts are asked early, because a dead host takes some time, and mpirun waits for it too.
+            The exit status of the line. After a fault, also a future with the hosts' answers, else
+            None. The hosts are asked early, because a dead host takes some time, and mpirun waits
+            for it too.
         """
         early, failed = None, 0.0
         self._figures.launched()

@@ -23,7 +23,7 @@ def hosts_of_step(
     The result is empty outside of an allocation.
 
     Args:
-        words: srun and its options.
+        words: words of the line, from srun on.
         environ: environment with Slurm's variables.
     """
     nodes = allocated_nodes(environ)
@@ -42,7 +42,7 @@ def hosts_of_step(
 
 
 def on_hosts(words: Sequence[str], hosts: Sequence[Host]) -> list[str]:
-    """Return srun's words for these nodes alone, even if Slurm has not ended other steps there."""
+    """Return srun's words for these nodes alone. The step does not wait for other steps there."""
     remaining = list(words)
     for flags in (_TASKS, _NODES, _LIST, _PER_NODE):
         remaining = _without(remaining, flags)
@@ -106,8 +106,8 @@ class LaunchLine:
 
     Attributes:
         words: words of the line.
-        hosts: hosts of its hostfile or its list of hosts, or of Slurm's allocation; empty: the line
-            names none.
+        hosts: hosts in the line's hostfile or list of hosts, or of Slurm's allocation; empty: the
+            line names no hosts.
     """
 
     words: tuple[str, ...]
@@ -174,7 +174,7 @@ class LaunchLine:
         return self if self.save_every else self._with_option("--save-every", interval)
 
     def trial(self) -> tuple[str, ...]:
-        """Return the words that start the same ranks for a trial, in which one rank is killed."""
+        """Return the words that start the same ranks with a test program, which kills one rank."""
         *start, last = self.words[: self._entry]
         program = (last, "setup/hello_mpi.py") if Path(last).name == _ENTRY else ("hello",)
         return (*start, *program, "--lose-one")
@@ -190,7 +190,8 @@ class LaunchLine:
         """Return the line that continues from the run's newest checkpoint.
 
         Args:
-            has_own: True if there is a checkpoint. If not, a ``--resume`` of the user's stays.
+            has_own: True if the run has a checkpoint. If not, a ``--resume`` in the user's line
+                stays.
         """
         if self.has_own_loop or (not has_own and self._value("--resume")):
             return self  # lab.resume() finds the checkpoint
@@ -245,7 +246,7 @@ class LaunchLine:
         return next((own[at + 1] for at, word in enumerate(own[:-1]) if word in flags), None)
 
     def _value(self, flag: str) -> str | None:
-        """Return the value of an option of the training script in the line; None without it."""
+        """Return the value of a training script's option in the line; None without the option."""
         if self.has_own_loop:
             words = [word.removeprefix("--export=ALL,") for word in self.words[: self._entry]]
             found = [word.partition("=")[2] for word in words
@@ -258,7 +259,7 @@ class LaunchLine:
     def has_own_loop(self) -> bool:
         """True if the script calls ``motley.join``, so that its own options are unknown here.
 
-        Variables of the environment take the place of options then, as MOTLEY_RUN of ``--run``.
+        Environment variables then take the place of options, such as MOTLEY_RUN for ``--run``.
         """
         script = Path((*self.words[self._entry :], "")[0])
         if script.suffix != ".py" or not script.is_file():
@@ -289,21 +290,24 @@ class LaunchLine:
         return replace(self, words=(*line, *own))
 
     def _with_script(self) -> "LaunchLine":
-        """Return the line with its script's name, which must be there if options follow."""
+        """Return the line with its script's name, which is added if the line relies on the default.
+
+        Options can only follow a name.
+        """
         if len(self.words) > self._entry or Path(self.words[-1]).name != _ENTRY:
             return self
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))
 
 
 def _variable(flag: str) -> str:
-    """Return the variable that takes the place of an option, as MOTLEY_RUN of ``--run``."""
+    """Return the variable that replaces an option, such as MOTLEY_RUN for ``--run``."""
     return "MOTLEY_" + flag.lstrip("-").replace("-", "_").upper()
 
 
 def _find_option(words: Sequence[str], flag: str) -> tuple[int, int, str | None]:
-    """Return where an option begins and ends among words, and its value.
+    """Return the indices at which an option begins and ends among words, and its value.
 
-    For an option that is absent, both places are the end of the words, and the value is None.
+    For an absent option, both indices are the number of words, and the value is None.
     """
     for at, word in enumerate(words):
         name, is_joined, value = word.partition("=")
@@ -318,7 +322,7 @@ def _find_option(words: Sequence[str], flag: str) -> tuple[int, int, str | None]
 
 
 def _find_rank_words(words: Sequence[str]) -> int:
-    """Return the index behind entry_cn.sh or ``motley train``; 0 if neither is there."""
+    """Return the index of the word after entry_cn.sh or ``motley train``; 0 if neither is there."""
     for at, word in enumerate(words, 1):
         if Path(word).name == _ENTRY:
             return at

@@ -1,7 +1,7 @@
 """A trial of a launch line: do the other ranks live on when one is killed?
 
-Each launcher has its own option for ranks that outlive another, and any configuration file, module
-or container may set another value. The options of all launchers are therefore set here, as
+Each launcher has its own option that lets ranks live on when another dies. Any configuration file,
+module or container may set this option. The options of all launchers are therefore set here, as
 variables, and the line is started once with a small program in place of the training.
 """
 
@@ -39,7 +39,7 @@ _SAID = re.compile(r"trial: rank (\d+) of (\d+) (began|lives on)")
 
 
 class Outcome(Enum):
-    """The result of a trial, with its text for the user."""
+    """The result of a trial. The value is a text for the user."""
 
     LIVE = "the other ranks live on"
     END = "ended all ranks of a trial when one of them was killed"
@@ -49,14 +49,17 @@ class Outcome(Enum):
 
 
 class Job(Protocol):
-    """A holder of the running process; see motley.provision.keep_training.Stop."""
+    """A protocol: an object that holds the running launcher, so that a signal handler can reach it.
+
+    See motley.provision.keep_training.Stop.
+    """
 
     number: int
     job: subprocess.Popen[bytes] | None
 
 
 def survive_environment(line: LaunchLine, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which a line's ranks may outlive one of them.
+    """Return an environment that asks the launcher to let ranks live on when one dies.
 
     A value that the user has set stays.
 
@@ -120,8 +123,8 @@ def prepare(
 ) -> tuple[Outcome, dict[str, str]]:
     """Run a trial; return its outcome, and the environment in which to start the line.
 
-    If ranks do not outlive one of them, the environment does not promise it. The ranks then save
-    the last step before the launcher ends them, as far as there is time.
+    If ranks do not live on when one dies, the environment does not claim that they do. After a
+    loss, the ranks then save the last step if they have time before the launcher ends them.
     """
     own = survive_environment(line, environ)
     outcome = try_line(line, own, stop)
@@ -146,7 +149,7 @@ def launcher_version(launcher: str) -> str:
 
 
 def loss_warning(outcome: Outcome, launcher: str, save_every: str | None) -> str:
-    """Return the line on the cost of a lost rank; empty if it costs no finished step.
+    """Return a warning about the cost of a lost rank; empty if a loss costs no finished step.
 
     Args:
         outcome: outcome of the trial.

@@ -61,7 +61,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def is_here_by_name(name: str) -> bool:
-    """Return True if a word is a name of this machine. A word that starts with "-" is no name."""
+    """Return True if the word is a name of this machine. An option such as "-x" is no name."""
     return name[:1].isalnum() and is_here(name)
 
 
@@ -135,7 +135,7 @@ def _leave(order: Sequence[object], host: str) -> dict[str, Any]:
 
 
 def describe_outcome(host: str, answer: Mapping[str, Any]) -> str:
-    """Return a line on the outcome on a host."""
+    """Return a line for the user that states if a host has left."""
     back = typed_command(f"; it takes part again after: bash setup/join_cn.sh {host}")
     if answer["left"]:
         pids = ", ".join(map(str, answer["left"]))

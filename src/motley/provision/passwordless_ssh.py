@@ -76,10 +76,10 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
     """Call a function of ssh_files.sh on a host.
 
     Returns:
-        The lines that it printed: mostly one for each change.
+        The lines that the function printed, mostly one for each change.
 
     Raises:
-        HostTrouble: names the obstacle on the host.
+        HostTrouble: the function failed. The error names the cause.
     """
     done = remote.run(_SCRIPT + '"$@"\n', function, *words)
     if done.code == 0:
@@ -111,7 +111,7 @@ def authorized(public: str) -> str:
 
 
 def pinned(keys: Mapping[str, HostKey]) -> list[str]:
-    """Return host keys by known name, as lines of known_hosts."""
+    """Return lines of known_hosts for host keys, which are given by their names in that file."""
     return [f"{name} {key.kind} {key.base64}" for name, key in keys.items()]
 
 
@@ -178,7 +178,7 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
 
 
 def make_tag(public: str) -> str:
-    """Return the tag of keys that were made for the mesh of this machine's key."""
+    """Return the comment by which keys of a mesh from this machine are recognised."""
     return f"mesh-{public.split()[1][-16:]}"
 
 
@@ -186,7 +186,7 @@ def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
     """Give each host access to each other one.
 
     Args:
-        hosts: hosts that this machine can log in to, and itself if it has a name in hosts.txt.
+        hosts: hosts to which this machine can log in, and this machine if hosts.txt names it.
         public: the public key of this machine.
 
     Returns:
@@ -320,7 +320,10 @@ def parse(words: Sequence[str]) -> Namespace:
 
 
 def look(host: str, known: HostKey | None = None) -> str:
-    """Return how this user can log in to a host now: HERE, OPEN, KEYED or CLOSED.
+    """Return how this user can log in to a host now.
+
+    The result is HERE for this machine, and OPEN if ssh works. With KEYED, our key works, but
+    ~/.ssh/config does not name it for the host. With CLOSED, no key works.
 
     Raises:
         HostTrouble: the host cannot be reached.
@@ -434,7 +437,7 @@ def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
 
 
 def check(states: States) -> dict[str, str]:
-    """Log in to every host by OpenSSH, as mpirun will. A failure is stored in ``states``.
+    """Log in to every host by OpenSSH, as mpirun will do. A failure is stored in ``states``.
 
     Returns:
         ``works`` or the error message for each tried host.

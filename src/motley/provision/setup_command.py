@@ -46,10 +46,11 @@ class Parser(argparse.ArgumentParser):
     """The parser of a setup command, with the options that every command has.
 
     Args:
-        name: name of the script in setup/, without its ending.
+        name: name of the script in setup/, without the ending ``.sh``.
         doc: the docstring of the command's module, which -h prints.
-        visits: True if the command has an option --hostfile.
-        instead: what a user without a clone does instead, for a command that needs a clone.
+        visits: True if the command has the option --hostfile.
+        instead: for a command that needs a clone of the repository, an instruction to a user
+            without one.
     """
 
     def __init__(self, name: str, doc: str | None, visits: bool = True, instead: str = "") -> None:
@@ -176,7 +177,7 @@ class Trouble(Protocol):
 
 
 def print_troubles(troubles: Mapping[str, Trouble]) -> None:
-    """Print two lines for each host with a trouble: the finding and the fix.
+    """Print two lines for each host with a fault: the finding and the fix.
 
     The fix is never wrapped, because it may be a command to copy. Hosts with the same finding and
     fix share their lines.
@@ -205,7 +206,7 @@ def _named(host: str) -> str:
 def ask_all(
     hosts: Iterable[str], work: Callable[[str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
-    """Call :func:`run_on_all`, and count the hosts that have answered, on a terminal."""
+    """Call :func:`run_on_all`, and show on a terminal how many hosts have answered."""
     names = list(hosts)
     counter = _Counter(len(names))
 
@@ -296,7 +297,7 @@ class _Counter:
             self._show()
 
     def end(self) -> None:
-        """Clear the line; hosts that are late no longer count."""
+        """Clear the line. Hosts that finish later are not counted."""
         with self._lock:
             if self._shown:
                 print("\r\033[K", end="", file=sys.stderr, flush=True)

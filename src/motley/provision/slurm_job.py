@@ -67,10 +67,10 @@ class Array:
     """The measurement that the tasks of a job array share.
 
     Attributes:
-        words: the measuring command, whose last option is a task's number.
-        rest: the words that follow them, for every run.
+        words: words of the measuring command, to which the number of a task is added.
+        rest: the words after ``--``, for every run.
         tasks: numbers of the cells that have runs left.
-        seconds: longest time of a task.
+        seconds: time limit of a task, in seconds.
         folder: folder of the results.
     """
 
@@ -94,7 +94,8 @@ class Array:
             dry_run: True: create nothing.
 
         Raises:
-            MotleyError: the line is of another kind, its matrix is wrong, or all is measured.
+            MotleyError: the line is no line of baseline_measure.py, its matrix has an error, or all
+                cells are measured.
         """
         if [Path(line[0]).name, *line[1:2]] == ["motley", "baselines"]:
             line = ["-P", "-m", "motley.cli", *line[1:]]
@@ -137,7 +138,7 @@ class Array:
         return f"{text}%{at_once}" if at_once else text
 
     def command(self) -> str:
-        """Return a task's command, for the shell of its job."""
+        """Return the shell command that measures the cell of a task."""
         return (
             shlex.join([*self.words, "--task"]) + f' "$SLURM_ARRAY_TASK_ID" {shlex.join(self.rest)}'
         )
@@ -163,10 +164,10 @@ class Job:
         gpus: number of GPUs on each node.
         cores: number of cores for each rank; 0: the cluster's default.
         time: longest time, in Slurm's notation; None: the partition's own.
-        before_s: seconds before the end at which Slurm signals the ranks.
+        before_s: seconds before the end of the allocation at which Slurm signals the ranks.
         requeue: True if the job continues itself in the next allocation.
         mpi: value of srun's option ``--mpi``.
-        requests: other options of sbatch, as in ``mem=64G``.
+        requests: other options of sbatch, without ``--``, as in ``mem=64G``.
         run_before: shell commands that precede srun.
         container: Apptainer image in which the ranks run; None: none.
         array: the cells of a measurement, one per task; None for a training.
@@ -380,7 +381,7 @@ def with_line(job: Job, options: argparse.Namespace) -> Job:
 
 
 def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
-    """Return the job of a matrix, with the longest time of a cell as its time."""
+    """Return the job of a matrix. The job's time is the longest time limit of a cell."""
     line = options.line[1:] if options.line[0] == "--" else options.line
     array = Array.prepare(line, job.nodes, job.ranks, job.mpi, options.dry_run)
     check_word("the folder of the results, which names the job,", array.folder.name)

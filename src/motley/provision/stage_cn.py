@@ -144,7 +144,7 @@ def file_name(folder: Path, keep: Keep) -> str:
 
 
 def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None, str]:
-    """Return the packed file if it exists and is of these images; else None and the reason.
+    """Return the packed file if it exists and holds these images; else None and the reason.
 
     Raises:
         MotleyError: the file was made from another folder.
@@ -249,7 +249,7 @@ def _part(bar: Bar) -> Callable[[str, int], None]:
 
 
 def slow(copied: Mapping[str, Copied], needs: float) -> dict[str, HostTrouble]:
-    """Return a trouble for each host whose disk reads fewer images/s than its GPUs process."""
+    """Return a fault for each host whose disk reads fewer images/s than its GPUs process."""
     return {
         host: HostTrouble(
             "slow disk",

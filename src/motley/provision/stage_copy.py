@@ -44,11 +44,11 @@ def bytes_in(run: Run, size: int) -> int:
 
 
 def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Iterator[Run]:
-    """Yield missing or different blocks, in ranges of at most ``most`` blocks.
+    """Yield the blocks that are missing or differ on the host, in ranges of at most ``most``.
 
     Args:
         wanted: hash of each block.
-        there: hashes of the present blocks, by number.
+        there: hashes of the blocks on the host, by number of the block.
         most: largest number of blocks in a range.
     """
     first = None
@@ -88,7 +88,7 @@ _EVERY_S = 0.1
 
 
 class Bar:
-    """A terminal line that shows the finished part of ``total`` bytes, summed over several parts.
+    """A terminal line that shows how many of ``total`` bytes are done, summed over several parts.
 
     Use it as a context manager. At the end the line is cleared.
     """
@@ -110,7 +110,7 @@ class Bar:
             self._on = False
 
     def at(self, size: int, part: str = "") -> None:
-        """Record the finished bytes of a part; may be called from any thread."""
+        """Record how many bytes of a part are done. Any thread may call this."""
         with self._lock:
             self._done[part] = size
             now = time.monotonic()
@@ -156,8 +156,8 @@ class Target:
 
     Attributes:
         free: free bytes.
-        complete: bytes of the file there; None: there is none.
-        part: bytes of an interrupted copy; None: there is none.
+        complete: bytes of the file on the host; None: the host has no such file.
+        part: bytes of an interrupted copy on the host; None: the host has no such copy.
     """
 
     free: int
@@ -187,8 +187,8 @@ class Copied:
     Attributes:
         sent: number of bytes sent.
         seconds: duration of the copy.
-        rate: samples/s that the host's disk gives to one reader; None: the host has no environment
-            to measure it.
+        rate: samples/s that one process reads from the host's disk. None: the host has no
+            environment in which to measure the rate.
     """
 
     sent: int
@@ -222,7 +222,7 @@ def look(host: str, path: Path) -> Target:
 
 
 def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
-    """Return the trouble of a host without room for the file."""
+    """Return the fault of a host whose disk has too little room for the file."""
     return HostTrouble(
         "full",
         f"{host} has {format_size(target.free)} free for {path}, which needs {format_size(size)}",
@@ -267,11 +267,12 @@ def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int
     Args:
         host: name of the host.
         source: the file.
-        sample: bytes of a sample.
-        on_progress: called with the host and the number of its bytes that are right so far.
+        sample: size of one sample in bytes, with which the disk is timed.
+        on_progress: called with the host and the number of bytes that are correct there so far.
 
     Raises:
-        HostTrouble: it could not be copied. The bytes that arrived stay for the next time.
+        HostTrouble: the file could not be copied. The next copy continues with the bytes that
+            arrived.
     """
     with connect(host) as remote:
         done = _Copying(remote, source, lambda size: on_progress(host, size))
@@ -346,7 +347,7 @@ class _Copying:
 
 
 class _Piece:
-    """A part of a file that reads like a file."""
+    """A part of a file, with the method ``read`` of a file."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file, self._left = file, size

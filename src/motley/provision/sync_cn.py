@@ -87,7 +87,7 @@ def differing(remote: Remote, source: Path, names: Iterable[str], target: Path) 
 
 
 def send(remote: Remote, source: Path, names: Iterable[str], target: Path) -> list[str]:
-    """Send files below ``source`` to ``target`` on a host; return the names of the sent files.
+    """Send files of the folder ``source`` to ``target`` on a host; return the sent names.
 
     Only missing or different files are sent. After an interruption, the next call sends the rest.
     """

@@ -96,7 +96,7 @@ def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
 
 
 def _names(requirements: Iterable[str]) -> list[str]:
-    """Return the packages that requirements name, without those of an extra."""
+    """Return the packages that requirements name, without those that only an extra needs."""
     result = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
     return [match[0] for match in result if match]
 
@@ -153,7 +153,7 @@ def as_json(
 def try_all(
     reports: Mapping[str, HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None, str]:
-    """Return the hosts' places on the fastest network, a finding if none, and a sentence."""
+    """Return the hosts' addresses on the fastest network, a finding if none, and a sentence."""
     try:
         networks, words = try_networks(reports)
     except MotleyError as error:

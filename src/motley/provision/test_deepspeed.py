@@ -69,7 +69,7 @@ def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
 def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, float, float]:
     """Return the seconds of this rank's own product and of the sum over ranks, and the error.
 
-    The error is the largest absolute difference of an entry.
+    The error is the largest absolute difference between an entry of C and the expected entry.
     """
     import torch
 

@@ -68,7 +68,7 @@ HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on al
 
 
 def main(words: Sequence[str]) -> int:
-    """Write MPI's parameters, try pairs of hosts, then MPI, and return the exit code."""
+    """Write MPI's parameters, test connections between hosts, then MPI; return the exit code."""
     options = Parser("test_mpi", __doc__).parse_args(words)
     home_folder()  # without one, mpirun fails with a code of its own
     hosts = read_hostfile(options)
@@ -131,7 +131,10 @@ def main(words: Sequence[str]) -> int:
 def write_hosts(
     reports: Mapping[str, HostReport], shared: Shared, dry_run: bool
 ) -> tuple[dict[str, HostTrouble], dict[str, HostTrouble]]:
-    """Write the parameters on all hosts. Return the users' own settings, and the failures."""
+    """Write the parameters on all hosts.
+
+    Return the settings in users' own files that contradict them, and the failures by host.
+    """
 
     def one(host: str) -> str:
         lines = parameters(reports[host], reports, shared)
@@ -236,11 +239,11 @@ class Answer:
     """The outcome of an mpirun.
 
     Attributes:
-        ranks: number of greetings by host.
-        asked: number of started ranks.
-        end: description of the end of mpirun, as "ended with status 1".
+        ranks: number of greetings that came from each host.
+        asked: number of ranks that mpirun was to start.
+        end: description of how mpirun ended, as "ended with status 1".
         words: last lines of the output.
-        links: lines of the output on links.
+        links: lines of the output that describe links between hosts.
     """
 
     ranks: Counter[str | None]
@@ -276,7 +279,7 @@ def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
 
 
 def end_mpirun(job: subprocess.Popen[str]) -> str:
-    """End an mpirun that leads a session, and its daemons; return its output."""
+    """End an mpirun that leads its own session, and its daemons there. Return mpirun's output."""
     os.killpg(job.pid, signal.SIGTERM)
     try:
         return job.communicate(timeout=5)[0]

@@ -29,8 +29,8 @@ class Report:
 
     Attributes:
         rank: number of the rank.
-        host: name of its host.
-        device: name of its device.
+        host: name of the rank's host.
+        device: name of the rank's device.
         capability: CUDA compute capability; None on a CPU.
         torch: version of torch.
         cuda: version of CUDA that torch was built with.
@@ -106,7 +106,7 @@ def read(world: World, device: "torch.device") -> Report:
 
 
 def mismatches(reports: list[Report]) -> list[str]:
-    """Return sentences on versions that differ between hosts: of torch, its CUDA, or NCCL."""
+    """Return a sentence for each version that differs between hosts: torch, its CUDA, NCCL."""
     problems = []
     for what in ("torch", "cuda", "nccl"):
         result = {getattr(report, what): report.host for report in reports if getattr(report, what)}
@@ -117,7 +117,7 @@ def mismatches(reports: list[Report]) -> list[str]:
 
 
 def failures(reports: list[Report]) -> list[str]:
-    """Return sentences on the ranks that cannot compute in fp32."""
+    """Return a sentence for each rank that cannot compute in fp32."""
     return [
         f"rank {report.rank} on {report.host} ({report.device}) cannot run a kernel: "
         f"{report.speeds[0].error}; its torch is built for {', '.join(report.built_for)}"

@@ -58,17 +58,18 @@ class PublishedCounts:
 
 
 class Publisher:
-    """A publisher of one run; a context manager, which locks the run's folder for its tracker.
+    """A publisher of one run. The context manager locks the run's folder for this tracker.
 
     Args:
         run: folder of the run.
         kind: class of the tracker.
         project: name by which the tracker groups runs.
-        copies: as in :class:`RunFollower`.
+        copies: folders with copies of other hosts' records; see :class:`RunFollower`.
 
     Attributes:
         follower: reader of the run's state.
-        stop: set by another thread to end publishing; checked between two readings.
+        stop: event that another thread sets to end publishing. The event is checked between two
+            readings.
 
     Raises:
         MotleyError: another process publishes the run to this tracker, a file cannot be read or
@@ -155,7 +156,7 @@ class Publisher:
         return known and time.time() - float(ended or 0) > LAST_WORDS_S
 
     def _look(self, clock: float) -> bool:
-        """Publish new records; return True if there are more already."""
+        """Publish new records; return True if further records are available already."""
         if not self.follower.about:
             return False  # run.json is not written yet
         if self._tracker is None:
@@ -216,7 +217,7 @@ class Publisher:
             ) from None
 
     def _save(self, clock: float) -> None:
-        """Save the last position of which the tracker is sure to have all records."""
+        """Save the last position before which the tracker certainly has all records."""
         assert self._tracker is not None
         settles = self._tracker.settles_s
         if settles is None or clock - self._saved_at < _SAVE_S:

@@ -2,9 +2,10 @@
 
 Each record of a run is read once, even while the run is writing.
 
-Names sort in the order in which users read them. ``all/`` is for all ranks together. The others are
-``cpu/HOST/``, ``evaluation/``, ``gpu/HOST_NUMBER/``, ``others/`` and ``rank/NUMBER_HOST/``. With
-many ranks, only the first rank writes steps, and ``others/`` is its summary of the rest.
+Names sort in the order in which users read them. Names that begin with ``all/`` are of all ranks
+together. The other beginnings are ``cpu/HOST/``, ``evaluation/``, ``gpu/HOST_NUMBER/``, ``others/``
+and ``rank/NUMBER_HOST/``. With many ranks, only the first rank writes steps, and ``others/`` is its
+summary of the rest.
 """
 
 import copy
@@ -37,7 +38,7 @@ class Position:
 
     Attributes:
         steps: the last step that was read, by rank.
-        evaluation: number of steps before the last evaluation.
+        evaluation: number of steps that the run had taken at the last evaluation that was read.
         events: number of lines of events.jsonl that were read.
         samples: number of lines of the GPU log that were read, by host.
     """
@@ -56,7 +57,8 @@ class Position:
         """Return the position that :meth:`as_json` has encoded.
 
         Raises:
-            TypeError, ValueError, KeyError, AttributeError: the value is no such position.
+            TypeError, ValueError, KeyError, AttributeError: ``told`` is not a position in this
+                form.
         """
         return cls(
             {int(rank): int(step) for rank, step in told["steps"].items()},
@@ -74,8 +76,8 @@ class NewRecords:
         evaluations: lines of evaluations.
         events: lines of events.
         samples: samples of devices, by host.
-        more: True if there are more records already.
-        position: position after these records.
+        more: True if further records are available already.
+        position: position of the reader after these records.
     """
 
     steps: dict[int, list[JsonDict]]
@@ -96,7 +98,8 @@ class RunReader:
 
     Args:
         run: folder of the run.
-        copies: as in :class:`motley.live.follow.RunFollower`.
+        copies: folders with copies of other hosts' records; see
+            :class:`motley.live.follow.RunFollower`.
         after: the position up to which records have been read.
     """
 
@@ -135,7 +138,7 @@ class RunReader:
         )  # fmt: skip
 
     def left_out(self) -> list[str]:
-        """Return a line for each GPU log of which some rows so far are no samples."""
+        """Return a line for each GPU log in which rows that are no samples were found so far."""
         return [*filter(None, (rows.left_out(none_read=False) for rows in self._rows.values()))]
 
     def _steps(self, rank: int, path: Path, clock: float, wall: float) -> list[JsonDict]:
@@ -208,7 +211,8 @@ class Row:
     """The numbers of one step, one evaluation or one device's sample.
 
     Attributes:
-        step: the step of a sample; None: unknown. For an evaluation, the number of steps before it.
+        step: number of the step; None: unknown. For an evaluation, the number of steps taken before
+            it.
         time: seconds since the epoch.
         values: values by name; unknown values are left out.
     """
@@ -239,9 +243,9 @@ def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row
     """Return one row per step, over all ranks whose records have it.
 
     Args:
-        about: the run's record.
+        about: content of the run's run.json.
         new: records since the last reading.
-        known: the last step whose values over all ranks are published already.
+        known: the last step whose values of all ranks together are published already.
     """
     rows: dict[int, Row] = {}
     groups = RankGroups(about)
@@ -309,7 +313,7 @@ def notes(new: NewRecords, now: float) -> list[Note]:
 
     Args:
         new: records since the last reading.
-        now: time of events without one, seconds since the epoch.
+        now: time that is used for events without a time, in seconds since the epoch.
     """
     result = []
     for line in new.events:
@@ -321,7 +325,7 @@ def notes(new: NewRecords, now: float) -> list[Note]:
 
 
 def parameters(about: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Return options, versions, hosts and plan of a run, by name; unset ones are left out."""
+    """Return options, versions, hosts and plan of a run, by name. Unset options are left out."""
     plan, ranks = mapping(about, "plan"), workers(about)
     counts = plan.get("counts")
     facts: JsonDict = {

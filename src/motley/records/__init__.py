@@ -46,14 +46,14 @@ class Run:
 
             - ``rank``: number of the rank. ``host``: host of the rank.
             - ``step``: optimizer steps since the start, from 0. ``epoch``: number, from 0.
-            - ``loss``: mean over the global batch, by weight. ``lr``: learning rate.
-            - ``loss_scale``: factor on this step's loss. ``overflow``: the step was skipped.
-            - ``grad_norm``: norm of the whole gradient, before clipping.
+            - ``loss``: weighted mean over the global batch. ``lr``: learning rate.
+            - ``loss_scale``: factor on this step's loss. ``overflow``: True for a skipped step.
+            - ``grad_norm``: norm of the gradient of all parameters, before clipping.
             - ``n_local``: samples of this rank. ``n_global``: samples of all ranks together.
-            - ``t_data``: seconds waiting for samples.
+            - ``t_data``: seconds in which the rank waited for samples.
             - ``t_compute``: seconds in forward and backward passes.
-            - ``t_wait``: seconds waiting for the slowest rank.
-            - ``t_comm``: seconds of communication after the slowest rank is ready.
+            - ``t_wait``: seconds in which the rank waited for the slowest rank.
+            - ``t_comm``: seconds of communication after the slowest rank was ready.
             - ``t_opt``: seconds in the optimizer.
             - ``t_host``: seconds in the loop's own Python, while no device computes. The six times
               sum to the step.

@@ -1,9 +1,9 @@
 """Files of a run's last evaluation: its classes, their confusion, and its worst samples.
 
-``classes.csv`` has a line a class. ``confusion.csv`` has a line for each pair of a label and a
+``classes.csv`` has one line per class. ``confusion.csv`` has a line for each pair of a label and a
 predicted class that occurs, so its size is bounded by the number of samples. Both list counts of
-held-out samples, which are exact on any ranks. ``worst.json`` has the samples with the largest
-loss, at most 200.
+held-out samples. The counts are exact, whatever the number of ranks. ``worst.json`` has the samples
+with the largest loss, at most 200.
 """
 
 import csv
@@ -23,11 +23,11 @@ Pairs = Mapping[tuple[int, int], int]  # number of samples, by label and predict
 
 
 def write_classes(folder: RunFolder, pairs: Pairs, names: Sequence[str]) -> None:
-    """Write both files.
+    """Write ``classes.csv`` and ``confusion.csv``.
 
     Args:
         folder: the run's folder.
-        pairs: the counts.
+        pairs: number of held-out samples for each pair of a label and a predicted class.
         names: names of the classes by number; empty if they have none.
     """
     samples, correct = Counter[int](), Counter[int]()
@@ -108,7 +108,7 @@ def write_worst(folder: RunFolder, samples: Sequence[JsonDict]) -> None:
 def read_worst(folder: RunFolder) -> list[JsonDict]:
     """Return the samples with the largest loss; empty if there are none, or the file is damaged.
 
-    A picture stays only if it is base64 of a known type.
+    A picture is dropped unless it is base64 of a known image type.
     """
     try:
         if folder.worst_file.stat().st_size > _LARGEST:

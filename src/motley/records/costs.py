@@ -1,4 +1,4 @@
-"""The records of one training run as columns, one per field, and its totals. Pure.
+"""The records of one training run as columns, one per field, and totals of the run. Pure.
 
 The totals are samples per second, growth of memory, and energy. The rate is a mean over the steps,
 because a median hides long steps.
@@ -27,14 +27,15 @@ def mean_rate(
 ) -> float | None:
     """Return the units per second, from the end of the first step to the end of the last.
 
-    All time between these counts: evaluations, checkpoints, stalls, and the small last batch of an
-    epoch. This is the rate that a user experiences. The median shows what the hardware does.
+    All time between these two moments counts: evaluations, checkpoints, stalls, and the small last
+    batch of an epoch. This is the rate that a user experiences. A median over steps shows the rate
+    of the hardware.
 
     Args:
         steps: steps of one rank, in order.
-        of: name of the field that is added up.
-        starts: times at which a job began, in seconds since the epoch. The pause before such a
-            time, in which nothing ran, is left out.
+        of: name of the field whose values are added up.
+        starts: times at which a job began, in seconds since the epoch. The pause before each of
+            these times, in which nothing ran, is left out.
 
     Returns:
         None for fewer than two steps.
@@ -66,12 +67,12 @@ def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[flo
 
 
 def without_pauses(moment: float, paused: Sequence[tuple[float, float]]) -> float:
-    """Return a time on a clock that stops during pauses; see :func:`pauses`."""
+    """Return a time minus the pauses before it; see :func:`pauses`."""
     return moment - sum(seconds for at, seconds in paused if at <= moment)
 
 
 def lead(steps: Mapping[int, Sequence[JsonDict]]) -> Sequence[JsonDict]:
-    """Return the step records of the rank that has the most; empty if there are none."""
+    """Return the step records of the rank that has the most records; empty if there are none."""
     return max(steps.values(), key=len, default=())
 
 
@@ -90,8 +91,8 @@ def warm(lines: Sequence[JsonDict]) -> Sequence[JsonDict]:
 def leak(steps: Steps) -> float | None:
     """Return the memory growth per step in MiB on the worst rank, or None without a leak.
 
-    Memory leaks if it grows until the end of the run. A line is fitted to each half of the steps
-    after the warm-up, because a buffer that grows once is no leak.
+    There is a leak if the memory grows until the end of the run. A line is fitted to each half of
+    the steps after the warm-up, because a buffer that grows once is no leak.
     """
     worst = 0.0
     for lines in steps.values():
@@ -112,8 +113,8 @@ def leak(steps: Steps) -> float | None:
 def joules(folder: RunFolder, steps: Steps) -> float | None:
     """Return the energy of the GPUs that trained, in joules per sample.
 
-    Only samples of GPU logs between the first and the last step count. A lost rank counts until its
-    last step. None: the energy of one of the GPUs is unknown.
+    Only rows of GPU logs between the first and the last step count. The GPU of a lost rank counts
+    until the rank's last step. The result is None if the energy of one of the GPUs is unknown.
     """
     lines = lead(steps)
     groups = RankGroups(folder.read_run()).groups
@@ -162,7 +163,7 @@ class Training:
         path: folder of the run.
         run: content of run.json.
         steps: step records by rank.
-        lead: step records of the rank that has the most.
+        lead: step records of the rank that has the most records.
         epochs: evaluations.
         starts: times at which a job continued from a checkpoint, seconds since the epoch.
     """
@@ -179,7 +180,7 @@ class Training:
         return column(self.lead, field)
 
     def taken(self) -> Array:
-        """Return the number of steps taken after each step, [steps], counted from 1."""
+        """Return how many steps had been taken at the end of each step, [steps], from 1."""
         return self.values("step") + 1
 
     @property
@@ -253,11 +254,11 @@ class Training:
 
     @cached_property
     def groups(self) -> RankGroups:
-        """Groups of ranks that trained one after another."""
+        """Groups of ranks that trained one after another; see motley.records.training."""
         return RankGroups(self.run)
 
     def worker(self, rank: int) -> JsonDict:
-        """Return run.json's entry for a rank (host, device, precision), also for a lost one.
+        """Return run.json's entry for a rank (host, device, precision), even for a lost rank.
 
         The entry is empty if run.json has none.
         """
@@ -287,7 +288,7 @@ def read_training(folder: RunFolder, last: bool = False) -> Training:
 
     Args:
         folder: folder of the run.
-        last: read only the last few hundred steps.
+        last: True: read only the last few hundred steps.
 
     Raises:
         MotleyError: the run has no step.

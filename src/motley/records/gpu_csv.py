@@ -49,7 +49,7 @@ class Header:
 
     Attributes:
         names: names of the columns.
-        columns: names that Motley's logs use for these columns.
+        columns: name of each of these columns in Motley's logs.
 
     Raises:
         MotleyError: the line is not the first line of a GPU log.
@@ -78,7 +78,10 @@ class Header:
             return []
 
     def row(self, fields: Sequence[str]) -> dict[str, str]:
-        """Return the fields of a row by column. Fields of a column in percent get a ``%``."""
+        """Return the fields of a row by column.
+
+        A ``%`` is added to fields of columns in percent.
+        """
         row = dict(zip(self.columns, fields, strict=True))
         for name in self._percent:
             if row[name].strip()[-1:].isdigit():
@@ -135,7 +138,7 @@ def read_time(text: str | None) -> float | None:
 
 
 def is_clock_set(seconds: float) -> bool:
-    """Return False for a time, such as 1970, that only a clock that was never set shows."""
+    """Return False for a time, such as 1970, that shows that the machine's clock was never set."""
     return seconds > _CLOCK_SET.timestamp()
 
 
@@ -169,7 +172,7 @@ class GpuLog:
     ``2026-11-21 03:12:44.120,0,2,0.143,0,NVIDIA H200,0.98,143000,771,143771,41.0,a,
     GPU-8c..,312.5,0,,57,8123.44,AMD EPYC,0.12,9211,131072,12,65536``
 
-    A log that another version started keeps its columns.
+    Rows that are appended to another version's log have the columns of that log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -232,7 +235,7 @@ class GpuSample:
         host: name of the host.
         gpu: number of the GPU on the host; None for a CPU.
         name: name of the GPU or the CPU.
-        load: load of the GPU, 0 to 1; of the CPU on a host without a GPU.
+        load: load of the GPU, 0 to 1. On a host without a GPU: load of the CPU.
         memory_used_mib: used memory of the GPU, or of the host, in MiB.
         memory_total_mib: total memory of the GPU, or of the host, in MiB.
         temperature_c: degrees Celsius.
@@ -242,7 +245,7 @@ class GpuSample:
         step: step of the run at that time.
         uuid: UUID of the GPU; None in the lab's files.
         others: names of other users.
-        rank: rank that computes on the device; on a host without a GPU its first rank.
+        rank: rank that computes on the device. On a host without a GPU: the host's first rank.
     """
 
     time: float
@@ -265,11 +268,11 @@ class GpuSample:
 class GpuRows:
     """Reader of a GPU log, line by line; see :mod:`motley.records.gpu_csv`.
 
-    The first line names the columns.
+    The first line of a log names the columns.
 
     Args:
-        path: path of the log, for errors. The name ``gpu.HOST.csv`` gives the host if no column
-            does.
+        path: path of the log, for errors. If no column names the host, it is the HOST of a file
+            name ``gpu.HOST.csv``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -288,8 +291,8 @@ class GpuRows:
     def read(self, line: str) -> GpuSample | None:
         """Return the sample in a line, or None.
 
-        None stands for the first line and its repetitions, for a row that a crash cut short, and
-        for a row that is no sample. :meth:`left_out` counts the last two kinds.
+        The result is None for the first line and its repetitions, for a row that a crash cut short,
+        and for a row that is no sample. :meth:`left_out` reports the last two kinds.
 
         Raises:
             MotleyError: the first line is not that of a GPU log.
@@ -411,7 +414,7 @@ def _sample(row: Mapping[str, str], when: float, host: str) -> GpuSample:
 
 
 def device_name(name: str) -> str:
-    """Return a device's name without common parts, for example ``RTX 3070``."""
+    """Return a device's name without the maker's name and similar words, as in ``RTX 3070``."""
     return re.sub(r"NVIDIA GeForce |\((R|TM)\)| CPU\b| @.*| [0-9]+-Core Processor", "", name)[:40]
 
 

@@ -1,4 +1,4 @@
-"""The GPU logger: one sampler per host, outside of the training thread.
+"""The GPU logger: a thread on each host that samples the host's GPUs during training.
 
 One rank per host samples all GPUs of the host every 2 s, in a thread that keeps NVML open. A sample
 takes at most a thousandth of these 2 s, however long nvidia-smi takes to start.
@@ -92,7 +92,7 @@ class GpuLogger:
                         self._log.write(row)
 
     def _shared_memory(self) -> tuple[int, int] | None:
-        """Return the used and total bytes of shared memory, or None if there is none.
+        """Return the used and total bytes of shared memory (/dev/shm), or None if there is none.
 
         A warning is printed once when the shared memory becomes full.
         """

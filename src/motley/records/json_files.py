@@ -63,7 +63,7 @@ def unwritable(path: Path, error: OSError) -> MotleyError:
 
 
 def fix_for(error: Exception, others: str) -> str:
-    """Return the fix for an error of writing: ``others``, or that for too many open files."""
+    """Return the fix for an error of writing: ``others``, unless too many files are open."""
     return _NO_FILES if "too many open files" in str(error).lower() else others
 
 
@@ -128,11 +128,12 @@ class JsonLines:
 
 
 def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> Iterator[JsonDict]:
-    """Read the objects in a file. Lines that are not JSON are left out, and reported.
+    """Read the objects in a file. Lines that are not JSON are left out and reported.
 
     Args:
         path: path of the file.
-        torn: called with the number of each such line, from 1, instead of printing a message.
+        torn: called with the number (from 1) of each line that is not JSON. None: print a message
+            instead.
     """
     if not path.exists():
         return
@@ -181,11 +182,13 @@ _LEAST_ROOM = 65_536  # bytes; the text of a fault has 10,000 characters at most
 
 
 class Reserve:
-    """Reserved space for the next version of a file: zeros on the disk, and an open descriptor.
+    """Disk space and an open descriptor that are reserved for the next version of a file.
+
+    The file can then be replaced even if the disk is full or no descriptor is left.
 
     Args:
         path: path of the file.
-        content: content of its present version.
+        content: content of the present version, as many bytes of which are reserved.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -195,7 +198,10 @@ class Reserve:
         os.fsync(self._file.fileno())
 
     def become(self, path: Path, content: bytes) -> None:
-        """Write the content into the reserved space, and replace the file by it. Called once."""
+        """Write ``content`` into the reserved space, and make it the file at ``path``.
+
+        Called once.
+        """
         os.pwrite(self._file.fileno(), content, 0)
         self._file.truncate(len(content))
         self._path.replace(path)

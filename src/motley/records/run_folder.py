@@ -3,8 +3,9 @@
 No other module contains names of files in the folder.
 
 The lock is flock(2) on the file ``.lock``, which names its holder. NFS passes such locks on to its
-server, so they hold on all hosts. On a disk that is mounted without locks (Lustre without
-``flock``, BeeGFS by default) they do not hold on other hosts, or at all.
+server, so they hold on all hosts. Some disks are mounted without such locks (Lustre without
+``flock``, BeeGFS by default). There the lock does not exclude processes of other hosts, or any
+process.
 
     run.json              what was run, on what, and how it ended
     steps.rank<k>.jsonl   one line per training step of rank k; see motley.records.training
@@ -58,8 +59,9 @@ def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO
 
     Args:
         folder: the folder.
-        busy: message if another process holds the lock. Its holder and the time are appended.
-        then: fix in that message.
+        busy: error message if another process holds the lock. The holder of the lock and the time
+            are appended.
+        then: fix in the error message.
         name: name of the lock file, if only a part of the folder is locked.
 
     Raises:
@@ -122,7 +124,7 @@ def refuse_link(folder: Path) -> None:
 
 
 def is_free(folder: Path) -> bool:
-    """Return True if certainly no running process has locked a folder."""
+    """Return True if no running process has locked a folder; False if this is not certain."""
     try:
         with (folder / _FILE).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -163,8 +165,8 @@ def _misshapen(content: Mapping[str, Any]) -> str:
 class RunFolder:
     """The folder of one run, ``DIR/NAME``: opens writers and finds files.
 
-    Several ranks may share the folder on one disk. Each writes only its own files (rank 0:
-    run.json, epochs.jsonl, events.jsonl, checkpoints/).
+    Several ranks may share the folder on one disk. Each rank writes only its own files. Rank 0 also
+    writes run.json, epochs.jsonl, events.jsonl and checkpoints/.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -232,7 +234,7 @@ class RunFolder:
             ) from None
 
     def lock(self) -> TextIO:
-        """Lock the folder for this process, and return the lock file; see :func:`take_folder`."""
+        """Lock the folder for this process. Return the lock file; see :func:`take_folder`."""
         return take_folder(
             self.path, f"the run folder {self.path} is in use by another run",
             "wait until that run ends, end it to take its place, or choose another name with "
@@ -257,8 +259,8 @@ class RunFolder:
 
         Args:
             content: content of the file.
-            keep_room: reserve disk space and a file descriptor, so that the file can be replaced
-                even if none are left.
+            keep_room: True: reserve disk space and a file descriptor, so that the file can be
+                replaced even if none are left.
         """
         if keep_room:
             self._reserve = Reserve(self.run_file, content)
@@ -352,7 +354,8 @@ class RunFolder:
             step: step at which the run continues.
             rank: number of this rank.
             ranks: numbers of the ranks that train now.
-            diverges: True if each rank takes its own steps; see motley.engines.protocol.
+            diverges: True if the parameters of ranks differ between averaging rounds, as in Local
+                SGD; see motley.engines.protocol.
         """
         first = rank == ranks[0]
         lost = [other for other in self._ranks() if other not in ranks] if first else []
@@ -366,8 +369,8 @@ class RunFolder:
     def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
         """Add a rank's missing records of steps before ``step`` from the records of others.
 
-        The rank, or the rank that had its number before, may have been killed before it wrote its
-        last records.
+        Records are missing if the rank was killed before it wrote its last ones. The rank may also
+        be of an earlier launch, with the same number.
         """
         path = self.step_file(rank)
         # All lines have a step.
@@ -464,7 +467,7 @@ class RunFolder:
 
 
 def _numbers(folder: Path, before: str, after: str) -> list[int]:
-    """Return the numbers in the names of files, ascending."""
+    """Return the numbers between ``before`` and ``after`` in the names of files, ascending."""
     names = (path.name for path in folder.glob(f"{before}*{after}"))
     numbers = (name.removeprefix(before).removesuffix(after) for name in names)
     return sorted(int(number) for number in numbers if number.isdigit())
@@ -473,7 +476,7 @@ def _numbers(folder: Path, before: str, after: str) -> list[int]:
 def find_runs(paths: list[Path]) -> list[RunFolder]:
     """Return every run folder at or under ``paths``, sorted by path.
 
-    A run folder is not searched for further runs.
+    Folders inside a run folder are not searched.
     """
     result = set()
     for path in paths:
@@ -485,7 +488,7 @@ def find_runs(paths: list[Path]) -> list[RunFolder]:
 
 
 def upgrade_record(line: JsonDict) -> JsonDict:
-    """Return a record with the rate under its present name, also if an older version wrote it."""
+    """Return a record in which the rate has its present name, even if an older version wrote it."""
     if "images_per_s" in line:
         line["samples_per_s"] = line.pop("images_per_s")
     return line

@@ -52,14 +52,16 @@ class TraceSummary:
     Attributes:
         steps: number of steps.
         seconds: time from the start of the first step to the end of the last.
-        on_gpu: the rank computes on a GPU.
-        busiest: name, seconds and calls of a GPU's kernels, the longest first. Without a GPU: of
-            operators, without the time of operators that they call.
+        on_gpu: True if the rank computes on a GPU.
+        busiest: name, seconds and number of calls of the GPU's kernels, those with the longest time
+            first. Without a GPU: the same for operators, without the time of operators that they
+            call.
         wire: fraction of the time in which data was sent.
-        waited: fraction in which the rank only waited for communication. With a GPU: in which the
-            GPU ran no other kernel. Without a GPU: in which the rank was in the phase of the
-            all-reduce.
-        idle: fraction in which the GPU was idle. Without a GPU: in which no operator ran.
+        waited: fraction of the time in which the rank only waited for communication. With a GPU,
+            this is the time of communication in which the GPU ran no other kernel. Without a GPU,
+            this is the phase of the all-reduce.
+        idle: fraction of the time in which the GPU was idle. Without a GPU: in which no operator
+            ran.
     """
 
     rank: int
@@ -89,7 +91,7 @@ def write_trace(
         rank: number of the rank.
         host: host of the rank.
         clock: offset and error of this rank's clock.
-        base_ns: zero of the written times, on the first rank's clock, in nanoseconds.
+        base_ns: time from which the written times count, on the first rank's clock, in nanoseconds.
     """
     shift_us = (profiled.get("baseTimeNanoseconds", 0) - base_ns) / 1000 - clock.offset_s * 1e6
     pids: dict[Any, int] = {}
@@ -122,7 +124,7 @@ def write_trace(
 
 
 def _named_lane(pid: int, lane: int) -> list[Event]:
-    """Return the events that name a separate lane, and place it above the others."""
+    """Return the trace events that name a separate lane and place it above all other lanes."""
     about = {"thread_name": {"name": "steps and phases"}, "thread_sort_index": {"sort_index": -1}}
     return [
         {"ph": "M", "pid": pid, "tid": lane, "name": name, "args": value}
@@ -143,8 +145,8 @@ def _is_ours(event: Event) -> bool:
     """Return True for a step, or a phase of a step.
 
     A phase may start or end within an operator: DDP runs the all-reduce within the last operator of
-    the backward pass. Perfetto leaves out such a span on the same thread, so phases have a separate
-    lane.
+    the backward pass. Perfetto leaves out a span that overlaps an operator partly on one thread, so
+    phases have a separate lane.
     """
     name = event.get("name", "")
     return event.get("cat") == "user_annotation" and (name.startswith(_STEP) or name in _PHASES)
@@ -233,7 +235,7 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
 
 
 def _waited(device: Sequence[Event], notes: Sequence[Event], whole: Span) -> float:
-    """Return the time in which a rank did nothing but wait for communication, microseconds.
+    """Return the microseconds in which a rank did nothing but wait for communication.
 
     With a GPU, the phase of the all-reduce does not count, because the GPU may still compute in it.
     """
@@ -249,7 +251,7 @@ def _span(event: Event) -> Span:
 
 
 def _covered(events: Iterable[Event], whole: Span) -> float:
-    """Return the time within ``whole`` that at least one of the events covers, microseconds."""
+    """Return the microseconds of ``whole`` that at least one of the events covers."""
     covered, reached = 0.0, whole[0]
     for begin, end in sorted(map(_span, events)):
         begin, end = max(begin, reached), min(end, whole[1])
@@ -261,7 +263,8 @@ def _covered(events: Iterable[Event], whole: Span) -> float:
 def _busiest(events: Iterable[Event], most: int) -> tuple[tuple[str, float, int], ...]:
     """Return the names with the longest time, with their seconds and calls.
 
-    Time in nested events on the same thread or stream counts for the nested event alone.
+    The time of an event within another one on the same thread or stream counts for the inner event
+    alone.
     """
     took: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
@@ -273,7 +276,7 @@ def _busiest(events: Iterable[Event], most: int) -> tuple[tuple[str, float, int]
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Yield the name and the own seconds of each event, without the events that it encloses."""
+    """Yield each event's name, and its time without that of the events inside it."""
     lanes: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
     for event in events:
         lanes[event.get("pid"), event.get("tid")].append(event)

@@ -3,8 +3,8 @@
 The groups are the sets of ranks that trained a run one after another, as ``groups`` of run.json
 lists them.
 
-A group ends when a rank is lost, and with its job. A rank keeps its number within a job. A resumed
-run may give the number to another host, so the host of a record is found by its step.
+A group ends when a rank is lost, or when the job ends. A rank keeps its number within a job. In a
+resumed run the number may belong to another host, so the host of a record depends on the step.
 
     "groups": [{"step": 0, "ranks": [{"rank": 0, "host": "a", ...}, {"rank": 1, "host": "b", ...}]},
                {"step": 57, "ranks": [{"rank": 1, "host": "b", ...}]}]
@@ -74,11 +74,11 @@ class RankGroups:
                 workers.append(worker)
 
     def worker(self, rank: int, step: int | None = None) -> JsonDict:
-        """Return the entry of the rank that took a step; empty if there is none.
+        """Return the entry of the rank that had this number at a step; empty if there is none.
 
         Args:
             rank: number of the rank.
-            step: number of the step. None: the last step that the rank took.
+            step: number of the step. None: the last group in which the rank trained.
         """
         steps, workers = self._known.get(rank, ([], []))
         if not workers:
@@ -114,11 +114,12 @@ class StepRecord:
 
     Attributes:
         step: optimizer steps since the start of training, from 0.
-        loss: mean over the *global* batch, by weight. Local SGD has it in an averaging round only,
-            as the mean of all samples between the two rounds before; else null.
+        loss: weighted mean over the *global* batch. With Local SGD, only records of averaging
+            rounds have a loss, which is the mean over all samples between the two rounds before;
+            otherwise null.
         loss_scale: factor on this step's loss.
-        overflow: the gradient was not finite, and all ranks skipped the step. In Local SGD, this
-            rank skipped it.
+        overflow: True if the gradient was not finite, and all ranks skipped the step. With Local
+            SGD, only this rank skipped the step.
         grad_norm: norm of the unscaled gradient, before clipping; null after an overflow.
         n_local: samples of this rank.
         n_global: samples of all ranks together.
@@ -127,16 +128,17 @@ class StepRecord:
         t_wait: seconds waiting for the slowest rank.
         t_comm: seconds of communication still exposed after the last rank is ready.
         t_opt: seconds of norm, clip and optimizer.
-        t_host: seconds of the loop's own Python while no device of this rank computes, 0 in older
-            records. The six times sum to the step. Each is null if an engine cannot separate it.
-        mem_peak_mib: largest memory of this rank so far: of the GPU if it has one, else its own
-            RAM.
+        t_host: seconds of the loop's own Python while no device of this rank computes; 0 in older
+            records. The six times sum to the duration of the step. A time is null if the engine
+            cannot measure it separately.
+        mem_peak_mib: largest memory that this rank has used so far, in MiB: GPU memory if it has a
+            GPU, else RAM.
         samples_per_s: rate of all ranks together. Older records call it ``images_per_s``.
         weight: weight of the global batch, in the unit that run.json's ``task`` names: images,
             tokens.
         time: end of the step, seconds since the epoch.
-        others_ready: times of other ranks, if there are more than MOST_WRITERS ranks and the first
-            alone writes lines; see :func:`others_ready`. Else null.
+        others_ready: times of other ranks, in a run with more than MOST_WRITERS ranks, in which
+            only the first rank writes records; see :func:`others_ready`. Else null.
     """
 
     step: int
@@ -171,7 +173,7 @@ OWN_STEP: JsonDict = dict.fromkeys(("grad_norm", "overflow", "loss_scale"))  # i
 def others_ready(
     ready_s: Sequence[float], counts: Sequence[int], ranks: Sequence[int]
 ) -> JsonDict | None:
-    """Return which ranks were ready first, in the middle and last, as the first rank writes it.
+    """Return which ranks were ready first, in the middle and last, for the first rank's record.
 
     ``{"least": {"rank": 17, "ready_s": 0.131, "n_local": 60}, "middle": {"rank": 4, "ready_s":
     0.1443, "n_local": 60}, "largest": {"rank": 70, "ready_s": 0.1656, "n_local": 31}}``
@@ -212,10 +214,10 @@ class EpochRecord:
 
     Attributes:
         metrics: the task's metrics of the model, by name, ``loss`` among them. Metrics with the
-            prefix EMA are those of the average of the parameters, if the run has one. A metric of
-            a further held-out set begins with its name, as in ``night/loss``.
-        sets: number of samples of each further held-out set, by its name. Lines without such a set
-            do not have the field.
+            prefix EMA are those of the average of the parameters, if the run has one. The name of a
+            metric of a further held-out set begins with the set's name, as in ``night/loss``.
+        sets: number of samples of each further held-out set, by the set's name. Lines of runs
+            without further sets do not have the field.
     """
 
     step: int
@@ -235,7 +237,7 @@ class EpochRecord:
         return {**line, **self.metrics}
 
     def list_parts(self) -> list[tuple[str, int, dict[str, float], dict[str, float]]]:
-        """Return each held-out set: its name, samples, metrics, and those of the average.
+        """Return each held-out set: name, samples, metrics, and the averaged parameters' metrics.
 
         The name of the usual set is empty. Metrics have their names without prefixes.
         """

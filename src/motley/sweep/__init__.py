@@ -1,1 +1,1 @@
-"""A matrix of runs: its cells, the outcome of each run, and the rows of its table."""
+"""A matrix of runs: its cells (one way to train each), the outcomes of runs, and the table."""

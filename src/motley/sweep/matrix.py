@@ -49,7 +49,7 @@ REFERENCE = "reference"  # begins the names of the fp32 runs
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to train.
+    """One cell of a matrix: a way to train, with all its options.
 
     Attributes:
         name: name of the cell, and of its folder.
@@ -57,11 +57,11 @@ class Cell:
         precision: value of ``--precision``.
         checkpointing: value of ``--grad-checkpointing``; empty: none.
         batch: the global batch size.
-        hosts: number of hosts, the first ones of hosts.txt.
-        fraction: part of the training set.
+        hosts: number of hosts on which the cell runs. These are the first hosts of hosts.txt.
+        fraction: fraction of the training set that is used.
         script: training script.
         options: options of the script, without those of the other fields.
-        limit_s: time limit of its runs in seconds; None: the matrix's.
+        limit_s: time limit of each run of the cell in seconds; None: the limit of the matrix.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Cell:
 
     @property
     def samples(self) -> tuple[int, float]:
-        """Batch size and data fraction, which determine the samples of each step."""
+        """Batch size and fraction of the training set, which determine the samples of each step."""
         return self.batch, self.fraction
 
 
@@ -96,13 +96,14 @@ class Matrix:
 
     Attributes:
         cells: the cells to compare.
-        references: fp32 runs, one for each batch size and data fraction; run once.
+        references: fp32 cells, one for each batch size and data fraction, with whose loss the other
+            cells are compared. Each runs once.
         hosts: hosts of hosts.txt.
         repeats: number of runs of each cell.
         steps: steps of each run.
         limit_s: time limit of a run in seconds.
         options: options of all cells.
-        varies_seed: True if each repeat has a seed of its own.
+        varies_seed: True if repeat k has the seed k. False: all repeats have the seed 0.
     """
 
     cells: tuple[Cell, ...]
@@ -120,7 +121,10 @@ class Matrix:
 
     @property
     def all_cells(self) -> tuple[Cell, ...]:
-        """The fp32 runs, then the other cells. The number of a task is an index of this tuple."""
+        """The fp32 references, then the other cells.
+
+        The number of a Slurm task is an index of this tuple.
+        """
         return (*self.references, *self.cells)
 
     def as_json(self) -> dict[str, Any]:
@@ -139,7 +143,7 @@ class Matrix:
 
 
 def first_hosts(cell: Cell, hosts: Sequence[Host]) -> tuple[Sequence[Host], int]:
-    """Return the hosts of the cell, and the number of their ranks."""
+    """Return the hosts of a cell, and the number of ranks on all of them together."""
     chosen = hosts[: cell.hosts]
     return chosen, sum(host.slots for host in chosen)
 
@@ -180,9 +184,8 @@ class KnownNames:
     """The registered names that a matrix may use.
 
     Attributes:
-        strategies: script and options that select a strategy, by its name.
-        owned: options of training scripts that only a cell may set, and the words for them in a
-            matrix file.
+        strategies: script and options that select a strategy, by the name of the strategy.
+        owned: options of training scripts that a matrix sets by keys of its own, with these keys.
     """
 
     strategies: Mapping[str, tuple[str, tuple[str, ...]]]
@@ -196,7 +199,8 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes:
         path: path of the file.
         hosts: the hosts.
         known: known strategies and options.
-        changes: ``repeats``, ``steps``, ``limit_s``, ``options`` (added), where not None.
+        changes: values that replace those of the file, unless None: ``repeats``, ``steps``,
+            ``limit_s``. The value of ``options`` is added to the file's options.
 
     Raises:
         MotleyError: the file is no TOML, or has an unknown key or strategy, or a cell that is
@@ -324,11 +328,12 @@ def _swept(path: Path, option: str, given: Any, known: KnownNames) -> list[str]:
     Args:
         path: path of the file.
         option: name of the option.
-        given: a value, a list, or a range with its ends, and ``log`` for equal ratios.
-        known: options that a sweep may not set.
+        given: a value, a list, or a range with ``from``, ``to`` and ``count``. With ``log``, the
+            values of a range have equal ratios.
+        known: registered names, with the options that a sweep may not set.
 
     Raises:
-        MotleyError: the matrix sets the option elsewhere, or the range is none.
+        MotleyError: the matrix sets the option elsewhere, or the range is not valid.
     """
     if (flag := _flag(option)) in known.owned:
         instead = known.owned[flag]
@@ -380,7 +385,7 @@ def _plain(value: object) -> str:
 
 
 def _words(path: Path, options: Any) -> list[str]:
-    """Return options as words; they are given as one text, as in a shell, or as a list."""
+    """Return options as words. They are given as a list, or as one text like in a shell."""
     try:
         return shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
     except (TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
 """The folder of a matrix's results, and the outcome of each of its runs. Pure.
 
-A run is done, or its outcome describes how, where and when it failed.
+The outcome of a run is that it is done, or how, where and when it failed.
 
     matrix.json            the settings; another matrix may not be written here
     cells/<cell>.<k>/      the run folder of repeat k; its output and outcome are beside it
@@ -45,8 +45,8 @@ class Outcome:
         error: description of the failure; empty if the run is done.
         host: host of the failure; None: unknown.
         rank: rank of the failure; None: unknown.
-        epoch: last epoch of the run; None: unknown.
-        step: step of the failure, or last step; None: unknown.
+        epoch: number of the last epoch of the run; None: unknown.
+        step: number of the step that failed, or of the last step; None: unknown.
         phase: key of the :class:`motley.faults.Phase` of the failure; None: unknown.
         seconds: duration of the run.
     """
@@ -204,11 +204,11 @@ class BaselineFolder:
         )  # fmt: skip
 
     def writing_table(self) -> contextlib.AbstractContextManager[None]:
-        """Return a lock for reading all outcomes and writing their table, one process at a time."""
+        """Return a context in which one process at a time reads outcomes and writes the table."""
         return one_at_a_time(self.path / ".table.lock")
 
     def matrix_cells(self) -> list[Cell]:
-        """Return all cells whose results are stored here, references included.
+        """Return all cells of the folder's matrix, references included.
 
         Raises:
             MotleyError: there is no matrix in the folder.
@@ -234,7 +234,7 @@ class BaselineFolder:
         return self.cells / f"{cell.name}.{repeat}.json"
 
     def end(self, cell: Cell, repeat: int, status: int | None, seconds: float) -> Outcome:
-        """Judge a repeat that has ended, and store its outcome, so that it is not run again."""
+        """Judge a repeat that has ended. Store the outcome, so that the repeat is not run again."""
         folder = self.attempt(cell, repeat)
         output = self.output(cell, repeat).read_text(errors="replace")
         outcome = judge(status, output, folder.read_run(), folder.read_steps(), seconds)
@@ -255,7 +255,7 @@ class BaselineFolder:
         return result
 
     def configuration(self) -> str:
-        """Return text on the runs, their hosts and versions, from the records of finished runs."""
+        """Return a text that describes the hosts, versions and settings of all finished runs."""
         content = read_json(self.path / "matrix.json")
         done = [
             about for cell in self.matrix_cells() for run, outcome in self.repeats(cell)

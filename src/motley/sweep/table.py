@@ -27,13 +27,13 @@ class Row:
 
     Attributes:
         name: name of the cell.
-        strategy: as in Cell.
-        precision: as in Cell.
-        checkpointing: as in Cell.
+        strategy: see :class:`~motley.sweep.matrix.Cell`.
+        precision: see Cell.
+        checkpointing: see Cell.
         options: options of the cell, as one text.
         model: title of the task, with the trained model.
-        unit: unit of a rate, such as images.
-        weight: number of these units in a sample.
+        unit: unit in which rates are counted, such as images.
+        weight: number of these units in one sample.
         machines: number of launched machines.
         hosts: names of the hosts that trained.
         batch: global batch size.
@@ -43,30 +43,32 @@ class Row:
         samples_per_s: median of the repeats' median rates.
         mean_samples_per_s: median of the repeats' mean rates by the clock, see :func:`mean_rate`,
             without warm-up steps.
-        spread: difference of the highest and lowest rate, relative to the median; for two repeats
-            or more.
-        limit_samples_per_s: summed rates of the machines in this cell's precision.
-        fraction_of_limit: rate relative to the limit. The limit is the sum of the rates that the
-            machines reach alone, each in its best precision. The best cell with the same machines
-            and batch counts, with a model that is not compiled.
-        efficiency: rate relative to the sum in this cell's own precision.
+        spread: difference of the highest and lowest rate, divided by the median; None for a single
+            repeat.
+        limit_samples_per_s: sum of the rates that the machines would reach alone in this cell's
+            precision.
+        fraction_of_limit: rate divided by the limit. The limit is the largest
+            ``limit_samples_per_s`` of all cells with the same machines and batch, whose models are
+            not compiled.
+        efficiency: rate divided by ``limit_samples_per_s`` of this cell.
         epoch_s: seconds of an epoch's training at this rate.
         memory_mib: largest memory of a rank, by host.
         leak_mib: growth of memory per step; None: no growth.
         joules: energy of the GPUs per sample.
         loss: loss of the last step.
-        score: first score of the last evaluation, as its records name it, median of the repeats.
+        score: main metric of the last evaluation, as the records name it; median of the repeats.
         score_name: name of that score.
-        score_spread: difference of its highest and lowest value, for two repeats or more.
-        loss_difference: relative difference of the loss from the fp32 reference's.
-        data_s: seconds of a step that wait for data, mean over ranks.
-        compute_s: seconds of a step that compute, mean over ranks.
-        wait_s: seconds of a step that wait for the slowest rank, mean over ranks.
-        comm_s: seconds of a step that communicate, mean over ranks.
+        score_spread: difference of the highest and lowest score; None for a single repeat.
+        loss_difference: difference of the loss from that of the fp32 reference, divided by the
+            latter.
+        data_s: seconds of a step in which a rank waits for data, mean over ranks.
+        compute_s: seconds of a step in which a rank computes, mean over ranks.
+        wait_s: seconds of a step in which a rank waits for the slowest rank, mean over ranks.
+        comm_s: seconds of a step in which ranks communicate, mean over ranks.
         opt_s: seconds of a step in the optimizer, mean over ranks.
-        host_s: seconds of a step in the host's own work, mean over ranks.
+        host_s: seconds of a step in the loop's own Python, mean over ranks.
         error: description of the failure; empty without one.
-        when: time of the failure, as in Outcome.
+        when: epoch, step and phase of the failure, in words; see Outcome.
     """
 
     name: str
@@ -137,7 +139,10 @@ class Row:
 
     @property
     def is_compiled(self) -> bool:
-        """True with --compile. The rate may then exceed the limit, which is without --compile."""
+        """True if the model is compiled.
+
+        The rate may exceed the limit, which is without --compile.
+        """
         return "--compile" in self.options.split()
 
 
@@ -211,7 +216,7 @@ def _row(
 
 
 def _get_score(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return the fields of the score of some runs; none if a run has no evaluation."""
+    """Return the score fields of a row for some runs; empty if a run has no evaluation."""
     last = [
         EpochRecord.read_metrics(evaluations[-1])
         for run in runs if (evaluations := run.read_epochs())
@@ -237,7 +242,7 @@ _Reference = tuple[JsonDict, float | None]  # run.json, and the last loss
 
 
 def _difference(about: JsonDict, loss: float | None, reference: _Reference | None) -> float | None:
-    """Return the relative difference of the last loss from the reference's.
+    """Return the relative difference of the last loss from that of the fp32 reference.
 
     The result is None if the two trainings differ in an option that affects the loss, or for local
     SGD, which reports a mean of earlier losses.
@@ -269,7 +274,7 @@ def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
 
 
 def _rate(steps: Steps) -> float | None:
-    """Return the samples/s of all ranks: from the median step, for local steps from the mean."""
+    """Return the samples/s of all ranks, from the median step; for Local SGD, from the mean."""
     lines = lead(steps)
     if not lines:
         return None
@@ -280,7 +285,7 @@ def _rate(steps: Steps) -> float | None:
 
 
 def _part(steps: Steps, part: str) -> float | None:
-    """Return the mean seconds of a part of a step; None if a rank has no value."""
+    """Return the mean seconds of a part of a step over steps and ranks; None if a rank lacks it."""
     values = [line[f"t_{part}"] for lines in steps.values() for line in lines]
     return statistics.fmean(values) if values and None not in values else None
 

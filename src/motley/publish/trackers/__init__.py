@@ -18,10 +18,10 @@ from motley.registry import entries, is_subclass
 
 @dataclass(frozen=True)
 class Published:
-    """A run that is published.
+    """A run that is published to a tracker.
 
     Attributes:
-        folder: folder of its records, absolute.
+        folder: absolute path of the folder of the run's records.
         project: name by which the tracker groups runs.
         started: start of the run, seconds since the epoch. For a resumed run, the start of the
             launch that was published first.
@@ -48,10 +48,10 @@ class Tracker(ABC):
     Attributes:
         name: value of ``--to``.
         says: destination of the records, for ``-h``.
-        settles_s: seconds after which published rows are sure to last even if this process is
-            killed; None: only :meth:`close` ensures that.
-        anew: True if the tracker has nothing of the run yet, so that all records are published.
-        look: the command or address that shows the run.
+        settles_s: seconds after which published rows are safe even if this process is killed; None:
+            rows are safe only after :meth:`close`.
+        anew: True if the tracker has no records of the run yet, so that all records are published.
+        look: the command or address with which a user sees the run.
     """
 
     name: ClassVar[str]
@@ -77,7 +77,10 @@ class Tracker(ABC):
 
     @abstractmethod
     def memory(self) -> JsonDict:
-        """Return the state to continue from after the last rows, as JSON; also after closing."""
+        """Return the state, as JSON, from which a later process continues after the last rows.
+
+        The method also works after :meth:`close`.
+        """
 
     @abstractmethod
     def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:

@@ -24,8 +24,8 @@ _ENDS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 class MLflow(Tracker):
     """A run in MLflow.
 
-    Every number has its own time. MLflow stores a number that is sent twice only once. Events are
-    the run's description.
+    Every number has its own time. If a number is sent twice, MLflow stores it once. Events are
+    written into the run's description.
     """
 
     name = "mlflow"

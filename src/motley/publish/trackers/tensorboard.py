@@ -17,8 +17,8 @@ _PROTO, _HPARAMS = "tensorboard.compat.proto", "tensorboard.plugins.hparams"
 class TensorBoard(Tracker):
     """A run in TensorBoard. Each number has its own time, which TensorBoard's WALL axis shows.
 
-    Numbers that a killed process had written without saving its position are removed from the file,
-    and written again.
+    If a process was killed after it had written numbers but before it saved its position, these
+    numbers are removed from the file and written again.
     """
 
     name, says = "tensorboard", "TensorBoard: a file of events in the run's folder"

@@ -18,7 +18,7 @@ _BAD = ("fault", "lost", "left_out")  # kinds of events that are warnings
 
 
 class Trackio(Tracker):
-    """A run in Trackio. Events are its alerts.
+    """A run in Trackio. Events become alerts of the run.
 
     Devices' samples are published at the step in which they were taken, with ``seconds`` since the
     run started, because Trackio accepts no time for a number.

@@ -22,8 +22,8 @@ _TIMED = ("cpu/*", "gpu/*")
 class WandB(Tracker):
     """A run in Weights & Biases.
 
-    Steps and evaluations are drawn over ``step``, and devices over ``seconds`` since the start of
-    the run.
+    Values of steps and evaluations are drawn over ``step``, and those of devices over ``seconds``
+    since the start of the run.
 
     Offline, each session of publishing is a folder of files. The folder of a killed process may be
     incomplete: it is removed, and its records are published again.
@@ -103,7 +103,7 @@ class WandB(Tracker):
 
 
 def _remove_torn(folder: Path, run: str, whole: list[str]) -> None:
-    """Remove sessions of a run that were not closed."""
+    """Remove the files of a run's sessions that were not closed."""
     for session in folder.glob(f"offline-run-*-{run}"):
         if session.name not in whole and not session.is_symlink():
             shutil.rmtree(session)
