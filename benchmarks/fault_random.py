@@ -161,7 +161,7 @@ class RandomFaults:
             return "mpirun is killed", "the launcher"
         if chance.kind == "disk":
             fill(self._disk)
-            return "the disk is full", "free some disk"  # at a start there is no room
+            return "the disk is full", "free some space"  # at a start there is no room
         if chance.kind in ("kill", "stop"):
             rank = _chosen(sorted(ranks), chance.whom)
             host = place.host_of(ranks[rank])

@@ -73,7 +73,7 @@ def folder_a_link(place: Place, seen: Seen) -> None:
         story = Story(place, seen, 2, "--max-steps", 8, *more)
         code = story.end(60)
         seen.expect(code not in (0, None), f"exit status {code}")
-        says = f"logs/x is a symbolic link, to {place.tidy(str(target))};"
+        says = f"logs/x is a symbolic link to {place.tidy(str(target))};"
         seen.expect(len(seen.said) == 1 and says in seen.line, f"not one line with {says!r}")
     seen.expect(not any(there.iterdir()) and not nowhere.exists(), "it was followed")
     story.judge_left()

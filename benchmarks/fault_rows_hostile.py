@@ -76,7 +76,7 @@ def hostile_environment(place: Place, seen: Seen) -> None:
         for name in (f"a[$(touch${{IFS}}{ran})]=1", f"x;touch {ran};y=1", f"$(touch {ran})"):
             settings.write_text(f"A=1\n{name}\n")
             job = place.start("y", 1, "--max-steps", 8, HOME=str(home))
-            _one_line(place, seen, job, "write NAME=VALUE")
+            _one_line(place, seen, job, "write it as NAME=VALUE")
     seen.left = place.left()
 
 
@@ -86,12 +86,12 @@ def hostile_options(place: Place, seen: Seen) -> None:
     with _nothing_runs(place, seen) as ran:
         code = f"__import__('os').system('touch {ran}')"
         for words, says in (
-            (("--run", "../../x"), "is a name, not a path"),
-            (("--run", f"{place.folder}/x"), "is a name, not a path"),
-            (("--resume", "../../../../etc"), "no checkpoint there"),
-            (("--resume", "/dev/zero"), "no checkpoint there"),
-            (("--resume", place.folder / "empty"), "no checkpoint there"),
-            (("--resume", f"$(touch {ran})"), "no checkpoint there"),
+            (("--run", "../../x"), "is a path, and has to be a name"),
+            (("--run", f"{place.folder}/x"), "is a path, and has to be a name"),
+            (("--resume", "../../../../etc"), "there is no checkpoint"),
+            (("--resume", "/dev/zero"), "there is no checkpoint"),
+            (("--resume", place.folder / "empty"), "there is no checkpoint"),
+            (("--resume", f"$(touch {ran})"), "there is no checkpoint"),
             (("--model", code), "--model"),
             (("--opt", code), "--opt"),
             (("--task", code), "--task"),

@@ -50,10 +50,10 @@ def rank_0_killed_twice(place: Place, seen: Seen) -> None:
     story = Story(place, seen, 3, *LONG, keep=True).reach(12)
     pids = place.ranks()
     os.kill(pids[0], signal.SIGKILL)
-    until(lambda: "on with 2 of 3 ranks" in story.job.output, 30)
+    until(lambda: "2 of 3 ranks continue" in story.job.output, 30)
     time.sleep(1)
     story.harm(lambda: os.kill(pids[1], signal.SIGKILL))
-    story.went_on(90, "rank 0 on", "on with 1 of 2 ranks", steps=120, next_s=5)
+    story.went_on(90, "rank 0 on", "1 of 2 ranks continue", steps=120, next_s=5)
     seen.expect((seen.first_word_s or 0) <= 1.5, "the first word took over 1.5 s")
 
 
@@ -146,7 +146,7 @@ def rank_sys_exit(place: Place, seen: Seen) -> None:
 
 @row("os._exit(0) on a rank", "that rank is named")
 def rank_os_exit(place: Place, seen: Seen) -> None:
-    _fails(place, seen, "gone", 20, "died without a word", kind=FaultKind.KILLED)
+    _fails(place, seen, "gone", 20, "died without a message", kind=FaultKind.KILLED)
 
 
 @row("a segfault on a rank", "that rank, the signal, and where its traceback is")

@@ -65,7 +65,9 @@ def words_of(node: ast.expr) -> str:
         return f"<{name_of(node.value)}>"
     if isinstance(node, ast.BinOp):
         return words_of(node.left) + words_of(node.right)
-    return ""
+    if isinstance(node, ast.Call) and name_of(node.func) == "typed_command":
+        return words_of(node.args[0])
+    return f"<{name_of(node)}>"
 
 
 def name_of(node: ast.expr) -> str:
@@ -88,7 +90,8 @@ def messages(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Call) and node.args:
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             parts = [words_of(each) for each in node.args[ERRORS.get(name, slice(0))]]
-            text = re.sub(r"\s+", " ", "; ".join(filter(None, parts))).strip()
+            kind = f"{parts.pop(0)}: " if name == "HostTrouble" and parts[0] else ""
+            text = re.sub(r"\s+", " ", kind + "; ".join(filter(None, parts))).strip()
             if len(re.sub("<[^>]*>", "", text).strip()) > 8:
                 yield text
 

@@ -45,8 +45,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     command = next((word for word in words if word in COMMANDS), words[0] if words else "")
     if command not in COMMANDS:
         raise MotleyError(
-            f"no command {command!r}{did_you_mean(command, COMMANDS)}; there are "
-            f"{', '.join(COMMANDS)}"
+            f"the command {command!r} does not exist{did_you_mean(command, COMMANDS)}; the "
+            f"commands are {', '.join(COMMANDS)}"
         )
     parser = Parser(prog="lab.sh", allow_abbrev=False)
     parser.add_argument("command")
@@ -64,11 +64,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.add_argument("--profile", type=Path, default=default)
     options = parser.parse_args(words)
     if rest and command != "exec":
-        raise MotleyError(f"{command} takes no command after --; see bash lab/lab.sh -h")
+        raise MotleyError(f"{command} takes no words after --; see bash lab/lab.sh -h")
     # It becomes a part of names: an account, cgroups, a folder.
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,15}", options.name):
         raise MotleyError(
-            f"--name {options.name!r} is no name for a lab; use 1 to 16 small letters and digits"
+            f"--name {options.name!r} is not a valid name; use 1 to 16 lower-case letters and "
+            "digits"
         )
     return options, rest
 
@@ -79,7 +80,7 @@ def cpus_of(text: str) -> float | None:
         return None
     if re.fullmatch(r"\d+(\.\d*)?", text) and float(text) >= 0.01:
         return float(text)
-    raise argparse.ArgumentTypeError(f"{text} is neither a number from 0.01 nor all")
+    raise argparse.ArgumentTypeError(f"{text} is neither a number of 0.01 or more nor all")
 
 
 def check_programs(hosts: tuple[LabHost, ...]) -> None:
@@ -100,8 +101,8 @@ def up(lab: Lab, profile: Path, change: Changes) -> None:
     if lab.is_up:
         if not lab.came_from(profile):
             raise MotleyError(
-                f"lab {lab.name} is up from another profile; take it down first, or give the "
-                "second lab a --name of its own"
+                f"lab {lab.name} is up with another profile; take it down first, or give the "
+                "second lab another --name"
             )
         off = [name for name, state in lab.states().items() if state != "on"]
         print(f"lab {lab.name} is already up" + (f" (not on: {', '.join(off)})" if off else ""))
@@ -140,7 +141,9 @@ def execute(lab: Lab, host: LabHost, command: list[str], as_root: bool) -> None:
     state = lab.states()[host.name]
     if state == "off" or "frozen" in state:
         undo = "boot" if state == "off" else "thaw"
-        raise MotleyError(f"{host.name} is {state}; bash lab/lab.sh {undo} {host.name}")
+        raise MotleyError(
+            f"{host.name} is {state}; change that first with: bash lab/lab.sh {undo} {host.name}"
+        )
     home, user = Path("/root") if as_root else lab.account.home, lab.account
     # What runs in the host ends with its nsenter here.
     words = ["nsenter", "-t", str(lab.inits()[host.name]), "-m", "-u", "-i", "-n", "-p",
@@ -160,7 +163,7 @@ def on_host(lab: Lab, command: str, host: LabHost) -> None:
               "heal": "cut" not in state, "freeze": "frozen" in state,
               "thaw": "frozen" not in state}  # fmt: skip
     if state == "off" and command not in ("boot", "kill"):
-        raise MotleyError(f"{host.name} is off; bash lab/lab.sh boot {host.name}")
+        raise MotleyError(f"{host.name} is off; start it with: bash lab/lab.sh boot {host.name}")
     if wanted[command]:
         print(f"{host.name} is already {state}")
         return
@@ -179,8 +182,8 @@ def main(words: list[str]) -> int:
         dry_run = getattr(options, "dry_run", False)
         if os.geteuid() != 0 and not (dry_run and not (LABS / options.name).exists()):
             raise MotleyError(
-                "the lab needs root, for network namespaces and mounts of its own; "
-                f"sudo bash lab/lab.sh {' '.join(words)}"
+                "the lab needs root for its network namespaces and mounts; run: sudo bash "
+                f"lab/lab.sh {' '.join(words)}"
             )
         os.umask(0o022)
         change = Changes(dry_run)

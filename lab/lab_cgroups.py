@@ -34,8 +34,8 @@ class Cgroups:
     def _of(self, controller: str, host: str) -> Path:
         if controller not in self._parents:
             raise MotleyError(
-                f"this machine has no {controller} cgroup under {self._root}, which {host} needs; "
-                f"mount it, or leave the limit out of the profile"
+                f"{host} needs the cgroup controller {controller}, which this machine does not "
+                f"have under {self._root}; mount it, or remove the limit from the profile"
             )
         return self._parents[controller] / f"{self._prefix}{host}"
 
@@ -52,8 +52,8 @@ class Cgroups:
                 self._change.put(self._root / "cgroup.subtree_control", "+cpu +memory")
         except (OSError, MotleyError) as error:
             raise MotleyError(
-                f"no cgroup can be made here ({error}); in a container, run it privileged with "
-                f"{self._root} writable, or leave cpus and memory_mib out of the profile"
+                f"a cgroup cannot be created here ({error}); in a container, run it privileged "
+                f"with {self._root} writable, or remove cpus and memory_mib from the profile"
             ) from None
         if cpus is not None:
             self.set_cpus(host, cpus)

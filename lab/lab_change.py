@@ -100,7 +100,7 @@ class Changes:
                 path.rmdir()
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise MotleyError(f"cgroup {path} stays: {error}") from None
+                    raise MotleyError(f"the cgroup {path} cannot be removed: {error}") from None
                 time.sleep(0.02)
 
     def kill(self, pids: Sequence[int]) -> None:
@@ -117,7 +117,10 @@ class Changes:
         deadline = time.monotonic() + limit
         while not self.dry_run and (remaining := [pid for pid in pids if _lives(pid)]):
             if time.monotonic() > deadline:
-                raise MotleyError(f"processes {remaining} do not end; see ps -fp {remaining[0]}")
+                raise MotleyError(
+                    f"processes {remaining} do not end; see what they are with: ps -fp "
+                    f"{remaining[0]}"
+                )
             time.sleep(0.01)
 
     @contextmanager
@@ -139,8 +142,8 @@ class Changes:
                 except OSError:
                     if time.monotonic() > deadline:
                         raise MotleyError(
-                            f"another lab.sh works on lab {lab} since {limit:.0f} s; "
-                            "wait for it, or end it, and type this again"
+                            f"another lab.sh has worked on lab {lab} for {limit:.0f} s; wait "
+                            "until it ends, or end it, and run this command again"
                         ) from None
                     time.sleep(0.05)
             self._lock = (holder.fileno(),)

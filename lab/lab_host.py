@@ -231,8 +231,9 @@ def kept_paths() -> list[Path]:
     for path in saved:
         if str(path) in (*_OWN, "/"):
             raise MotleyError(
-                f"the repository, the environment or its Python lies directly in {path}, and each "
-                f"host of the lab has a {path} of its own; move it into a folder below {path}"
+                f"the repository, the environment or its Python lies directly in {path}, where "
+                "each host of the lab has a folder of its own; move it into a folder below "
+                f"{path}"
             )
     return saved
 

@@ -55,8 +55,8 @@ class Lab:
                 self.account, self.venv = Account(**settings["account"]), settings["venv"]
             except (MotleyError, OSError, ValueError, KeyError, TypeError) as error:
                 raise MotleyError(
-                    f"the files of lab {self.name} are of another version, or damaged ({error!r}); "
-                    f"bash lab/lab.sh down --name {self.name}"
+                    f"the files of lab {self.name} are damaged, or of another version "
+                    f"({error!r}); remove the lab with: bash lab/lab.sh down --name {self.name}"
                 ) from None
         return self
 
@@ -82,13 +82,15 @@ class Lab:
     def host(self, name: str) -> LabHost:
         """Return a host by its name; MotleyError if the lab is not up or has none."""
         if not self.is_up:
-            raise MotleyError(f"lab {self.name} is not up; bash lab/lab.sh up --name {self.name}")
+            raise MotleyError(
+                f"lab {self.name} is not up; start it with: bash lab/lab.sh up --name {self.name}"
+            )
         for host in self.hosts:
             if host.name == name:
                 return host
         names = [host.name for host in self.hosts]
         raise MotleyError(
-            f"lab {self.name} has no host {name!r}{did_you_mean(name, names)}; it has "
+            f"lab {self.name} has no host {name!r}{did_you_mean(name, names)}; its hosts are "
             f"{', '.join(names)}"
         )
 
@@ -194,8 +196,8 @@ class Lab:
             time.sleep(_LOOK_S)
         if not pids and not self._change.dry_run:
             raise MotleyError(
-                f"the switch of lab {self.name} is gone; take the lab down and up again: "
-                f"bash lab/lab.sh down --name {self.name}"
+                f"the switch of lab {self.name} does not run any more; take the lab down, and up "
+                f"again: bash lab/lab.sh down --name {self.name}"
             )
         return Switch(self._change, pids[0] if pids else "PID-of-the-switch")
 
@@ -204,7 +206,9 @@ class Lab:
             "unshare", "--net", "bash", "-c", "echo ready; exec sleep infinity >/dev/null",
         ], join=False)  # fmt: skip
         if started and started.stdout and not started.stdout.readline():
-            raise MotleyError(f"no switch: {(self.folder / 'switch.log').read_text().strip()}")
+            raise MotleyError(
+                f"the switch does not start: {(self.folder / 'switch.log').read_text().strip()}"
+            )
         self._switch().power_on()
 
     def _start(

@@ -79,7 +79,9 @@ def read_profile(path: Path) -> tuple[LabHost, ...]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = sorted(file.name for file in Path(__file__).parent.glob("*.toml"))
-        raise MotleyError(f"no profile {path}{did_you_mean(path.name, known)}") from None
+        raise MotleyError(
+            f"the profile {path} does not exist{did_you_mean(path.name, known)}"
+        ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise MotleyError(f"profile {path} cannot be read: {error}") from None
     try:
@@ -97,7 +99,7 @@ def check_free(hosts: Iterable[LabHost]) -> None:
     for host in hosts:
         if host.ip in taken:
             raise MotleyError(
-                f"{host.name} is to have {host.ip}, which is in use on this machine "
+                f"{host.name} would have the address {host.ip}, which this machine uses already "
                 f"({taken[host.ip]}); give the hosts another subnet in the profile"
             )
 
@@ -107,7 +109,9 @@ def _hosts(content: Mapping[str, Any]) -> tuple[LabHost, ...]:
     defaults = content.get("defaults", {})
     tables = content.get("host", [])
     if not isinstance(defaults, dict) or not isinstance(tables, list) or not tables:
-        raise MotleyError("it names no host; add a table [[host]] with a name and an address")
+        raise MotleyError(
+            "the profile has no host; add a table [[host]] with a name and an address"
+        )
     _check_keys(defaults, _KEYS, " in [defaults]")
     hosts = tuple(_host({**defaults, **table}, number) for number, table in enumerate(tables, 1))
     _check_clashes(hosts)
@@ -123,7 +127,9 @@ def _host(table: dict[str, Any], number: int) -> LabHost:
     check_name(table["name"])
     for key, choices in _CHOICES.items():
         if table.get(key, choices[0]) not in choices:
-            raise MotleyError(f"{where}: {key} is {table[key]!r}; choose {', '.join(choices)}")
+            raise MotleyError(
+                f"{where}: {key} is {table[key]!r}; choose one of {', '.join(choices)}"
+            )
     for key in _POSITIVE:
         value = table.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0.01 <= value < 1e7:
@@ -138,7 +144,9 @@ def _decoy(words: Any, where: str, number: int) -> Decoy:
     """``"docker0 172.17.0.1/16"``; ``{n}`` is the host's number, from 1."""
     parts = words.replace("{n}", str(number)).split() if isinstance(words, str) else []
     if len(parts) != 2:
-        raise MotleyError(f'{where}: a decoy is "interface address/prefix", found {words!r}')
+        raise MotleyError(
+            f'{where}: a decoy is written as "interface address/prefix", and this is {words!r}'
+        )
     _check_interface(parts[0], where)
     return Decoy(parts[0], _address(parts[1], where))
 
@@ -150,20 +158,20 @@ def _address(text: str, where: str) -> str:
         return str(ipaddress.IPv4Interface(text))
     except ValueError as error:
         raise MotleyError(
-            f"{where}: address {text!r} ({error}); write it like 10.97.92.168/24"
+            f"{where}: {text!r} is not an address ({error}); write it like 10.97.92.168/24"
         ) from None
 
 
 def _check_interface(name: Any, where: str) -> None:
     if not isinstance(name, str) or not _INTERFACE.fullmatch(name) or name == "lo":
         raise MotleyError(
-            f"{where}: {name!r} is no name for an interface; use 1 to 15 letters and digits"
+            f"{where}: {name!r} is not a valid name of an interface; use 1 to 15 letters and digits"
         )
 
 
 def _check_keys(table: Any, known: Sequence[str], where: str) -> None:
     if not isinstance(table, dict):
-        raise MotleyError(f"found {table!r}{where}; a table of keys goes there")
+        raise MotleyError(f"{table!r}{where} has to be a table of keys")
     for key in table:
         if key not in known:
             raise MotleyError(f"unknown key {key!r}{where}{did_you_mean(key, known)}")
@@ -175,17 +183,23 @@ def _check_clashes(hosts: Sequence[LabHost]) -> None:
     subnet = ipaddress.IPv4Interface(hosts[0].address).network
     for host in hosts:
         if host.name in names:
-            raise MotleyError(f"two hosts are called {host.name}")
+            raise MotleyError(f"two hosts have the name {host.name}; rename one of them")
         names.add(host.name)
         if host.ip in owners:
-            raise MotleyError(f"{owners[host.ip]} and {host.name} both have {host.ip}")
+            raise MotleyError(f"{owners[host.ip]} and {host.name} both have the address {host.ip}")
         owners[host.ip] = host.name
         if ipaddress.IPv4Interface(host.address).network != subnet:
-            raise MotleyError(f"{host.name} ({host.address}) is not on {hosts[0].name}'s {subnet}")
+            raise MotleyError(
+                f"{host.name} ({host.address}) is not in {subnet}, the subnet of {hosts[0].name}"
+            )
         if any(decoy.interface == host.interface for decoy in host.decoys):
-            raise MotleyError(f'{host.name}: a decoy on its real interface is written "link ..."')
+            raise MotleyError(
+                f'{host.name}: write a decoy on the host\'s real interface as "link ..."'
+            )
     for host in hosts:
         for decoy in host.decoys:
             owner = owners.get(decoy.address.partition("/")[0])
             if owner is not None:
-                raise MotleyError(f"{host.name}'s decoy {decoy.address} is {owner}'s address")
+                raise MotleyError(
+                    f"the decoy {decoy.address} of {host.name} is the address of {owner}"
+                )

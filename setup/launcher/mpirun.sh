@@ -34,7 +34,7 @@ while [ "$left" -gt 0 ]; do
   $entry || case $flag in
     --hostfile | -hostfile | --machinefile | -machinefile)
       if [ -f "$word" ] && grep -q -e "^$mark" -e "$end\$" -- "$word"; then
-        echo "motley: $word has a byte-order mark or Windows line ends, which are left out" >&2
+        echo "motley: $word has a byte-order mark or Windows line ends, which Motley ignores" >&2
         # The file is gone as soon as it is open: nothing has to remove it in the end.
         plain=$(mktemp) || exit
         sed "1s/^$mark//; s/$end\$//" <"$word" >"$plain"

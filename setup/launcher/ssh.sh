@@ -52,8 +52,8 @@ run_session() { # HOST COMMAND...: ssh, and what its status means
   while wait "$session" || code=$?; kill -0 "$session" 2>/dev/null; do code=0; done
   echo ended >&8
   if $is_late; then
-    say_last "$host" "its login shell has not come to mpirun's daemon within $shell_s s" \
-      "look for what waits there, such as read or a mount that is gone, in ~/.bashrc (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the files that it reads; or give it longer: export MOTLEY_LOGIN_TIMEOUT=300" &
+    say_last "$host" "its login shell did not reach mpirun's daemon within $shell_s s" \
+      "find what waits, such as a read or a lost mount, in ~/.bashrc (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the files that it reads; or allow it more seconds: export MOTLEY_LOGIN_TIMEOUT=300" &
     exit 1
   fi
   case $code in
@@ -61,12 +61,12 @@ run_session() { # HOST COMMAND...: ssh, and what its status means
     78 | 255) exit "$code" ;;
     126 | 127)
       say_last "$host" "it cannot start $bin/motley_prted (status $code)" \
-        "make the environment there with: bash setup/install_cn.sh" &
+        "make its environment with: bash setup/install_cn.sh" &
       exit "$code" ;;
   esac
   ((code < 128)) || exit "$code" # by a signal, such as mpirun sends
   say_last "$host" "its login shell ended with status $code before mpirun's daemon began" \
-    "look for 'exit' in ~/.bashrc there (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the files that it reads: ssh -- $host echo hello prints nothing until then" &
+    "look for 'exit' in ~/.bashrc there (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the files that it reads. This command prints hello once that is corrected: ssh -- $host echo hello" &
   exit 1
 }
 
@@ -82,10 +82,10 @@ for word; do
   words+=("$word")
 done
 
-why='ssh did not reach it, for what is said above'
+why='ssh did not reach it, for the reason above'
 case ${to[*]: -1} in
   -*) # to ssh an option, which may write a file, or run a command
-    ssh=(false) why="a name that begins with '-' is no host's" ;;
+    ssh=(false) why="a host's name cannot begin with '-'" ;;
 esac
 
 say_failure() {
@@ -94,7 +94,7 @@ say_failure() {
   wait_for $$ 600 || exit
   # Unless it took its time, it may be mpirun that has ended it, for another host.
   ((SECONDS - began < 9)) && "${ssh[@]}" -n "${to[@]}" true 2>/dev/null && exit
-  say_last "${to[-1]}" "$why" "see all hosts with bash setup/test_cn_connection.sh, or leave it out of hosts.txt"
+  say_last "${to[-1]}" "$why" "see all hosts with bash setup/test_cn_connection.sh, or remove it from hosts.txt"
 }
 
 watch=$(say_failure & echo $!)

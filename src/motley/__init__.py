@@ -1,4 +1,4 @@
-"""Motley: train one model on unequal machines, exactly, as fast as their sum.
+"""Motley trains one model on unequal machines, with the result of one machine.
 
 The names below are the public API. Each is imported when it is first used: ``import motley`` loads
 neither torch nor MPI.

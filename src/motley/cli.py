@@ -1,4 +1,4 @@
-"""The command ``motley``, which replaces the scripts of a clone if pip has installed the package.
+"""The command ``motley``. After an installation with pip, it replaces the scripts of a clone.
 
     mpirun -np 2 motley train --task mine.py --epochs 2
     mpirun -np 2 motley train --task mine.py --stage 3
@@ -6,8 +6,8 @@
     motley report logs
     motley watch --once
 
-If all ranks run a command, motley.launch.environment replaces each process by
-``python -m motley.launch``, as entry_cn.sh does. The other commands run in this process.
+For a command that all ranks run, motley.launch.environment replaces each process by
+``python -m motley.launch``, as entry_cn.sh does. Other commands run in this process.
 """
 
 import importlib
@@ -26,13 +26,13 @@ class Command:
     """A command of ``motley``.
 
     Attributes:
-        module: module whose ``main()`` reads ``sys.argv`` and returns an exit code, or None; empty
-            for RUN.
+        module: name of the module whose ``main()`` reads ``sys.argv`` and returns an exit code or
+            None; empty for ``motley run``.
         says: one line for ``-h``.
-        doors: scripts of a clone that do the same.
-        is_launched: True if each rank runs it.
-        visits_hosts: True if its ``main(words)`` is for motley.provision.setup_command.
-        otherwise: the alternative without a clone, for a command that needs a clone.
+        doors: paths of scripts in a clone that do the same.
+        is_launched: True if each rank runs the command.
+        visits_hosts: True if motley.provision.setup_command runs the module's ``main(words)``.
+        otherwise: for a command that needs a clone, the command to use without a clone.
     """
 
     module: str
@@ -106,10 +106,10 @@ GROUPS = {
         "plot-timeline": _picture("plot_timeline", "draw the steps of all ranks"),
         "plot-baselines": _picture("plot_baselines", "draw a matrix of baselines"),
     },
-    "Share the machines of hosts.txt": {
-        "keep": _on_hosts("keep_training", "start a training again when a machine is lost"),
-        "leave": _on_hosts("leave_cn", "have a host leave training after its step"),
-        "join": _on_hosts("join_cn", "call a host back"),
+    "Share the hosts of hosts.txt": {
+        "keep": _on_hosts("keep_training", "start a training again after a host is lost"),
+        "leave": _on_hosts("leave_cn", "let a host leave training after its step"),
+        "join": _on_hosts("join_cn", "let a host take part again"),
         "clean": _on_hosts("clean_cn", "end your own leftover training processes"),
         "slurm": _on_hosts("slurm_job", "write a batch script of Slurm's, and submit it"),
     },
@@ -174,7 +174,7 @@ def run(name: str, words: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """Return the text of ``motley -h``, which fits a screen of 40 lines."""
+    """Return the text of ``motley -h``, which fits on a screen of 40 lines."""
     width = max(map(len, COMMANDS))
     lines = list[str]()
     for title, group in GROUPS.items():
@@ -203,7 +203,7 @@ def explain(name: str) -> str:
 
 
 def find_script(words: Sequence[str]) -> list[str]:
-    """Return the words behind ``motley run``; end this process if they name no script."""
+    """Return the words after ``motley run``; exit if they name no script."""
     name = words[0] if words else ""
     if name in ("-h", "--help"):
         print(f"usage: motley {RUN} SCRIPT.py [ARGS...]\n\n{COMMANDS[RUN].says}\n\n{_RUN_EXAMPLE}")
@@ -211,10 +211,10 @@ def find_script(words: Sequence[str]) -> list[str]:
     if not name or name.startswith("-"):
         stop = importlib.import_module("motley.launch.process").stop_usage
         stop(f"the script is missing{name and f' before {name}'}; name it, as in: {_RUN_EXAMPLE}")
-    if not Path(name).is_file():  # on this host; each host checks its own disk
+    if not Path(name).is_file():  # each host checks its own disk
         print(
-            f"motley: there is no script {name} on {os.uname().nodename}; name one that all hosts "
-            f"have, as in: {_RUN_EXAMPLE}",
+            f"motley: the script {name} does not exist on {os.uname().nodename}; name one that "
+            f"all hosts have, as in: {_RUN_EXAMPLE}",
             file=sys.stderr,
         )  # fmt: skip
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Completion of the command ``motley`` in a shell: ``motley completion bash``, by shtab.
+"""Shell completion for the command ``motley``, made by shtab: ``motley completion bash``.
 
 motley completion bash >~/.local/share/bash-completion/completions/motley
 motley completion zsh >~/.zfunc/_motley
@@ -41,7 +41,7 @@ def main() -> int:
                 f"{result}; choose {', '.join(SHELLS)}, as in: motley completion bash"
             )
         shtab = import_extra("shtab", "motley completion", where="")
-        cli = importlib.import_module("motley.cli")  # by name, since motley.cli imports this module
+        cli = importlib.import_module("motley.cli")  # not an import: motley.cli imports this module
         print(shtab.complete(make_parser(cli.COMMANDS, shtab), shell))
     except MotleyError as error:
         print(f"motley: {error}", file=sys.stderr)
@@ -78,7 +78,7 @@ def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
 
     Args:
         module: the command's module.
-        *given: arguments of its ``main``.
+        *given: arguments of the module's ``main``.
     """
     main = importlib.import_module(module).main
     with _caught():
@@ -92,7 +92,7 @@ def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
 
 @contextmanager
 def _caught() -> Iterator[None]:
-    """Have parsers raise _FoundError in place of parsing, while the context is open."""
+    """Make parsers with ``-h`` raise _FoundError instead of parsing, within the context."""
     usual, words = argparse.ArgumentParser.parse_known_args, sys.argv
 
     def stop(self: argparse.ArgumentParser, *given: Any, **named: Any) -> Any:

@@ -6,35 +6,35 @@ from motley.text import typed_command
 class MotleyError(Exception):
     """An error that the user can correct.
 
-    The message has the cause, the finding and the fix, in this order. Scripts
-    print it as one line without a traceback. Every other exception keeps its traceback.
+    The message has the cause, the finding and the fix, in this order. Scripts print the message as
+    one line without a traceback. Other exceptions are printed with a traceback.
     """
 
     def __init__(self, message: object = "") -> None:
-        """Store the message, with its commands as a user types them here."""
+        """Store the message. Its commands get the form that works in this installation."""
         super().__init__(typed_command(str(message)))
 
 
 class NoMemoryError(MotleyError):
-    """Not even the smallest piece of work fits in memory."""
+    """An error because not even the smallest piece of work fits into memory."""
 
 
 class NotFiniteError(MotleyError):
-    """A loss or a gradient is infinite or NaN, and training cannot continue."""
+    """An error because a loss or a gradient is infinite or NaN, so that training must end."""
 
 
 class DeviceError(MotleyError):
-    """A device has computed a result that it does not compute in a second attempt."""
+    """An error because a device computed a different result in a second attempt."""
 
 
 class HostTrouble(MotleyError):  # noqa: N818 - a finding, as often as a fault
-    """A fault of one host, because of which it cannot take part.
+    """A fault that prevents one host from taking part.
 
     Attributes:
-        kind: name of the fault in one to three words, for a table: ``no answer``,
+        kind: name of the fault in one to three words, for a table, such as ``no answer`` or
             ``host key changed``.
-        found: a sentence on the finding.
-        fix: a sentence on the fix.
+        found: sentence that describes what was found.
+        fix: sentence that explains the fix.
     """
 
     def __init__(self, kind: str, found: str, fix: str) -> None:

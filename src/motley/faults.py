@@ -38,15 +38,15 @@ class FaultKind(StrEnum):
     HANG = "hang"
     KILLED = "killed"
     LAUNCHER_LOST = "launcher lost"
-    STOPPED = "stopped"  # by its user, or by Slurm
+    STOPPED = "stopped"  # stopped by the user or by Slurm
     LEFT = "left"  # a host leaves, as requested
-    PAUSED = "paused"  # to continue with other hosts
+    PAUSED = "paused"  # ended, to continue with other hosts
     REFUSED = "refused"  # an error that the user can correct
     ERROR = "error"
 
     @property
     def code(self) -> int:
-        """Exit status of a job that this fault ends. See also :attr:`Fault.code` for signals."""
+        """Exit status of a job that this kind of fault ends; see also :attr:`Fault.code`."""
         codes = {
             FaultKind.REFUSED: 2, FaultKind.NOT_FINITE: 2, FaultKind.OUT_OF_MEMORY: 3,
             FaultKind.PAUSED: 75,  # EX_TEMPFAIL of sysexits.h: try again
@@ -110,13 +110,13 @@ class Fault:
     Attributes:
         rank: number of the rank in the launch.
         host: host of the rank.
-        step: step of the rank, from 0; None before the first.
+        step: number of the rank's step, from 0; None before the first step.
         error: cause and finding, in one line.
         advice: the fix, in one line; may be empty.
         details: the traceback; empty for an error whose message is written for users.
-        echo: True if the fault may be the consequence of another rank's failure.
+        echo: True if the fault may be a consequence of another rank's failure.
         kind: kind of the fault, for programs.
-        signal: number of the signal that ended the rank; 0: none.
+        signal: number of the signal that ended the rank; 0: no signal ended it.
         phase: key of the :class:`Phase` that the rank last reported.
     """
 
@@ -133,7 +133,7 @@ class Fault:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Fault":
-        """Return the fault in a message, which dataclasses.asdict() has made."""
+        """Return the fault from a message that dataclasses.asdict() has made."""
         fault = cls(**message)
         return replace(fault, kind=FaultKind(fault.kind))
 
@@ -143,7 +143,7 @@ class Fault:
         return 128 + self.signal if self.signal else self.kind.code
 
     def last_words(self) -> str:
-        """Return the traceback, if there is one, and below it the line for the user."""
+        """Return the traceback, if there is one, followed by the line for the user."""
         return "\n".join(filter(None, (self.details.rstrip("\n"), f"motley: {self.line()}")))
 
     def line(self) -> str:
@@ -182,7 +182,7 @@ def _is_echo(error: BaseException | None) -> bool:
 
 
 def says_no_memory(text: str) -> bool:
-    """Return True if an error's text is that of a failed allocation."""
+    """Return True if the text of an error reports a failed memory allocation."""
     return kind_of_text(text) is FaultKind.OUT_OF_MEMORY
 
 
@@ -191,9 +191,12 @@ def _advice(text: str) -> str:
     if says_no_memory(text):
         return "lower --micro-batch (the result stays the same)"
     if "dataloader worker" in lower:
-        return "see to the host's memory and /dev/shm, or take fewer with --workers (0: none)"
+        return (
+            "check the host's memory and /dev/shm, or start fewer loader processes with "
+            "--workers (0: none)"
+        )
     if "too many open files" in lower:
         return "raise the limit with ulimit -n"
     if "no space left" in lower:
-        return "free some disk, or choose another one with --logs DIR"
+        return "free some space, or choose another folder with --logs DIR"
     return ""

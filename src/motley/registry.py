@@ -24,8 +24,8 @@ def entries(
     Args:
         package: full name of the package.
         name: name of the tuple.
-        is_entry: returns True for an item that the registry can use.
-        form: the form of an item, for the error.
+        is_entry: function that returns True for an item that the registry can use.
+        form: description of a valid item, for the error.
         example: name of a short module of the package, for the error.
 
     Raises:
@@ -38,20 +38,20 @@ def entries(
         listed = getattr(_import_entry(f"{package}.{module.name}", path), name, None)
         if not (isinstance(listed, tuple) and all(map(is_entry, listed))):
             raise MotleyError(
-                f"{path}: {name} has to be a tuple of {form}; a whole example: "
-                f"{folder / example}.py"
+                f"{path}: {name} has to be a tuple of {form}; {folder / example}.py is a complete "
+                "example"
             )
         result += listed
     return result
 
 
 def is_subclass(item: object, kind: type) -> bool:
-    """Return True if an item is a class of this kind."""
+    """Return True if an item is a class that is derived from ``kind``."""
     return isinstance(item, type) and issubclass(item, kind)
 
 
 def _import_entry(module: str, path: Path) -> ModuleType:
-    """Import a module of a registry. An error of its own lines becomes one line for the user."""
+    """Import a module of a registry. Convert an error in its code to a MotleyError."""
     try:
         return importlib.import_module(module)
     except Exception as error:
@@ -74,8 +74,8 @@ def import_extra(name: str, option: str, packages: str = "", where: str = _ON_AL
     Args:
         name: name of the module.
         option: option that needs the module, for the error.
-        packages: packages to install with pip; empty: the module's name.
-        where: words on the place of the installation.
+        packages: packages to install with pip; empty: a package of the module's name.
+        where: part of the error message that says on which hosts to install.
 
     Raises:
         MotleyError: the module is not installed here, or cannot be imported.
@@ -85,7 +85,9 @@ def import_extra(name: str, option: str, packages: str = "", where: str = _ON_AL
     except ModuleNotFoundError as error:
         if _root(str(error.name)) in {_root(name), *packages.split()}:
             raise MotleyError(_missing(packages or name, option, where)) from None
-        raise MotleyError(f"{option}: {name} imports {error.name}, which is missing") from None
+        raise MotleyError(
+            f"{option}: {name} imports {error.name}, which is not installed"
+        ) from None
     except ImportError as error:
         raise MotleyError(f"{option}: {name} cannot be imported: {error}") from None
 
@@ -95,20 +97,20 @@ ASKED_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES
 
 
 def import_offline(name: str, option: str) -> ModuleType:
-    """Import a package that would contact a model hub, and prevent that; see :func:`import_extra`.
+    """Import a package in offline mode, so that it contacts no hub; see :func:`import_extra`.
 
-    A file that is not in the user's folder is therefore an error, and is not downloaded.
+    The package then raises an error for a missing file, instead of downloading it.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return import_extra(name, option)
 
 
 def check_extras(names: Sequence[str], option: str) -> None:
-    """Raise MotleyError that names all packages that are not installed, before work starts.
+    """Raise MotleyError if packages are not installed. The message names all of them.
 
     Args:
         names: names of the packages.
-        option: option that needs them, for the error.
+        option: option that needs the packages, for the error.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -133,6 +135,6 @@ def _root(module: str) -> str:
 
 def _missing(packages: str, option: str, where: str = _ON_ALL) -> str:
     return (
-        f"{option} needs what is not installed here; install it{where}, as in: "
+        f"{option} needs a package that is not installed; install it{where}, as in: "
         f".venv/bin/pip install {packages}"
     )

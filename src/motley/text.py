@@ -12,7 +12,7 @@ from pathlib import Path
 from motley import ROOT, __version__
 
 RUN = "run"  # the command of motley that runs a user's script
-PINNED = f"motley-train=={__version__}"  # as pip takes it
+PINNED = f"motley-train=={__version__}"  # name and version for pip
 # For a GPU that is older than PyPI's build of torch, where no script of a clone chooses one.
 INSTALL_TORCH = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126"
 # A rank's command in a clone, or a script there. A path without a folder may be a user's own.
@@ -27,9 +27,9 @@ _MOST_S = 366 * 86400
 
 
 def escape_unprintable() -> None:
-    r"""Print letters that the output's encoding lacks as ``\xe9`` from now on.
+    r"""Print characters that the output's encoding lacks in the form ``\xe9`` from now on.
 
-    With ``PYTHONIOENCODING=ascii``, a path with such a letter would end the process otherwise.
+    With ``PYTHONIOENCODING=ascii``, printing a path with such a character would raise an error.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -43,23 +43,22 @@ def own_command() -> str:
 
 
 def typed_command(text: str) -> str:
-    """Return a text with its commands in the form that a user types here.
+    """Return a text in which commands have the form that works in this installation.
 
     Args:
         text: a text with commands of a clone: ``python plots/plot_gpu.py``, ``bash
             setup/clean_cn.sh``, ``./entry_cn.sh torch_dist/plan_vit.py``.
 
     Returns:
-        The unchanged text in a clone. If the command ``motley`` runs this process, or there is no
-        clone, the text with ``motley plot-gpu``, ``motley clean`` and ``motley plan`` in these
-        places.
+        In a clone, the unchanged text. If the command ``motley`` runs this process, or there is no
+        clone, the three commands become ``motley plot-gpu``, ``motley clean`` and ``motley plan``.
     """
     return text if ROOT and not own_command() else _CLONE_COMMAND.sub(_replace_door, text)
 
 
 def _replace_door(match: re.Match[str]) -> str:
     doors, door = _read_doors(), match["door"]
-    if door is None:  # of entry_cn.sh
+    if door is None:  # a command of entry_cn.sh
         script = match["script"]
         return doors["torch_dist/train_vit.py"] if not script else doors.get(
             script, script if script == "motley" else f"motley {RUN} {script}"
@@ -73,7 +72,7 @@ def _replace_door(match: re.Match[str]) -> str:
 
 @cache
 def _read_doors() -> dict[str, str]:
-    """Return the command that replaces each script of a clone, by the script's path and name."""
+    """Return the command that replaces each script of a clone, by the script's path and by name."""
     result = dict[str, str]()
     for name, command in importlib.import_module("motley.cli").COMMANDS.items():  # imports this
         typed = command.otherwise if command.otherwise and not ROOT else f"motley {name}"
@@ -106,7 +105,7 @@ def name_some(names: Sequence[str], most: int = 4) -> str:
 
 
 def parse_seconds(text: str) -> int | None:
-    """Return the seconds of a time, as 2h, 30m or 1h30m; None if it is not from 1s to 366d."""
+    """Return the seconds of a time such as 2h, 30m or 1h30m; None if it is not 1s to 366d."""
     if not re.fullmatch(r"(?:[0-9]{1,6}[dhms])+", text):
         return None
     parts = re.findall(r"([0-9]+)([dhms])", text)
@@ -115,12 +114,15 @@ def parse_seconds(text: str) -> int | None:
 
 
 def format_step(step: int | None) -> str:
-    """Return a step counted from 1, while records count from 0; None: before the first."""
+    """Return the name of a step for users, such as ``step 1`` for step 0 of the records.
+
+    None: ``before the first step``.
+    """
     return "before the first step" if step is None else f"step {step + 1}"
 
 
 def format_rate(rate: float) -> str:
-    """Return a rate with few digits, as 1,036; 9.6; 0.034. A slow rate is not shown as 0."""
+    """Return a rate with few digits, such as 1,036 or 9.6 or 0.034, and never 0 for a slow rate."""
     return f"{rate:,.0f}" if rate >= 9.95 or not rate else f"{rate:.2g}"
 
 

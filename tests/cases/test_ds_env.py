@@ -72,8 +72,8 @@ def test_each_door_of_a_rank_reads_them_in_the_order_of_deepspeed(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, r"DS_ENV_FILE is .*/env, and there is no such file on"),
-        ("AA=1\nNCCL DEBUG=INFO\n", "has the line 'NCCL DEBUG=INFO'; write NAME=VALUE"),
+        (None, r"DS_ENV_FILE names .*/env, which does not exist on"),
+        ("AA=1\nNCCL DEBUG=INFO\n", "has the line 'NCCL DEBUG=INFO'; write it as NAME=VALUE"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_and_status_2(

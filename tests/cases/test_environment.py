@@ -110,7 +110,7 @@ def test_a_user_without_a_name_and_a_home_is_told_so(
     for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME", "MOTLEY_SECRET"):
         monkeypatch.delenv(name, raising=False)
     assert user_name() == str(os.getuid())
-    no_home = r"no home folder is known.*HOME is not set.*export HOME="
+    no_home = r"your home folder on .* is unknown: HOME is not set.*export HOME="
     for asked in (home_folder, lambda: read_login("other"), own_key, lambda: secret({})):
         with pytest.raises(MotleyError, match=no_home):
             asked()
@@ -160,7 +160,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.mark.parametrize(
     ("options", "files", "said"),
-    [("size=64k", 16, "is full (0 KiB are free)"), ("nr_inodes=2", 0, "inodes are used up")],
+    [("size=64k", 16, "is full (0 KiB are free)"), ("nr_inodes=2", 0, "has inodes for only")],
 )
 def test_full_temporary_folder_is_named_before_mpi_begins(
     disk: Callable[[str], Path], tmp_path: Path, options: str, files: int, said: str

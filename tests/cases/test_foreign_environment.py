@@ -46,7 +46,7 @@ def test_a_foreign_numpy_comes_after_the_environments_own(tmp_path: Path) -> Non
     script.write_text("import numpy, only_there; print(numpy.__file__)")
     done = entry(script, **variables_of("pythonpath", tmp_path))
     assert done.returncode == 0 and str(venv()) in done.stdout, done.stderr
-    assert f"has {tmp_path}/ros/numpy.py, which the environment has too" in done.stderr
+    assert f"has {tmp_path}/ros/numpy.py, which are also in the environment" in done.stderr
     assert "only_there" not in done.stderr
 
 
@@ -72,7 +72,7 @@ def test_another_launchers_ranks_are_refused(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         training_parser("test").parse_args(["--local_rank=0"])
     assert "--local_rank comes from another launcher" in capsys.readouterr().err
-    with pytest.raises(MotleyError, match="WORLD_SIZE=2, and this process sees no other rank"):
+    with pytest.raises(MotleyError, match="WORLD_SIZE=2, but this process finds no other rank"):
         check_alone(1, {"RANK": "0", "WORLD_SIZE": "2"})
     check_alone(2, {"RANK": "0", "WORLD_SIZE": "2"})
 

@@ -18,29 +18,29 @@ LOCAL = {
     "slots_max-slots": 2, "slots_max_slots": 2, "spaces_eq": 2, "tab": 2, "trailing_dot": 1,
 }  # fmt: skip
 REFUSED = {
-    "Slots": "line is `name slots=N`",
+    "Slots": "write a line as `name slots=N`",
     "badip": "line 2: '10.0.0.300' is not a host name",
-    "bracket": "an IP address",
+    "bracket": "by its IP address",
     "colon": "is not a host name",
     "comma": "'slots=2,'",
     "dash": "is not a host name",
     "empty": "names no host",
-    "hosts_comma": "one host a line",
+    "hosts_comma": "one host per line",
     "http": "is not a host name",
     "lots": "'lots=8'",
-    "num": "found '2' after the name; a line is `name slots=N`",
-    "port": r"~/.ssh/config: Host localhost, and below it: Port 2222",
+    "num": "found '2' after the name; write a line as `name slots=N`",
+    "port": r"~/.ssh/config instead: Host localhost, then Port 2222",
     "quoted": "is not a host name",
-    "range": "one host a line",
+    "range": "one host per line",
     "reversed": "'slots=2' is not a host name",
     "semicolon": "line 2: ';'",
-    "slots0": "N >= 1",
-    "slots_two": "N >= 1",
+    "slots0": "N of 1 or more",
+    "slots_two": "N of 1 or more",
     "twice": "named twice",
     "twice_case": "named twice",
     "umlaut": "is not a host name",
-    "user_at": "write 192.168.1.10 alone, and into ~/.ssh/config: Host 192.168.1.10, and below "
-    "it: User amd00",
+    "user_at": "write 192.168.1.10 alone here, and these two lines into ~/.ssh/config: "
+    "Host 192.168.1.10, then User amd00",
     "zone": "is not a host name",
 }
 OTHERS = {"far": ("localhost", "203.0.113.7"), "v6": ("::1",)}
@@ -87,4 +87,4 @@ def test_mpirun_takes_what_is_taken(name: str, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "hello\nhello\n", done.stderr
-    assert ("which are left out" in done.stderr) == (name != "spaces_eq")
+    assert ("which Motley ignores" in done.stderr) == (name != "spaces_eq")

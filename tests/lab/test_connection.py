@@ -125,7 +125,7 @@ def test_environments_keys_and_names_that_are_not_right(lab: Door) -> None:
     assert found.pop("e7") >= {"versions differ"}
     assert found == {"e0": set(), "e3": {"environment absent"}, "mute": {"silent"}}
     words = next(each["found"] for each in told["findings"] if each["kind"] == "versions differ")
-    assert re.search(r"differs from this machine's: torch 1.0 \(here \d", words)
+    assert re.search(r"differ from this machine's: torch 1.0 \(here \d", words)
 
     lab.on("e0", "sh", "-c", "echo '-oProxyCommand=touch${IFS}ran' >hosts.txt")
     done = lab.run("exec", "e0", "--", "bash", SCRIPT, "--hostfile", "hosts.txt")

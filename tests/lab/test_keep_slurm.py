@@ -45,8 +45,8 @@ def test_it_goes_on_within_the_allocation(lab: Door, jobs: Jobs) -> None:
     lab.do("kill", NAMES[2])
     output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
-    assert f"keep_training: {NAMES[2]} is gone (Slurm starts nothing on {NAMES[2]}" in output
-    assert "on with 2 of 3 hosts, about 0.67 of the speed" in output
+    assert f"keep_training: {NAMES[2]} is gone (Slurm starts no process on {NAMES[2]}" in output
+    assert "continues with 2 of 3 hosts, about 0.67 of the speed" in output
     assert "finished, after 1 restart" in output, output
     steps = RunFolder(folder).read_steps()[0]
     assert [step["step"] for step in steps] == list(range(len(one.losses)))

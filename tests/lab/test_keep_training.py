@@ -75,7 +75,7 @@ def test_rank_0_dies_and_the_others_go_on_in_the_same_processes(
     os.kill(rank_process(Path(folder.name), 0), signal.SIGKILL)
     output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
-    assert f"rank 0 on {NAMES[0]}" in output and "on with 2 of 3 ranks" in output
+    assert f"rank 0 on {NAMES[0]}" in output and "2 of 3 ranks continue" in output
     steps = goes_on_as(one, folder)
     times = [step["time"] for step in steps]
     assert max(later - time for time, later in itertools.pairwise(times)) < 6, output
@@ -92,7 +92,7 @@ def test_it_goes_on_without_a_host_that_dies_and_loses_no_step(lab: Door, one: l
     assert job.returncode == 0, output
     assert f"rank 2 on {NAMES[2]}" in output and "motley: saved as of step" in output
     assert f"keep_training: {NAMES[2]} is gone" in output
-    assert "on with 2 of 3 hosts, about 0.83 of the speed" in output
+    assert "continues with 2 of 3 hosts, about 0.83 of the speed" in output
     assert output.rstrip().endswith("finished, after 1 restart")
     assert "are repeated" not in output
     steps = goes_on_as(one, folder)

@@ -142,7 +142,7 @@ def test_a_head_that_would_only_be_waited_for_leads_and_does_not_train(
     )
     at(door, HEAD, f"{job} --max-steps 3")
     said = at(door, HEAD, f"{job} --max-steps 5 --resume auto")
-    assert f"rank 0 on {HEAD} is left out: the share would be less than a sample" in said
+    assert f"rank 0 on {HEAD} is left out: its share would be less than one sample" in said
     run = run_json(door, "led")
     assert run["status"] == "finished" and run["result"]["steps"] == 5
     assert [rank["rank"] for rank in run["ranks"]] == [1]
@@ -165,7 +165,9 @@ def test_a_task_of_ones_own_ends_as_on_one_host_though_a_rank_was_killed(
     words += " --hosts all --save-every 4 --run killed"  # all would not pay for so small a model
     killed = f"{AT_HOME} {two} tests/support/drivers/failing.py --fail killed --step 11 {words}"
     done = door.run("exec", HEAD, "--", "bash", "-c", killed)
-    assert f"motley: rank 1 on {NAMES[4]}" in done.output and "died without a word" in done.output
+    assert (
+        f"motley: rank 1 on {NAMES[4]}" in done.output and "died without a message" in done.output
+    )
     assert run_json(door, "killed")["status"] == "failed"
     said = at(door, HEAD, f"{two} torch_dist/train.py {words} --resume auto")
     # Of the last step, if the others were quicker than mpirun, which ends them half a second later.
@@ -199,13 +201,16 @@ def test_an_mtu_that_drops_large_packets_is_said_and_nothing_hangs(
 
     frames(9000, 1)
     said = at(door, HEAD, f"bash setup/test_mpi.sh {HOSTS}")
-    names = rf"from {jumbo[0]} to {jumbo[1]}: small messages pass and large ones do not; compare"
+    names = rf"from {jumbo[0]} to {jumbo[1]}: small messages arrive and large ones do not; compare"
     assert names in said
     job = "./entry_cn.sh --max-steps 3 --run jumbo"
     three = f"{AT_HOME} mpirun -np 3 --host {HEAD},{','.join(jumbo)} {job}"
     refused = door.run("exec", HEAD, "--", "bash", "-c", three)
     print(refused.seconds, refused.output)
-    assert refused.code != 0 and f"the hosts cannot talk: {names} the MTU" in refused.output
-    assert "take it out of hosts.txt" in refused.output
+    assert (
+        refused.code != 0
+        and f"some hosts cannot reach each other: {names} the MTU" in refused.output
+    )
+    assert "remove one of the two hosts from hosts.txt" in refused.output
     at(door, HEAD, f"mpirun -np 2 --host {HEAD},{jumbo[0]} {job} --hosts all")
     frames(1500, 65535)

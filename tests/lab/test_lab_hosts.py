@@ -133,7 +133,7 @@ def test_a_host_has_the_processors_that_it_is_given(tesla: Door) -> None:
     tesla.do("cpus", "ecetesla1", "all")
     assert measure_until(share, 0.4) > 0.4
     refused = tesla.run("cpus", "ecetesla1", "0,5")
-    assert refused.code == 2 and "0,5 is neither a number from 0.01 nor all" in refused.output
+    assert refused.code == 2 and "0,5 is neither a number of 0.01 or more nor all" in refused.output
 
 
 PROBE = """

@@ -184,7 +184,7 @@ def test_slurm(who: Path, slurm: dict[str, str]) -> None:
         text=True, timeout=LIMIT_S, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert said(done.stdout) == expected(1), done.stdout
-    assert "this shell is one of srun --pty" in done.stdout
+    assert "this shell was started by srun --pty" in done.stdout
 
 
 KILLED = "a rank is killed under keep_training.sh"
@@ -212,7 +212,7 @@ def loses_no_step(logs: Path, launcher: Sequence[object], **extra: str) -> None:
     """
     fault = (FAILING, "--fail", "killed", "--step", 7, "--on", 2, "--pace", 0.5)
     done = keep(launcher, *fault, "--max-steps", 12, "--logs", logs, "--run", "kept", **extra)
-    assert done.returncode == 0 and "on with 2 of 3 ranks" in done.stdout, done.stdout
+    assert done.returncode == 0 and "2 of 3 ranks continue" in done.stdout, done.stdout
     assert "keep_training:" not in done.stdout, done.stdout
     folder = RunFolder(logs / "kept")
     assert [step["step"] for step in folder.read_steps()[0]] == list(range(12))
@@ -260,7 +260,7 @@ def test_where_all_ranks_end_with_one_the_start_warns_and_the_run_saves_often(
     assert done.returncode == 0, done.stdout
     first = done.stdout.splitlines()[0]
     assert re.match(r"keep_training: .*Open MPI.* ended all ranks of a trial", first), done.stdout
-    assert "up to a minute of steps, for this run saves every 50s" in first
+    assert "up to a minute of steps, because this run saves every 50s" in first
     assert RunFolder(tmp_path / "kept").read_run()["config"]["save_every"] == "50s"
 
 

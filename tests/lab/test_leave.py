@@ -44,7 +44,7 @@ def script(lab: Door, name: str, *words: object) -> Done:
 
 def test_who_cannot_leave_is_refused(lab: Door) -> None:
     none = script(lab, "leave_cn", NAMES[1])
-    assert none.code == 2 and "no training of yours runs on leave1" in none.output
+    assert none.code == 2 and "you have no training on leave1" in none.output
     assert script(lab, "leave_cn", NAMES[1], "--for", "0h").code == 2
     assert "takes part already" in script(lab, "join_cn", NAMES[1]).output
     alone = f"cd {ROOT} && exec ./entry_cn.sh tests/support/drivers/linger.py alone"
@@ -52,7 +52,10 @@ def test_who_cannot_leave_is_refused(lab: Door) -> None:
     try:
         time.sleep(5)
         last = script(lab, "leave_cn", NAMES[1])
-        assert last.code == 2 and "leave1 is the last host of a run" in last.output
+        assert (
+            last.code == 2
+            and "leave1 cannot leave, because the run would have no host left" in last.output
+        )
         assert job.poll() is None
     finally:
         lab.run("exec", NAMES[1], "--", "pkill", "-f", "linger.py alone")
@@ -75,9 +78,9 @@ def test_a_host_leaves_and_is_taken_back_and_no_step_is_lost(lab: Door, jobs: Jo
     assert f"motley: saved as of step {begun}\n" in output, output
     assert f"motley: {NAMES[1]} leaves as asked (leave_cn.sh, until" in output
     assert f"keep_training: {NAMES[1]} is away, until" in output
-    assert "on with 2 of 3 hosts, about 0.67 of the speed" in output
-    assert f"keep_training: {NAMES[1]} is taken back after this step: that saves" in output
-    assert f"keep_training: {NAMES[1]} is back; on with 3 of 3 hosts" in output
+    assert "continues with 2 of 3 hosts, about 0.67 of the speed" in output
+    assert f"keep_training: {NAMES[1]} rejoins after this step: that saves" in output
+    assert f"keep_training: {NAMES[1]} is back; continues with 3 of 3 hosts" in output
     assert output.rstrip().endswith("finished, after 2 restarts")
     steps = RunFolder(folder).read_steps()
     assert [step["step"] for step in steps[0]] == list(range(len(one.losses)))

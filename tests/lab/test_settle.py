@@ -53,7 +53,7 @@ def test_the_parameters_of_another_user_stay_and_ones_own_files_have_them(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = as_nobody()
-    assert f"{place}/venv/etc belongs to root; have root run this once" in said
+    assert f"{place}/venv/etc belongs to root; ask root to run this command once" in said
     assert "a copy of this repository of your own" in said
     home = place / "home"
     (home / ".prte").mkdir(parents=True)

@@ -101,13 +101,13 @@ def test_each_cell_of_a_matrix_is_a_task_and_the_last_one_writes_the_table(lab: 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--nodes 3", "--nodes 3: all has 2 nodes"),
-        ("--gpus 1", "--gpus 1: the nodes of all have none"),
-        ("--ranks 99", "--ranks 99: the nodes of all have 2 cores"),
-        ("--partition al", "--partition al: there is none (nearest: all)"),
-        ("--time tomorrow", "'tomorrow' is no time of Slurm's"),
+        ("--nodes 3", "--nodes 3: the partition all has only 2 nodes"),
+        ("--gpus 1", "--gpus 1: a node of the partition all has no GPUs"),
+        ("--ranks 99", "--ranks 99: a node of the partition all has 2 cores"),
+        ("--partition al", "--partition al does not exist (nearest: all)"),
+        ("--time tomorrow", "'tomorrow' is not a time that Slurm accepts"),
         ("--time 1 --before 90", "--before 90: the whole job takes 60 s"),
-        ("--container no.sif", "--container no.sif is no file"),
+        ("--container no.sif", "--container no.sif is not a file"),
     ],
 )
 def test_what_the_cluster_does_not_have_is_refused_at_once(

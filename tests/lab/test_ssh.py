@@ -145,7 +145,7 @@ def test_a_refused_password_names_its_hosts_and_a_full_disk_is_said(private: Doo
     assert done.code == 1, done.output
     assert re.search(r"alone2 +key installed +works", done.output)
     assert re.search(r"alone3 +password refused +no", done.output)
-    assert "\nalone3 does not take this password" in done.output
+    assert "\nalone3 refuses this password" in done.output
 
     # A disk that has room for part of the line alone.
     fill = """
@@ -249,4 +249,4 @@ def test_as_shipped_nothing_is_to_be_done() -> None:
         ["bash", str(SCRIPT)], capture_output=True, text=True, check=True,
         env=environment(MOTLEY_VENV=str(venv())), stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.stdout == "localhost: this machine; nothing is to be done\n"
+    assert done.stdout == "localhost: this machine; there is nothing to do\n"

@@ -76,7 +76,7 @@ def test_a_bashrc_that_ends_the_shell_or_names_another_python(lab: Door) -> None
     lab.on(NAMES[0], "tee", ".bashrc", stdin="echo hello; sleep 600")
     done = start_others(lab, "hostname", "MOTLEY_LOGIN_TIMEOUT=4")
     assert done.code not in (0, 124, 137) and done.seconds < 20, done.output
-    assert "has not come to mpirun's daemon within 4 s" in done.output
+    assert "did not reach mpirun's daemon within 4 s" in done.output
     lab.on(NAMES[0], "tee", ".bashrc", stdin="exit 3")
     script = ROOT / "setup" / "test_cn_connection.sh"
     done = lab.run("exec", NAMES[0], "--", "bash", script, "--hostfile", "hosts.txt", "--json")
@@ -88,7 +88,7 @@ def test_a_bashrc_that_ends_the_shell_or_names_another_python(lab: Door) -> None
 @pytest.mark.slow
 def test_a_second_start_measures_no_link_and_one_that_became_slow_is_noticed(lab: Door) -> None:
     output, first = train(lab, "first")
-    assert "links and wire are as measured" not in output and len(remembered(lab)) == 1
+    assert "the speeds of links and wire modes are from" not in output and len(remembered(lab)) == 1
     began = first.read_run()
     assert began["links_of_earlier_run"] is None
     parts = began["start"]
@@ -101,7 +101,7 @@ def test_a_second_start_measures_no_link_and_one_that_became_slow_is_noticed(lab
     parts = began["start"]
     assert parts["links"] + parts["wires"] < 0.4 * (later["links"] + later["wires"])
     assert sum(parts.values()) - parts["imports"] < sum(later.values()) - later["imports"]
-    assert "links and wire are as measured" in output
+    assert "the speeds of links and wire modes are from" in output
     assert first.read_run()["started"] >= began["links_of_earlier_run"]
     assert len(began["links"]["flows"]) == 6
     assert not [e for e in again.read_events() if e["event"] == "links_changed"], output
@@ -113,7 +113,7 @@ def test_a_second_start_measures_no_link_and_one_that_became_slow_is_noticed(lab
            "tbf", "rate", "20mbit", "burst", "32kb", "latency", "100ms")  # fmt: skip
     output, slow = train(lab, "slow")
     (event,) = [e for e in slow.read_events() if e["event"] == "links_changed"]
-    assert "the links are not what they were on" in event["text"] and event["text"] in output
+    assert "the links have changed since" in event["text"] and event["text"] in output
     assert remembered(lab) == []
 
     # Over links of which figures say that one host alone is faster, they are not enough.

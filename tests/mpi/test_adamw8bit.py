@@ -121,7 +121,9 @@ def test_each_adamw_goes_on_from_the_other(
     assert run.losses == pytest.approx(adamw.losses[4:], rel=2e-4)
     scales = [key for key in kept(run) if key.endswith("_scale")]
     assert bool(scales) == ("adamw8bit" in own)
-    assert any("and the moments of the checkpoint's" in str(event) for event in run.events)
+    assert any(
+        "continues with the moments of the checkpoint's" in str(event) for event in run.events
+    )
 
 
 def test_local_steps_average_moments_and_not_their_codes(jobs: Jobs) -> None:

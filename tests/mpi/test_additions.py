@@ -87,7 +87,7 @@ def test_a_strategy_that_shards_brings_its_memory_estimate(added: Jobs) -> None:
 def test_they_are_planned_with(added: Jobs) -> None:
     said = said_by(added, 2, "torch_dist/plan_vit.py", "--dataset", "stripes", "--wire", "fp8")
     assert "as planned, --wire fp8" in said
-    assert "it is inexact, and what that costs in accuracy was not measured" in said
+    assert "it is inexact, and its cost in accuracy was not measured" in said
 
 
 def test_help_and_the_matrix_know_them(added: Jobs, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_without_a_majority_all_go_back_to_the_checkpoint(jobs: Jobs) -> None:
         straight = jobs.train(2, DDP, f"straight {wire}", *WORDS, "--wire", wire)
         run = jobs.train(2, FLIPPED, wire, *WORDS, "--wire", wire, "--flip", "0:parameter:8")
         assert drifts(run) == [(8, [1])]
-        assert "all go back to the last checkpoint" in run.done.output
+        assert "all ranks go back to the last checkpoint" in run.done.output
         assert "step_00000004 at step 4" in run.done.output
         assert [step["step"] for step in run.steps(1)] == list(range(12))
         known = [(a, b) for a, b in zip(run.losses, straight.losses, strict=True) if a and b]
@@ -47,8 +47,11 @@ def test_without_either_the_run_ends(jobs: Jobs) -> None:
     done = jobs.fork(2, FLIPPED, *WORDS, "--flip", "1:moment:4", "--logs", jobs.logs, "--run", "r")
     assert done.code != 0
     assert "no checkpoint to go back to" in done.output and "--hosts NAME" in done.output
-    assert "differ from rank 0 on" in done.output and ".exp_avg_sq after step 4" in done.output
-    assert "gave the same numbers on all of them" in done.output
+    assert (
+        "differ from those of rank 0 on" in done.output
+        and ".exp_avg_sq after step 4" in done.output
+    )
+    assert "gives the same numbers on all ranks" in done.output
     assert "faulty" not in done.output  # nothing shows that
     assert "Traceback" not in done.output
 
@@ -56,6 +59,6 @@ def test_without_either_the_run_ends(jobs: Jobs) -> None:
 def test_unlike_devices_that_round_differently_go_back_once(jobs: Jobs) -> None:
     run = jobs.train(2, FLIPPED, "unlike", *WORDS, "--flip", "1:parameter:8", "--unlike")
     assert [step for step, _ in drifts(run)] == [8, 8, 12]
-    assert run.done.output.count("all go back to the last checkpoint") == 1
-    assert run.done.output.count("since unlike devices may round differently") == 2
+    assert run.done.output.count("all ranks go back to the last checkpoint") == 1
+    assert run.done.output.count("since devices of different kinds may round differently") == 2
     assert [step["step"] for step in run.steps(1)] == list(range(12))

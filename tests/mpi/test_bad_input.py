@@ -29,7 +29,7 @@ def the_line_of(done: Done) -> str:
 
 def test_shares_that_do_not_match_the_ranks(jobs: Jobs) -> None:
     line = refused(jobs, DDP, "--shares", "3,2,1", ranks=2)
-    assert "--shares 3,2,1 is for 3 ranks, but 2 take part" in line
+    assert "--shares 3,2,1 has 3 values, but 2 ranks take part" in line
 
 
 def test_a_batch_smaller_than_the_ranks(jobs: Jobs) -> None:
@@ -38,7 +38,7 @@ def test_a_batch_smaller_than_the_ranks(jobs: Jobs) -> None:
 
 def test_an_unknown_host(jobs: Jobs) -> None:
     line = refused(jobs, DDP, "--hosts", "nowhere", ranks=2)
-    assert "there is no 'nowhere' among the started hosts" in line and "auto, or all" in line
+    assert "'nowhere' is not among the started hosts" in line and "give auto or all" in line
 
 
 def test_an_unknown_model(jobs: Jobs) -> None:
@@ -69,7 +69,10 @@ def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Pa
 
 def test_a_metric_that_nobody_has_or_of_unknown_direction(jobs: Jobs, tmp_path: Path) -> None:
     line = refused(jobs, DDP, "--keep-best", "top2", ranks=2)
-    assert "metric top2 (nearest: top" in line and "--keep-best: top1, top5, loss" in line
+    assert (
+        "metric top2 (nearest: top" in line
+        and "name one of top1, top5, loss with --keep-best" in line
+    )
     (tmp_path / "mine.py").write_text(
         (ROOT / "examples/my_task.py").read_text()
         + "\n    def summary(self, means):\n        return {**means, 'skill': 1.0}\n"
@@ -85,10 +88,13 @@ OWN = ("--task", "tests/support/own_training.py")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((DDP, "--opt-kwargs", "beta=0.9,0.95"), "takes no beta (nearest: betas); it takes betas"),
-        ((DDP, "--opt-kwargs", "lr=1"), "write --lr 1 in its place"),
+        (
+            (DDP, "--opt-kwargs", "beta=0.9,0.95"),
+            "has no argument beta (nearest: betas); its arguments are betas",
+        ),
+        ((DDP, "--opt-kwargs", "lr=1"), "write --lr 1 instead"),
         ((DDP, "--opt-kwargs", "betas=0.9,1.5"), "Invalid beta parameter at index 1"),
-        ((DDP, "--momentum", 0.5), "--opt adamw has none; leave it out"),
+        ((DDP, "--momentum", 0.5), "--opt adamw has no momentum; leave it out"),
         ((DDP, "--clip-mode", "agc"), "no effect without --clip-grad; add --clip-grad 0.01"),
         (
             (DDP, "--strategy", "fsdp", "--clip-grad", 1, "--clip-mode", "agc"),
@@ -96,9 +102,9 @@ OWN = ("--task", "tests/support/own_training.py")
         ),
         (
             (ZERO, "--stage", 2, "--clip-grad", 1, "--clip-mode", "value"),
-            "--clip-mode value: DeepSpeed clips by the norm at ZeRO stage 2",
+            "--clip-mode value: at ZeRO stage 2, DeepSpeed clips only by the norm",
         ),
-        ((DDP, *OWN, "--opt", "sgd"), "--opt has no effect, since optimizer() of Lines makes"),
+        ((DDP, *OWN, "--opt", "sgd"), "--opt has no effect, since optimizer() of Lines creates"),
         ((DDP, *OWN, "--strategy", "fsdp"), "after_evaluation() of Lines needs the whole model"),
     ],
 )
@@ -124,7 +130,7 @@ def test_a_run_that_exists_or_is_in_use(jobs: Jobs) -> None:
 
 
 def test_resuming_what_is_not_there_or_another_model(jobs: Jobs, tmp_path: Path) -> None:
-    assert "no checkpoint there" in refused(jobs, DDP, "--resume", tmp_path / "none")
+    assert "there is no checkpoint" in refused(jobs, DDP, "--resume", tmp_path / "none")
     jobs.train(1, DDP, "mine", "--max-steps", 2)
     line = refused(jobs, DDP, "--run", "mine", "--resume", "auto", "--img-size", 16)
     assert "--img-size 16 (the checkpoint: 8)" in line
@@ -154,7 +160,10 @@ def test_a_sample_that_is_no_number_is_named_by_the_rank_that_has_it(
     words = ("--task", path, "--batch-size", 4000, "--epochs", 1, "--shares", "2,1", *options)
     line = refused(jobs, script, *words, ranks=2)
     assert re.search(r"the loss of 1 of this rank's \d+ samples is not finite", line), line
-    assert "(sample indices 137): neither is 'x' in the data of 137; repair or remove it" in line
+    assert (
+        "(sample indices 137): 'x' is not finite either in the data of 137; repair or remove"
+        in line
+    )
 
 
 def test_a_held_out_sample_that_is_no_number_is_named(jobs: Jobs, tmp_path: Path) -> None:
@@ -163,7 +172,10 @@ def test_a_held_out_sample_that_is_no_number_is_named(jobs: Jobs, tmp_path: Path
     path.write_text(task.replace('return {"x": x', 'return {"x": x / (item != 20_137)'))
     words = ("--task", path, "--batch-size", 4000, "--epochs", 2, "--shares", "2,1")
     line = refused(jobs, DDP, *words, ranks=2)
-    assert "scores of held-out samples are not finite: neither is 'x' in the data of 137;" in line
+    assert (
+        "scores of held-out samples are not finite: 'x' is not finite either in the data of 137;"
+        in line
+    )
 
 
 NO_WEIGHT = """    def weights(self, batch):
@@ -185,20 +197,20 @@ SCALED = """class Scaled(nn.Module):
     [
         (
             ("else range(20_000)", "else []"),
-            "Sums has no training samples: data(held_out=False) is empty",
+            "Sums has no training samples: data(held_out=False) returns none",
         ),
-        (("range(20_000, 21_000)", "[]"), "no held-out samples: data(held_out=True) is empty"),
+        (("range(20_000, 21_000)", "[]"), "no held-out samples: data(held_out=True) returns none"),
         ((".sum(dim=1)", ".sum(dim=1)[:60]"), "shape (60,) for 64 samples"),
         (
             (
                 "    def losses",
                 "    def costs(self, indices):\n        return [0.0]\n\n    def losses",
             ),
-            "costs() of Sums gives 1 numbers for 128 samples, 0 to 0; it gives one of each",
+            "costs() of Sums returns 1 numbers for 128 samples, from 0 to 0. Return one number",
         ),
         (
             ("    def losses", f"{NO_WEIGHT}\n\n    def losses"),
-            "held-out samples weigh 0 in all, and have no mean; weights() of Sums gives",
+            "held-out samples are all 0, so a mean over them has no value; let weights() of Sums",
         ),
     ],
 )
@@ -217,21 +229,25 @@ def test_a_parameter_without_dimensions_cannot_be_sharded(jobs: Jobs, tmp_path: 
     path = tmp_path / "mine.py"
     path.write_text(task.replace("nn.GELU()", "Scaled()").replace("@dataclass", SCALED))
     line = refused(jobs, DDP, "--task", path, "--strategy", "fsdp", ranks=2)
-    assert "has none: give it the shape [1]" in line
+    assert "has no dimension: give it the shape [1]" in line
 
 
 def test_an_option_of_another_task(jobs: Jobs) -> None:
     line = refused(jobs, DDP, "--task", "text", "--bn-group", 16)
-    assert "unknown option --bn-group: it is one of --task image" in line
+    assert "unknown option --bn-group: it belongs to --task image" in line
 
 
 @pytest.mark.parametrize(
     ("script", "options", "says"),
     [
-        (DDP, ("--strategy", "fsdp", "--wire", "powersgd:4"), "--wire powersgd:4: FSDP gathers"),
+        (
+            DDP,
+            ("--strategy", "fsdp", "--wire", "powersgd:4"),
+            "--wire powersgd:4 does not work with this strategy: FSDP gathers",
+        ),
         (DDP, ("--offload", "parameters"), "add --strategy fsdp"),
-        (ZERO, ("--offload", "optimizer"), "where all is already"),
-        (ZERO, ("--stage", "1", "--opt", "lamb"), "looks at whole tensors"),
+        (ZERO, ("--offload", "optimizer"), "so its memory holds everything already"),
+        (ZERO, ("--stage", "1", "--opt", "lamb"), "computes with whole tensors"),
         (DDP, ("--grad-checkpointing", "mpl"), "nearest: mlp"),
     ],
 )
@@ -247,9 +263,9 @@ def test_what_a_strategy_cannot_do(
         ('{"micro_batch_per_gpu": 4}', "nearest: train_micro_batch_size_per_gpu"),
         (
             '{"zero_optimization": {"stag": 1}}',
-            "zero_optimization.stag is unknown, or not supported here (nearest: stage",
+            "zero_optimization.stag is unknown, or not supported by Motley (nearest: stage",
         ),
-        ('{"optimizer": {"type": "Adam"}}', "is set by --opt"),
+        ('{"optimizer": {"type": "Adam"}}', "--opt, --lr and --weight-decay decides the key"),
         ('{"train_micro_batch_size_per_gpu": 3}', "the plan gives rank 0 128"),
         ('{"zero_optimization": {"stage": 4}}', "stage 4 is not one of"),
         ("{", "not a readable JSON file"),
@@ -266,7 +282,7 @@ def test_a_wrong_deepspeed_configuration(
 @pytest.mark.parametrize(
     ("hosts", "says"),
     [
-        (None, "hosts.txt does not exist; write one host a line, as hosts.example.txt"),
+        (None, "hosts.txt does not exist; create it with one host per line, as hosts.example.txt"),
         ("", "hosts.txt names no host"),
         ("-oProxyCommand=touch${IFS}hacked slots=1\n", "line 1: '-oProxyCommand"),
         ("$(touch${IFS}hacked) slots=1\n", "is not a host name"),

@@ -79,7 +79,7 @@ def test_those_who_are_left_keep_what_their_batch_norms_have_seen(module_jobs: J
     place = ("--logs", module_jobs.logs, "--run", "left")
     fault = ("--survive", "--fail", "killed", "--step", 6, "--on", 1)
     done = module_jobs.fork(3, "tests/support/drivers/failing.py", *fault, *place, *words)
-    assert "on with 2 of 3 ranks" in done.output, done.output
+    assert "2 of 3 ranks continue" in done.output, done.output
     run = Trained(module_jobs.logs / "left", done)
     expected, found = statistics(alone, 8), statistics(run, 8)
     for key, value in found.items():  # of what is lost, others' samples tell as much
@@ -91,6 +91,6 @@ def test_a_batch_of_broken_groups_is_refused_before_anything_is_trained(jobs: Jo
     done = jobs.fork(1, DDP, "--model", "test_resnet", "--batch-size", 100)
     assert done.code != 0
     assert done.output.rstrip().endswith(
-        "--batch-size 100 is no multiple of 32, and 32 samples share one batch norm (--bn-group); "
-        "take 96 or 128, or --bn-group 25"
+        "--batch-size 100 is not a multiple of 32, and 32 samples share one batch norm "
+        "(--bn-group); take 96 or 128, or --bn-group 25"
     )

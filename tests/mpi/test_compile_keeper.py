@@ -56,13 +56,13 @@ def test_a_run_that_is_killed_leaves_it_for_the_next(jobs: Jobs, tmp_path: Path)
     shutil.rmtree(node.kernel.parents[2])
     done = node.train_some("next")
     assert done.code == 0 and node.kernel.read_bytes() == b"a kernel"
-    assert done.output.count("is taken from") == 1
+    assert done.output.count("comes from") == 1
     (event,) = [
         json.loads(line) for line in (jobs.logs / "next" / "events.jsonl").read_text().splitlines()
         if "compile_archive" in line
     ]  # fmt: skip
     assert event["text"] in done.output
-    assert "is taken from" not in other.train_some("other").output
+    assert "comes from" not in other.train_some("other").output
 
 
 def _open(kept: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
     done = jobs.wait(job, 10)
     assert done.code != 0
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
-    assert f"rank {rank} " in lines[0] and "died without a word" in lines[0]
+    assert f"rank {rank} " in lines[0] and "died without a message" in lines[0]
     # Mpirun may leave the others the time to save what they hold.
     assert all("saved" in line for line in lines[1:]) and len(lines) < 3
     wait_until(lambda: not processes_of(str(jobs.logs)), 3)
@@ -81,7 +81,7 @@ run(main)
     ("failure", "says"),
     [
         ("raise ValueError('bad thing')", "rank 1 on .*, step 8: ValueError: bad thing"),
-        ("os._exit(0)", "rank 1 on .* died without a word"),
+        ("os._exit(0)", "rank 1 on .* died without a message"),
         ("sys.exit(0)", "rank 1 on .* SystemExit"),
         ("os.kill(os.getpid(), 11)", "rank 1 on .*: crashed .*: Segmentation fault; its traceback"),
         ("os.abort()", "rank 1 on .*: crashed in compiled code: Aborted; its traceback above"),
@@ -185,7 +185,7 @@ def test_a_signal_to_one_rank_is_not_the_users_stop(jobs: Jobs) -> None:
     done = jobs.wait(job, 10)
     assert done.code != 0
     (line,) = [line for line in done.output.splitlines() if line.startswith("motley: ")]
-    assert "rank 2 on" in line and "stopped by SIGTERM, which came to this rank alone" in line
+    assert "rank 2 on" in line and "stopped by SIGTERM, which was sent to this rank alone" in line
     assert status(jobs)["status"] == "failed"
 
 

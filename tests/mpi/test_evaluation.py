@@ -51,6 +51,11 @@ def test_evaluations_change_nothing_else(module_jobs: Jobs, alone: Trained) -> N
     assert plain.losses == alone.losses
     assert [each["step"] for each in plain.epochs] == [9]
     assert plain.epochs[-1]["loss"] == alone.epochs[-1]["loss"]
+    words = ("--resume", plain.folder, *WORDS[:2], "--eval-at-start", "--metrics", "f1_macro")
+    again = module_jobs.train(2, DDP, "plain", *words)
+    assert [each["step"] for each in again.epochs] == [9, 9]
+    assert again.epochs[1]["loss"] == pytest.approx(plain.epochs[0]["loss"], rel=1e-5)
+    assert 0 < again.epochs[1]["f1_macro"] < 1 and again.losses == plain.losses
 
 
 @pytest.mark.turns
@@ -183,9 +188,12 @@ def test_labels_of_a_file_are_learnt_as_by_one_rank(
 def test_a_set_of_other_classes_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "pets" / "cat").mkdir(parents=True)
     done = jobs.fork(1, DDP, "--logs", jobs.logs, "--eval-data", f"pets={tmp_path / 'pets'}")
-    assert done.code and "has the classes cat, which the training does not have" in done.output
+    assert (
+        done.code
+        and "has the classes cat, which are not classes of the training data" in done.output
+    )
     done = jobs.fork(1, DDP, "--logs", jobs.logs, "--eval-data", f"pets={tmp_path / 'none'}")
-    assert done.code and "needs one folder a class; No such file" in done.output
+    assert done.code and "needs one folder per class; No such file" in done.output
 
 
 @pytest.mark.turns

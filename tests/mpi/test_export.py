@@ -122,12 +122,15 @@ def test_plain_timm_predicts_of_files_what_inference_does(jobs: Jobs, tmp_path: 
     again = ("--logs", jobs.logs, "--run", "run", "--resume", "auto", "--epochs", 3)
     Image.new("RGB", (40, 40)).save(root / "train" / "2" / "new.png")
     done = jobs.fork(1, DDP, *again)
-    assert done.code == 0 and "other samples than the checkpoint's: 37 training" in done.output
+    assert done.code == 0 and "the samples differ from the checkpoint's: 37 training" in done.output
     for part in ("train", "val"):
         (root / part / "10").rename(root / part / "30")
     for done in (jobs.fork(1, DDP, *again), jobs.fork(1, infer, "--checkpoint", run.folder,
                                                       "--out", tmp_path / "other")):  # fmt: skip
-        assert done.code != 0 and "class 0 is '2', and '10' in the checkpoint" in done.output
+        assert (
+            done.code != 0
+            and "class 0 is '2' in the data and '10' in the checkpoint" in done.output
+        )
 
 
 @pytest.mark.parametrize("lora", [(), ("--lora", 4, "--lr", 0.1)], ids=["whole", "LoRA"])
@@ -207,13 +210,13 @@ def test_a_model_writes_text_in_the_tokens_of_its_run(jobs: Jobs, tmp_path: Path
         "torch_dist/generate.py", run.folder, "--prompt", "Früh " * 9, "--length", 3
     )
     assert longer.returncode == 0 and longer.stdout.startswith("Früh " * 9)
-    assert "the prompt has 45 tokens, and the model sees the last 16" in longer.stderr
+    assert "the prompt has 45 tokens, and the model uses only the last 16" in longer.stderr
     assert len(write(run.folder, "--samples", 2, "--length", 5).split("\n---\n")) == 2
     for wrong, says in (
-        ((run.folder, "--prompt", "☃"), "that the training text lacks (☃)"),
+        ((run.folder, "--prompt", "☃"), "that are not in the training text (☃)"),
         ((run.folder, "--prompt", ""), "--prompt is empty"),
-        ((run.folder, "--top-p", 2), "--top-p 2 is no probability"),
-        ((tmp_path,), "no checkpoint is there"),
+        ((run.folder, "--top-p", 2), "--top-p 2 is not a probability"),
+        ((tmp_path,), "has no checkpoint"),
     ):
         done = run_script("torch_dist/generate.py", *wrong)
         assert done.returncode != 0 and says in done.stderr.splitlines()[-1]
@@ -262,14 +265,14 @@ def test_files_are_predicted_by_a_run_and_by_its_export(jobs: Jobs, tmp_path: Pa
     (photos / "bad.png").write_text("no image")
     again = tmp_path / "again.jsonl"
     done = predict(tmp_path / "out", photos, "--top-k", 3, "--out", again, "--batch-size", 7)
-    assert done.returncode == 1 and "cannot read" in done.stderr and "bad.png" in done.stderr
+    assert done.returncode == 1 and "cannot be read" in done.stderr and "bad.png" in done.stderr
     assert "40 of 41 images" in done.stdout
     records = [json.loads(line) for line in again.open()]
     assert {each["file"]: str(each["classes"][0]["class"]) for each in records} == {
         line["file"]: line["class"] for line in lines
     }
     for words, says in (
-        ((tmp_path, photos), "no checkpoint is there"), ((run.folder, tmp_path / "x"), "not exist"),
+        ((tmp_path, photos), "has no checkpoint"), ((run.folder, tmp_path / "x"), "not exist"),
     ):  # fmt: skip
         done = predict(*words)
         assert done.returncode == 1 and says in done.stderr

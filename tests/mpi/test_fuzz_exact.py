@@ -220,8 +220,9 @@ def test_the_fuzzer_sees_a_run_that_is_another(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no JSON"), ('{"segment":[]}', "nearest: segments"), ("[]", "a JSON object"),
-        ('{"recipe":{"optimizer":"lamb"}}', "recipe knows no 'optimizer'"),
+        ("{", "is not valid JSON"), ('{"segment":[]}', "nearest: segments"),
+        ("[]", "a JSON object"),
+        ('{"recipe":{"optimizer":"lamb"}}', "recipe has no key 'optimizer'"),
         ('{"segments":[]}', "give one"), ('{"segments":[{"engine":"zero4"}]}', "no engine 'zero4'"),
         ('{"segments":[{"faults":[{"kind":"kil","step":1}]}]}', "nearest: kill"),
         ('{"segments":[{"faults":[{"kind":"kill"}]}]}', "step"),

@@ -92,15 +92,15 @@ def test_images_of_ones_own_have_no_label(jobs: Jobs, trained: Path, tmp_path: P
     empty = tmp_path / "empty"
     empty.mkdir()
     wrong = jobs.fork(1, *words, empty)
-    assert wrong.code == 2 and "no image is in it" in wrong.output
+    assert wrong.code == 2 and "has no image" in wrong.output
     (empty / "torn.png").write_bytes((photos / "a, b.png").read_bytes()[:60])
     torn = jobs.fork(1, *words, empty, "--out", tmp_path / "torn")
-    assert torn.code == 2 and "cannot read torn.png" in torn.output
+    assert torn.code == 2 and "torn.png cannot be read" in torn.output
 
 
 def test_what_is_wrong_is_said(jobs: Jobs, trained: Path, tmp_path: Path) -> None:
     nowhere = jobs.fork(1, INFER, "--checkpoint", tmp_path)
-    assert nowhere.code == 2 and "no checkpoint is there" in nowhere.output
+    assert nowhere.code == 2 and "has no checkpoint" in nowhere.output
     out = tmp_path / "out"
     assert jobs.fork(1, INFER, "--checkpoint", trained, "--out", out).code == 0
     other = jobs.fork(1, INFER, "--checkpoint", trained, "--out", out, "--split", "train")

@@ -124,7 +124,7 @@ def test_a_lost_rank_costs_no_batch_of_a_function(jobs: Jobs) -> None:
         words = json.dumps(case | {"run": shares} | more)
         done = jobs.fork(ranks, BATCHES, words, out, **SURVIVE, MOTLEY_SHARES=shares)
         kept.append(json.loads(out.read_text()))
-        assert ("on with 2 of 3 ranks" in done.output) == bool(more), done.output
+        assert ("2 of 3 ranks continue" in done.output) == bool(more), done.output
     assert difference(*kept) < 2e-6
 
 
@@ -176,7 +176,7 @@ def test_a_lost_rank_costs_no_step(
     ranks = 3 if left_out is None else 4
     done = jobs.run(ranks, LOOP, json.dumps(case | {"kill": kill, "left_out": left_out}), out,
                     **SURVIVE, MOTLEY_SHARES="5,2,3")  # fmt: skip
-    assert done.code == 0 and f"on with {ranks - 1} of {ranks} ranks" in done.output, done.output
+    assert done.code == 0 and f"{ranks - 1} of {ranks} ranks continue" in done.output, done.output
     assert difference(whole, json.loads(out.read_text())) < 2e-6
     events = [each["event"] for each in RunFolder(jobs.logs / "lost").read_events()]
     quiet = ("silent", "heard_again")  # as a busy machine may make a rank
@@ -211,7 +211,7 @@ REFUSED = {
     "an iterator": "pass the DataLoader itself",
     "a stream": "give lab.loader() a data set with len() and [index]",
     "no length": "give the sampler a __len__()",
-    "no batches": "give it the batch size of one machine",
+    "no batches": "give it the batch size that a single machine would use",
     "prepared loader": "pass it to lab.loader()",
     "outside": "call it inside that loop",
     "rows": "take its mean over the rows first",
@@ -223,28 +223,28 @@ REFUSED = {
     "a parameter": "call lab.prepare(model, optimizer) again",
     "exit": "let all ranks leave the loop after the same batch",
     "clipped": "use lab.clip_grad_norm_() to clip it",
-    "steps apart": "use lab.batch in it",
-    "bare backward": "write lab.backward(loss) in place of loss.backward()",
+    "steps apart": "use lab.batch in that condition",
+    "bare backward": "write lab.backward(loss) instead of loss.backward()",
     "bare backward too": "use lab.clip_grad_norm_() to clip it",
     "no optimizer": "in place of an update of your own",
     "another optimizer": "pass it too, as in `lab.prepare(model, optimizer)`",
     "ahead": "call next() on the loader after lab.backward()",
-    "several ahead": 'or with reduction="sum" for losses that are divided',
+    "several ahead": 'or give it reduction="sum" for losses that are divided',
     "a huge order": "num_samples=1_000_000",
     "uneven batches": "batch 1 of lab.batches() has 3 rows, and batch 0 has 4",
     "no rows": "return tensors whose dimension 0 counts the rows",
     "strategy": "give ddp or fsdp",
     "changed rows": "change the rows inside the function",
-    "fsdp: bare backward": "write lab.backward(loss) in place of loss.backward()",
+    "fsdp: bare backward": "write lab.backward(loss) instead of loss.backward()",
     "fsdp: model": "the model differs between ranks: 0.weight is",
     "fsdp: no model": "2 of the 2 parameters of SGD belong to no model",
     "fsdp: NaN": "the loss of rank 1 on",
     "fsdp: a parameter": "call lab.prepare(model, optimizer) again",
     "fsdp: clipped": "use lab.clip_grad_norm_() to clip it",
     "fsdp: another optimizer": "pass it too, as in `lab.prepare(model, optimizer)`",
-    "fsdp: skipping": "the forward pass has left out 1",
+    "fsdp: skipping": "the forward pass did not call 1",
     "fsdp: scalar": "give it the shape [1]",
-    "fsdp: shared": "share parameters outside of the blocks alone",
+    "fsdp: shared": "share only parameters that are outside of the blocks",
     "fsdp: average": "average the parameters after lab.prepare()",
     "fsdp: whole tensors": "or an optimizer such as AdamW or SGD",
     "fsdp: scaler": "lab.autocast() has a loss scale that all ranks share",

@@ -26,7 +26,7 @@ def test_it_grows_as_asked_and_the_rate_with_it(whole: Trained) -> None:
         assert step["n_global"] == 16 + 8 * min(6, used * 6 // 600)
         used += step["n_global"]
     assert "a step is 64 samples = 32 + 11 + 21, " in whole.done.output
-    assert "the batch grows from 16 to 64 samples, by 8" in whole.done.output
+    assert "the batch grows from 16 to 64 samples, in steps of 8" in whole.done.output
     assert whole.run["last_step"] == len(steps)
     plain = [step["lr"] / (step["n_global"] / 64) ** 0.5 for step in steps[:-1]]
     assert plain == sorted(plain)  # the warm-up of before
@@ -63,4 +63,4 @@ def test_groups_that_stay_together_fit_into_each_of_its_batches(module_jobs: Job
         2, DDP, "--logs", module_jobs.logs, "--run", "odd", "--batch-size", "16:64:3/600",
         "--mixup", 0.2,
     )  # fmt: skip
-    assert done.code == 2 and "--batch-size 16:64:3/600: 19 is no multiple of 2" in done.output
+    assert done.code == 2 and "--batch-size 16:64:3/600: 19 is not a multiple of 2" in done.output

@@ -60,20 +60,23 @@ def test_who_begins_with_other_classes_learns_sooner(jobs: Jobs) -> None:
     tuned = jobs.train(1, DDP, "tuned", *words, "--initial-checkpoint", jobs.logs / "first")
     tops = [[epoch["top1"] for epoch in each.epochs] for each in (tuned, scratch)]
     assert sum(tops[0]) > sum(tops[1]), tops
-    assert "made anew: head.bias, head.weight, which tells other classes" in tuned.done.output
+    assert (
+        "new random weights for head.bias, head.weight, because the checkpoint was trained on "
+        "other classes" in tuned.done.output
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--mixup", 0.8, "--batch-size", 33),
-         "--batch-size 33 is no multiple of 2, and 2 samples are mixed with one another (--mixup, "
-         "--cutmix); take 32 or 34"),
-        (("--aa", "rnad-m9"), "--aa rnad-m9: timm has no such augmentation"),
+         "--batch-size 33 is not a multiple of 2, and 2 samples are mixed with one another "
+         "(--mixup, --cutmix); take 32 or 34"),
+        (("--aa", "rnad-m9"), "--aa rnad-m9: timm does not know this augmentation"),
         (("--recipe", "diet"), "--recipe diet is unknown (nearest: deit"),
         (("--classes", "0,17"), "--classes 0,17: name two or more of 0 to 9"),
         (("--model", "test_resnet", "--cutmix", 1, "--bn-group", 5, "--batch-size", 100),
-         "--bn-group 5: --mixup and --cutmix mix two neighbours"),
+         "--bn-group 5 is odd, and --mixup and --cutmix mix pairs"),
     ],
     ids=lambda words: str(words[0]) if isinstance(words, tuple) else "",
 )  # fmt: skip

@@ -77,7 +77,7 @@ def test_those_who_are_left_go_on_by_themselves(
     fault = ("--survive", "--fail", "killed", "--step", STEP, "--on", ",".join(map(str, lost)))
     done = module_jobs.fork(3, FAILING, *fault, *place, *WORDS, *words)
     left = [rank for rank in range(3) if rank not in lost]
-    assert done.code == -9 and f"on with {len(left)} of 3 ranks" in done.output, done.output
+    assert done.code == -9 and f"{len(left)} of 3 ranks continue" in done.output, done.output
     run = Trained(module_jobs.logs / name, done)
     assert run.run["status"] == "finished"
     # A rank keeps its number of the launch, and so its file.
@@ -114,7 +114,7 @@ def test_half_of_an_optimizers_step_is_not_kept(module_jobs: Jobs, unbroken: Tra
     place = ("--logs", module_jobs.logs, "--run", name)
     fault = ("--survive", "--fail", "stepping", "--step", STEP, "--on", 1)
     done = module_jobs.fork(3, FAILING, *fault, *place, *WORDS)
-    assert done.code == -9 and "on with 2 of 3 ranks" in done.output, done.output
+    assert done.code == -9 and "2 of 3 ranks continue" in done.output, done.output
     run = Trained(module_jobs.logs / name, done)
     assert run.losses == pytest.approx(unbroken.losses, rel=2e-6)
     assert [step["step"] for step in run.steps()] == list(range(30))
@@ -129,13 +129,13 @@ def test_those_who_are_left_go_on_with_steps_of_their_own(
     place = ("--logs", module_jobs.logs, "--run", name)
     fault = ("--survive", "--fail", "killed", "--step", STEP, "--on", 2)
     done = module_jobs.fork(3, FAILING, *fault, *place, *WORDS, "--wire", f"local:{every}")
-    assert done.code == -9 and "on with 2 of 3 ranks" in done.output, done.output
+    assert done.code == -9 and "2 of 3 ranks continue" in done.output, done.output
     run = Trained(module_jobs.logs / name, done)
     assert run.run["status"] == "finished" and len(run.run["ranks"]) == 2
     assert [step["step"] for step in run.steps()] == list(range(30))
     assert not [event for event in run.events if event["event"] == "drift"]
     (said,) = [event for event in run.events if event["event"] == "resume"]
-    assert "the mean of those who are left" in said["text"]
+    assert "the mean of the surviving ranks' parameters" in said["text"]
     whole = unbroken.run["result"]["top1"]  # it learns nearly as well with steps of all ranks
     assert run.run["result"]["top1"] == pytest.approx(whole, abs=0.15)
 

@@ -59,7 +59,7 @@ def test_a_resumed_run_continues_the_same_losses(
     assert any(known) and all(known) == (start != "local steps")
     found, expected = ([loss for loss in each if loss] for each in (resumed.losses, expected))
     assert found == pytest.approx(expected, rel=tolerance, abs=0.0)
-    forgets = [event for event in resumed.events if "empty error memory" in str(event)]
+    forgets = [event for event in resumed.events if "starts empty" in str(event)]
     assert bool(forgets) == (start == "PowerSGD" and tolerance > 0)
 
 
@@ -72,7 +72,10 @@ def test_options_are_the_checkpoints_unless_they_are_typed(jobs: Jobs) -> None:
     whole = jobs.train(1, DDP, "whole", *RECIPE, "--shares", "equal", "--precision", "fp32")
     cut = jobs.train(1, DDP, "my cut", *RECIPE, "--shares", "equal", "--precision", "fp32",
                      "--max-steps", 5, "--resume", "auto")  # fmt: skip
-    assert f"{cut.folder} has no checkpoint; --resume auto begins it anew" in cut.done.output
+    assert (
+        f"{cut.folder} has no checkpoint, so --resume auto starts the run from the beginning"
+        in cut.done.output
+    )
     assert f"--logs {jobs.logs} --run 'my cut' --resume auto" in cut.done.output
     done = jobs.fork(*words, "--run", "my cut", "--resume", "auto")
     assert done.code == 0, done.output
@@ -93,7 +96,11 @@ def test_options_are_the_checkpoints_unless_they_are_typed(jobs: Jobs) -> None:
 
 
 def notes(run: Trained) -> list[str]:
-    return [event["text"] for event in run.events if "other options" in event.get("text", "")]
+    return [
+        event["text"]
+        for event in run.events
+        if "differ from the checkpoint's" in event.get("text", "")
+    ]
 
 
 POWER = ("--wire", "powersgd:2", "--shares", "3,1", "--precision", "fp32", "--max-steps", 6)

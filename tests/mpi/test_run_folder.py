@@ -49,7 +49,7 @@ def test_a_disk_that_fills_up_fails_the_run_in_a_line_and_in_its_status(
     jobs: Jobs, small_disk: Path
 ) -> None:
     line = the_line_of(jobs.fork(1, *LONG, "--logs", small_disk, "--run", "x"))
-    assert "No space left on device; free some disk, or choose another one" in line
+    assert "No space left on device; free some space, or choose another folder" in line
     assert status(small_disk / "x") == "failed"
 
 
@@ -60,7 +60,7 @@ def test_a_run_folder_that_is_removed_in_mid_run_is_said(jobs: Jobs) -> None:
         wait_until(lambda: steps_done(folder) > 2 or job.done(), 60)
         shutil.rmtree(folder)
         line = the_line_of(job.result(60))
-    assert ".jsonl is gone: it was removed, moved or replaced" in line and "step " in line
+    assert ".jsonl was removed, moved or replaced" in line and "step " in line
 
 
 def test_a_master_port_that_is_taken_is_refused_in_a_line(jobs: Jobs) -> None:
@@ -79,7 +79,7 @@ def test_a_run_whose_run_json_is_damaged_goes_on_and_says_so(jobs: Jobs) -> None
     (run.folder / "run.json").write_text("")
     again = jobs.train(1, DDP, "x", "--max-steps", 4, "--shares", "equal", "--resume", "auto")
     assert "run.json is damaged" in again.done.output
-    assert "its checkpoints are used" in again.done.output
+    assert "The run continues from its checkpoints" in again.done.output
     assert [step["step"] for step in again.steps()] == [0, 1, 2, 3]
     assert status(run.folder) == "finished"
 

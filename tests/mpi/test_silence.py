@@ -89,4 +89,6 @@ def test_a_rank_that_lives_and_hangs_is_named(jobs: Jobs, tmp_path: Path) -> Non
     assert done.code != 0
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert len(lines) == 1
-    assert "step 8: no rank has moved" in lines[0] and "rank 1 is loading samples" in lines[0]
+    assert (
+        "step 8: no rank has made progress" in lines[0] and "rank 1 is loading samples" in lines[0]
+    )

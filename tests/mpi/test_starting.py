@@ -36,7 +36,11 @@ run(lambda world: print("started", flush=True))
     ("where", "stop", "says"),
     [
         ("import", True, "rank 1 on .* is stopped; start it again"),
-        ("import", False, "rank 1 on .* is still reading its program; give it longer"),
+        (
+            "import",
+            False,
+            "rank 1 on .* is still importing its program; if the hosts are slow, allow",
+        ),
         ("join", True, "rank 1 on .* is stopped; start it again"),
         ("join", False, "those of .* wait for each other in MPI"),
     ],
@@ -93,4 +97,4 @@ def test_the_time_to_start_is_a_number(jobs: Jobs, tmp_path: Path) -> None:
     done = jobs.run(2, script, tmp_path, "", MOTLEY_START_TIMEOUT="soon")
     assert done.code == 2
     (line,) = [line for line in done.output.splitlines() if line.startswith("motley: ")]
-    assert "MOTLEY_START_TIMEOUT=soon is no number of seconds" in line
+    assert "MOTLEY_START_TIMEOUT=soon is not a number of seconds" in line

@@ -105,7 +105,7 @@ def test_a_model_writes_while_it_learns_and_learns_the_same(module_jobs: Jobs) -
     assert len(timed.losses) == 5 and not (timed.folder / "samples.txt").exists()
     for options, says in (
         ((*writes, "--strategy", "fsdp"), "--sample-every needs the whole model on rank 0"),
-        (("--sample-every", 2, "--sample-prompt", "☃"), "--sample-prompt has characters that the"),
+        (("--sample-every", 2, "--sample-prompt", "☃"), "--sample-prompt has characters that are"),
     ):
         done = module_jobs.fork(2, DDP, *words, *options, "--shares",
                                 "1,1", "--logs", module_jobs.logs, "--run", "none")  # fmt: skip
@@ -179,9 +179,9 @@ def test_parameters_of_several_types_are_learnt_or_refused_by_name(module_jobs: 
         assert run.losses == pytest.approx(alone.losses, rel=1e-2)  # some weights have 8 bits
         assert not [event for event in run.events if event["event"] == "drift"]
     for says, script, *options in (
-        ("turned is of complex64: take --strategy ddp", DDP, "--strategy", "fsdp"),
-        ("wide is of float64: take torch_dist/train_vit.py", ZERO, "--stage", 1),
-        ("wide is of float64: take --wire exact", DDP, "--wire", "powersgd:4"),
+        ("turned has the type complex64: take --strategy ddp", DDP, "--strategy", "fsdp"),
+        ("wide has the type float64: take torch_dist/train_vit.py", ZERO, "--stage", 1),
+        ("wide has the type float64: take --wire exact", DDP, "--wire", "powersgd:4"),
     ):
         run_name = ("--logs", module_jobs.logs, "--run", f"types {options}")
         done = module_jobs.fork(2, script, *TYPES, *run_name, *shares, *options)
@@ -243,7 +243,7 @@ def test_local_steps_average_experts_and_who_shards_names_them(module_jobs: Jobs
         place = ("--logs", module_jobs.logs, "--run", f"experts {options}")
         done = module_jobs.fork(2, script, *words, *place, *options)
         assert done.code != 0 and "experts.0.weight" in done.output, done.output
-        assert "take torch_dist/train_vit.py --strategy ddp" in done.output, done.output
+        assert "Take torch_dist/train_vit.py --strategy ddp" in done.output, done.output
 
 
 LATE = (*EXPERTS, "--late", "--max-steps", 9)
@@ -259,7 +259,7 @@ def test_an_absence_that_the_first_samples_do_not_show_is_named_when_it_comes(
     script, *rest = options
     done = jobs.fork(2, script, *LATE, "--shares", "5,3", *rest, "--logs", jobs.logs, "--run", "r")
     assert done.code != 0 and done.seconds < 60
-    assert "set sometimes_unused = True in the class ExpertsTask" in done.output, done.output
+    assert "Set sometimes_unused = True in the class ExpertsTask" in done.output, done.output
 
 
 def test_a_task_that_says_so_trains_as_one_rank(module_jobs: Jobs) -> None:
@@ -279,7 +279,7 @@ def test_a_killed_run_goes_on_elsewhere_through_the_other_engine(
     whole = jobs.train(1, DDP, "whole", *task)
     words = (*task, "--epochs", 30, "--save-every", 4, "--logs", jobs.logs, "--run", "killed")
     first = jobs.fork(2, FAILING, "--fail", "killed", "--step", 11, *words, "--shares", "2,1")
-    assert first.code != 0 and "died without a word" in first.output
+    assert first.code != 0 and "died without a message" in first.output
     rest = ("--resume", "auto", "--stage", 1, "--shares", "1,0,3")
     then = jobs.train(3, ZERO, "killed", *task, *rest)
     (resumed,) = [event for event in then.events if event["event"] == "resume"]

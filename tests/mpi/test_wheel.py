@@ -100,7 +100,7 @@ def test_ways_to_train_are_measured(motley: Command, tmp_path: Path) -> None:
 def test_a_host_is_looked_at_and_what_needs_a_clone_says_so(
     motley: Command, tmp_path: Path
 ) -> None:
-    says = "motley: hosts.txt does not exist; write one host a line, as in: "
+    says = "motley: hosts.txt does not exist; create it with one host per line, as in: "
     missing = motley("check", fails=True)
     assert missing.startswith(says)
     subprocess.run(missing.removeprefix(says), shell=True, cwd=tmp_path, check=True, timeout=9)
@@ -111,8 +111,10 @@ def test_a_host_is_looked_at_and_what_needs_a_clone_says_so(
     for name, way in (("install", "/bin/pip install motley-train=="), ("sync", "with scp")):
         for words, fails in (((), True), (("-h",), False)):
             said = motley(name, *words, fails=fails)
-            assert f"{name} needs a clone" in said and way in said and said.count("\n") == 1
+            assert f"{name} works only in a clone" in said and way in said and said.count("\n") == 1
     assert motley("clean").strip() == "nothing is left over"
     assert "hello from rank 1 of 2" in motley("hello", ranks=2)
-    assert "which line? As in: motley keep mpirun" in motley("keep", fails=True)
+    assert "the command to run is missing; give one, as in: motley keep mpirun" in motley(
+        "keep", fails=True
+    )
     assert "motley: no command is given; motley -h lists them" in motley(fails=True)

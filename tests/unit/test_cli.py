@@ -236,12 +236,12 @@ def no_clone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("clone", "typed"),
     [
-        ("make it with: bash setup/stage_cn.sh", "make it with: motley stage"),
+        ("create one with: bash setup/stage_cn.sh", "create one with: motley stage"),
         ("-np 2 ./entry_cn.sh", "-np 2 motley train"),
         ("./entry_cn.sh torch_dist/plan_vit.py --lr 1", "motley plan --lr 1"),
         ("./entry_cn.sh mine.py", "motley run mine.py"),
         ("./entry_cn.sh motley train", "motley train"),
-        ("take torch_dist/train_vit.py --strategy ddp, or", "take motley train --strategy ddp, or"),
+        ("Take torch_dist/train_vit.py --strategy ddp, or", "Take motley train --strategy ddp, or"),
         ("or take torch_dist/train_vit.py", "or take motley train without --stage"),
         ("python torch_dist/baseline_measure.py --dry-run", "motley baselines --dry-run"),
         ("another baseline_measure.py", "another motley baselines"),

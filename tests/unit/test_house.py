@@ -188,7 +188,8 @@ def test_the_plan_reads_no_clock_environment_or_hardware() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "says"), [("motley", "no command is given"), ("motley.launch", "no script is given")]
+    ("module", "says"),
+    [("motley", "no command is given"), ("motley.launch", "the script is missing")],
 )
 def test_what_is_no_command_says_what_there_is(module: str, says: str) -> None:
     done = subprocess.run(

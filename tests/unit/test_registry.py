@@ -15,9 +15,9 @@ from motley.registry import entries
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "ITEMS has to be a tuple of str; a whole example: .*short.py"),
-        ("ITEMS = 'one'", "ITEMS has to be a tuple of str; a whole example: .*short.py"),
-        ("ITEMS = ('one', 2)", "ITEMS has to be a tuple of str; a whole example: .*short.py"),
+        ("", "ITEMS has to be a tuple of str; .*short.py is a complete example"),
+        ("ITEMS = 'one'", "ITEMS has to be a tuple of str; .*short.py is a complete example"),
+        ("ITEMS = ('one', 2)", "ITEMS has to be a tuple of str; .*short.py is a complete example"),
         ("\nimport nonesuch", ", line 2: ModuleNotFoundError: No module named 'nonesuch'"),
         ("ITEMS = (", r", line 1: SyntaxError: '\(' was never closed"),
     ],

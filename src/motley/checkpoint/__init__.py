@@ -1,1 +1,1 @@
-"""Checkpoints: the state from which a run can continue, how it is written and how it is read."""
+"""Checkpoints: writing, reading and verifying the state from which a run can continue."""

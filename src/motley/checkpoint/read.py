@@ -1,8 +1,8 @@
 """Readers of checkpoints, and the check of all files that a run has left.
 
 Readers load only bytes whose hashes match the checkpoint's manifest. torch.load and safetensors
-read a flipped bit without an error. Here a damaged checkpoint is reported by name, and the one
-before it is used.
+read a flipped bit without an error. Here a damaged checkpoint is reported by name, and the previous
+checkpoint is used.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ _COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of which no tensor is read yet.
+    """A checkpoint that is open, but whose tensors are not read yet.
 
     Attributes:
         folder: folder of the checkpoint.
         manifest: size and SHA-256 of each file.
         progress: entries of progress.json.
-        parts: tensors of a checkpoint that each rank has saved a part of; None: its files hold
+        parts: tensors of a checkpoint to which each rank has saved its part; None: the files hold
             whole tensors.
     """
 
@@ -51,10 +51,10 @@ class Opened:
         """Return all tensors by name. Only bytes whose hashes match the manifest are loaded.
 
         Args:
-            only: parts to read, such as ``model``; empty: all.
+            only: prefixes of tensor names to read, such as ``model``; empty: all tensors.
 
         Raises:
-            MotleyError: names the file that is damaged.
+            MotleyError: a file is damaged; the message names it.
         """
         wanted = [part for part in (*PARTS, *MORE) if part in (only or (*PARTS, *MORE))]
         if self.parts is not None:
@@ -71,19 +71,19 @@ class Opened:
         return tensors
 
     def digest(self, part: str) -> str:
-        """Return a SHA-256 that identifies the tensors of one part, as ``model``.
+        """Return a SHA-256 that identifies all tensors with a prefix, such as ``model``.
 
-        No tensor is read. For a checkpoint in parts, it is the hash of the pieces' hashes.
+        No tensor is read. For a checkpoint in parts, the result is a hash of the pieces' hashes.
         """
         if self.parts is not None:
             return self.parts.digest(part)
         return str(self.manifest[f"{part}.safetensors"]["sha256"])
 
     def check(self) -> int:
-        """Compare all hashes, and return the bytes of all tensors.
+        """Compare all hashes, and return the total size of all tensors in bytes.
 
         Raises:
-            MotleyError: names the file that is damaged.
+            MotleyError: a file is damaged; the message names it.
         """
         if self.parts is not None:
             return self.parts.check()
@@ -95,10 +95,10 @@ def open_checkpoint(folder: Path, needs: Collection[str] = ()) -> Opened:
 
     Args:
         folder: folder of the checkpoint.
-        needs: entries that the progress must have, besides the step.
+        needs: entries that progress.json must have, besides the step.
 
     Raises:
-        MotleyError: names the file that is missing or damaged.
+        MotleyError: a file is missing or damaged; the message names it.
     """
     manifest = _read_manifest(folder / "manifest.json")
     path = folder / "progress.json"
@@ -127,7 +127,7 @@ def load_checkpoint(
 def load_newest_intact(
     folders: list[Path], needs: Collection[str] = (), only: Collection[str] = ()
 ) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]]:
-    """Load the first of ``folders`` that is intact.
+    """Load the newest intact checkpoint among ``folders``.
 
     Args:
         folders: folders of checkpoints, the newest first.
@@ -135,7 +135,7 @@ def load_newest_intact(
         only: see :meth:`Opened.read`.
 
     Returns:
-        The folder, its tensors, its progress, and the errors of the folders before it.
+        The folder, its tensors, its progress, and the errors of newer checkpoints.
 
     Raises:
         MotleyError: no checkpoint is intact.
@@ -154,8 +154,8 @@ def find_first_intact(
 
     Args:
         folders: folders of checkpoints, the newest first.
-        look: reads a checkpoint, and raises MotleyError if it is damaged.
-        problems: list to which the errors of the folders before it are appended.
+        look: function that reads a checkpoint, and raises MotleyError if it is damaged.
+        problems: list to which the errors of newer checkpoints are appended.
 
     Raises:
         MotleyError: no folder is accepted.
@@ -165,12 +165,12 @@ def find_first_intact(
             return folder, look(folder)
         except MotleyError as error:
             problems.append(str(error))
-    raise MotleyError("no checkpoint is whole: " + "; ".join(problems))
+    raise MotleyError("no checkpoint is intact: " + "; ".join(problems))
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise every error of a reader as a MotleyError that says that the file is damaged."""
+    """Convert every error in the context to a MotleyError that reports a damaged file."""
     try:
         yield
     except MemoryError:
@@ -185,7 +185,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     """Return the size and SHA-256 of each file of a checkpoint, by name.
 
     Raises:
-        MotleyError: the manifest is damaged, or lists other files than a checkpoint has.
+        MotleyError: the manifest is damaged, or lists files that a checkpoint does not have.
     """
     with _reading(path):
         _check_size(path, range(_MOST_MANIFEST))
@@ -193,21 +193,24 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(manifest, dict) or not (
             manifest.keys() - _MORE_FILES == _FILES or _are_parts(manifest.keys())
         ):
-            raise ValueError(f"it does not list {', '.join(sorted(_FILES))}, and these alone")
+            raise ValueError(f"it has to list {', '.join(sorted(_FILES))} and nothing else")
         for name, described in manifest.items():
             if not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
-                raise ValueError(f"it does not give size and SHA-256 of {name}")
+                raise ValueError(f"it lacks the size or the SHA-256 of {name}")
     return manifest
 
 
 def _are_parts(names: Collection[str]) -> bool:
-    """Return True if the names are those of a checkpoint in parts: indexes and progress.json."""
+    """Return True if the file names are those of a checkpoint in parts.
+
+    These are the indexes of parts, and progress.json.
+    """
     indexes = {part_names(rank)[1] for rank in range(len(names) - 1)}
     return len(names) > 1 and {*names} == {*indexes, "progress.json"}
 
 
 def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a file; raise ValueError if size or hash differ from the manifest."""
+    """Return the bytes of a file. Raise ValueError if size or hash differs from the manifest."""
     _check_size(path, [expected["bytes"]])
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
@@ -222,12 +225,11 @@ def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
 def _check_size(path: Path, allowed: Container[int]) -> None:
     """Raise ValueError unless the path is a regular file of an allowed size.
 
-    A pipe or a device could be endless, so it must not be read.
+    A pipe or a device must not be read, because it could be endless.
     """
     result = path.stat()
     if not stat.S_ISREG(result.st_mode) or result.st_size not in allowed:
-        raise ValueError(f"it is no file of the size that it was saved with, but {result.st_size} "
-                         "bytes")  # fmt: skip
+        raise ValueError(f"it has {result.st_size} bytes, not the recorded size")  # fmt: skip
 
 
 def _check_progress(progress: Any, needs: Collection[str]) -> None:
@@ -235,7 +237,7 @@ def _check_progress(progress: Any, needs: Collection[str]) -> None:
 
     Args:
         progress: content of progress.json.
-        needs: entries that it must have, besides the step.
+        needs: entries that the progress must have, besides the step.
     """
     if not isinstance(progress, dict):
         raise ValueError(f"it is a {type(progress).__name__}, not an object")
@@ -254,8 +256,8 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoints that ``--resume PATH`` means, the preferred one first.
 
     Args:
-        path: one checkpoint's folder, the link ``best`` or the file ``latest`` that names one, a
-            copy of one, ``checkpoints/``, or a run folder.
+        path: the folder of a checkpoint or of a copy, the link ``best``, the file ``latest``, the
+            folder ``checkpoints/``, or a run folder.
     """
     if path.name == "latest" and path.is_file():
         path = path.parent
@@ -276,8 +278,8 @@ class Finding:
     """The result of a check of one file or checkpoint.
 
     Attributes:
-        text: the result, in words.
-        damaged: True if the content is not what was written.
+        text: sentence that describes the result.
+        damaged: True if the content differs from what was written.
     """
 
     text: str
@@ -287,23 +289,21 @@ class Finding:
 def verify(path: Path) -> Iterable[Finding]:
     """Check all checkpoints and records of a run, or one checkpoint; yield a finding for each file.
 
-    A line of records that a crash cut short is reported. The line does not count as damage, because
-    the other lines are not affected.
+    An incomplete line of records, as a crash leaves, is reported. Such a line does not count as
+    damage, because the other lines are not affected.
 
     Args:
         path: a run folder, its ``checkpoints/``, or one checkpoint.
 
     Raises:
-        MotleyError: there is neither a run nor a checkpoint.
+        MotleyError: the path contains neither a run nor a checkpoint.
     """
     run = RunFolder(path)
     is_run = (path / "run.json").exists() or any(run.record_files())
     checkpoints = checkpoints_at(path)
     if not is_run:
         if not checkpoints:
-            raise MotleyError(
-                f"{path}: neither a run nor a checkpoint is there; name a run's folder"
-            )
+            raise MotleyError(f"{path} is neither a run nor a checkpoint; name the folder of a run")
         checkpoints = checkpoints[:1] if path in checkpoints else checkpoints
     else:
         yield _of_run(run)
@@ -320,7 +320,7 @@ def _of_pointer(place: Path) -> Iterable[Finding]:
     """Yield a finding if ``latest`` or ``best`` does not name a checkpoint that exists."""
     if (best := read_best(place)) and not (place / best).is_dir():
         yield Finding(
-            f"{place / BEST} is damaged: it names {best}, which is not there; remove the link",
+            f"{place / BEST} is damaged: it names {best}, which does not exist; remove the link",
             damaged=True,
         )
     latest = place / "latest"
@@ -333,9 +333,9 @@ def _of_pointer(place: Path) -> Iterable[Finding]:
         return
     if not name or not (place / name).is_dir():
         yield Finding(
-            f"{latest} is damaged: it names {name or 'nothing'}, which is not there; --resume does "
-            f"not need it, but takes the newest checkpoint. Write the name of one that is there "
-            "into it, or remove it", damaged=True,
+            f"{latest} is damaged: it names {name or 'nothing'}, which does not exist. --resume "
+            "does not need this file, since it takes the newest checkpoint. Write the name of an "
+            "existing checkpoint into it, or remove it", damaged=True,
         )  # fmt: skip
 
 
@@ -358,7 +358,10 @@ def _of_lines(file: Path) -> Finding:
     words = f"{file}: {whole} lines"
     if torn:
         listed = ", ".join(map(str, torn[:5])) + ", ..." * (len(torn) > 5)
-        words += f"; {len(torn)} more cut short, and left out by all that read it: line {listed}"
+        words += (
+            f"; {len(torn)} more lines are cut short, and all programs leave them out: line "
+            f"{listed}"
+        )
     return Finding(words)
 
 
@@ -368,6 +371,6 @@ def _of_checkpoint(folder: Path) -> Finding:
         size = opened.check() / 2**20
     except MotleyError as error:
         if not folder.exists():
-            return Finding(f"{folder}: removed meanwhile, for a newer one")
+            return Finding(f"{folder} was removed during this check, for a newer checkpoint")
         return Finding(str(error), damaged=True)
     return Finding(f"{folder}: whole, step {opened.progress['step']}, {size:,.1f} MiB")

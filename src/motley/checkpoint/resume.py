@@ -1,7 +1,8 @@
-"""The initial state of a run.
+"""Loading of the initial state of a run.
 
-The state is that of the newest intact checkpoint, or the weights of another run, of a file, or of a
-folder of timm's or Hugging Face's. A checkpoint is broadcast to all ranks, or read by each rank.
+A run continues from the newest intact checkpoint, or starts with the weights of another run, of a
+file, or of a folder in the format of timm or Hugging Face. Rank 0 broadcasts a checkpoint to all
+ranks, or each rank reads its part.
 """
 
 import os
@@ -50,14 +51,15 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
     Rank 0 reads the weights, and broadcasts them. All ranks that compute call this function.
 
     Args:
-        model: the model to fill; None on a rank that has none.
+        model: the model to fill; None on a rank that takes no part in training.
         config: the options.
 
     Returns:
         Notes for the user.
 
     Raises:
-        MotleyError: the weights are missing, are pickled and not trusted, or fit another model.
+        MotleyError: the weights are missing, are a pickle that is not trusted, or do not fit the
+            model.
     """
     requested = config.initial_checkpoint
     if model is None:
@@ -88,7 +90,7 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
 
 
 def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
-    """Return False if the weights' head is known to have been trained on other classes."""
+    """Return False if the head of the weights was trained on other classes than the task's."""
     before, names = found.config.get(CLASS_NAMES), list(task.class_names)
     if before and names:
         return bool(before == names)
@@ -99,12 +101,13 @@ def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
 def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str, Tensor]:
     """Return new random values for the weights of ``model`` that are not in ``taken``.
 
-    The random numbers differ from those with which a run of the same seed starts. Features that
-    were learned for a head of the same initial values would be confident of the wrong classes.
+    The values differ from the initial values of a run with the same seed. If the loaded features
+    were trained with a head that had these initial values, a new head with the same values would
+    predict wrong classes with confidence.
 
     Args:
         model: the model.
-        taken: names of the weights that are taken over.
+        taken: names of the weights that are loaded from elsewhere.
         seed: seed of this run.
     """
     remaining = model.net.state_dict().keys() - taken
@@ -118,12 +121,12 @@ def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights, and their source.
+    """Weights of a model, with their source.
 
     Attributes:
         tensors: tensors by name, on the CPU.
         source: path or name of the source, for the user.
-        config: options of the run that made the weights; empty if they are unknown.
+        config: options of the run that trained the weights; empty if they are not known.
     """
 
     tensors: dict[str, Tensor]
@@ -141,10 +144,10 @@ def read_weights(asked: str, trust: bool) -> Weights:
 
     Args:
         asked: a run, one of its checkpoints, a file, or ``local-dir:`` and a folder.
-        trust: True to read the tensors of pickles too.
+        trust: True: read pickled weights too.
 
     Raises:
-        MotleyError: there is no such file, it is damaged, or it is a pickle and not trusted.
+        MotleyError: the file does not exist, is damaged, or is a pickle that is not trusted.
     """
     flag = f"--initial-checkpoint {asked}"
     path = Path(asked.removeprefix(_LOCAL))
@@ -155,23 +158,24 @@ def read_weights(asked: str, trust: bool) -> Weights:
         inside = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
         if not inside:
             raise MotleyError(
-                f"{flag}: neither checkpoints nor {' nor '.join(_IN_FOLDERS)} are in this folder"
+                f"{flag}: this folder has no checkpoints, and neither {' nor '.join(_IN_FOLDERS)}"
             )
         path = inside[0]
     if not path.is_file():
-        raise MotleyError(f"{flag}: there is no such run, file or folder on rank 0's machine")
+        raise MotleyError(f"{flag}: rank 0's host has no such run, file or folder")
     if path.suffix == ".safetensors":
         try:
             return Weights(load_file(path), path)
         except (SafetensorError, OSError) as error:
             raise MotleyError(
-                f"{flag}: {path.name} is damaged, or no safetensors but for its name: {error}; "
-                "copy it anew, or convert it"
+                f"{flag}: {path.name} cannot be read as safetensors: {error}. Copy it again if it "
+                "is damaged, or convert it if it has another format"
             ) from None
     if not trust:
         raise MotleyError(
-            f"{flag}: {path.name} is no .safetensors, but perhaps a pickle, which may hold code; "
-            "convert it, or add --trust to read the tensors in it, and nothing else"
+            f"{flag}: {path.name} is not a .safetensors file. It may be a pickle, which can run "
+            "code when it is read. Convert it, or add --trust, which reads tensors from it and "
+            "refuses everything else"
         )
     return Weights(_read_pickle(flag, path), path)
 
@@ -181,28 +185,30 @@ def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MotleyError(f"{flag}: it holds more than tensors, or is damaged: {why}") from None
+        raise MotleyError(
+            f"{flag}: the file is damaged, or it holds objects other than tensors: {why}"
+        ) from None
     while isinstance(content, Mapping):
         inner = [content[name] for name in _NESTED if isinstance(content.get(name), Mapping)]
         if not inner:
             break
         content = inner[0]
     if not isinstance(content, Mapping) or not all(isinstance(t, Tensor) for t in content.values()):
-        raise MotleyError(f"{flag}: it is no table of tensors by name")
+        raise MotleyError(f"{flag}: the file does not hold a dictionary of tensors by name")
     return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 
 
 def fit(
     weights: Weights, task: Task, net: nn.Module, keep_head: bool = True
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights that ``net`` can use, in its dtypes, and notes on the others.
+    """Return the weights that ``net`` can use, in its dtypes, and notes on unused weights.
 
     Args:
         weights: the weights that were read.
         task: the task of this run.
         net: the network.
-        keep_head: True if the weights' head has the same classes. Its weights are used if their
-            shape fits.
+        keep_head: True if the weights' head has the task's classes. The head's weights are then
+            used if their shapes fit.
 
     Raises:
         MotleyError: the weights belong to another model.
@@ -229,18 +235,19 @@ def fit(
                                 (shaped, "of another shape")) if names
         ]  # fmt: skip
         raise MotleyError(
-            f"the weights of {weights.source} are of another model; {'; '.join(parts)}. "
-            "Give the options of the model that they were made with"
+            f"the weights of {weights.source} do not fit this model: {'; '.join(parts)}. Give the "
+            "options of the model that they were trained with"
         )
     anew = sorted(
         name for name in own.keys() - outside
         if not keep_head or name not in tensors or tensors[name].shape != own[name].shape
     )  # fmt: skip
     why = (
-        "which tells other classes apart there" if not keep_head
-        else "of another shape there" if tensors.keys() & {*anew} else "not there"
+        "because the checkpoint was trained on other classes" if not keep_head
+        else "because their shape differs from the checkpoint's" if tensors.keys() & {*anew}
+        else "because the checkpoint lacks them"
     )  # fmt: skip
-    notes = [f"made anew: {', '.join(anew)}, {why}"] if anew else []
+    notes = [f"new random weights for {', '.join(anew)}, {why}"] if anew else []
     taken = own.keys() & tensors.keys() - {*anew}
     return {name: tensors[name].to(own[name].dtype) for name in sorted(taken)}, notes
 
@@ -266,14 +273,14 @@ def resume(
         engine: the engine that loads the state.
         folders: folders of checkpoints, the newest first.
         config: the options.
-        now: the values of ``config`` that a checkpoint stores.
+        now: values of the options of this launch, in the form that a checkpoint stores.
         device: device on which ranks communicate.
 
     Returns:
         The state of the training, and notes for the user.
 
     Raises:
-        MotleyError: no checkpoint is intact, or the options do not allow this run to continue.
+        MotleyError: no checkpoint is intact, or an option differs that a continued run must keep.
     """
     if not folders:
         return TrainState(), []
@@ -313,10 +320,10 @@ def resume(
 
 
 def find_state(folders: list[Path]) -> TrainState | None:
-    """Return the position at which :func:`resume` will continue.
+    """Return the position at which :func:`resume` will continue, without reading tensors.
 
-    The position differs if the tensors of the newest checkpoint turn out to be damaged. The result
-    is None if no checkpoint can be read, which :func:`resume` then reports.
+    If the tensors of the newest checkpoint are damaged, :func:`resume` continues at an earlier
+    position. The result is None if no checkpoint can be read.
     """
     if not folders:
         return TrainState()
@@ -341,7 +348,7 @@ def read_saved_options(folders: list[Path]) -> dict[str, Any] | None:
 def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
     """Return a checkpoint's progress and tensors.
 
-    The tensors are None if each rank reads its own rows. These tensors are not checked yet.
+    The tensors are None if each rank will read its own rows. These rows are not checked here.
 
     Args:
         folder: folder of the checkpoint.
@@ -355,7 +362,7 @@ def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str,
 def _broadcast_state(
     engine: Engine, tensors: dict[str, Tensor], progress: dict[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
-    """Broadcast rank 0's tensors into the engines of all ranks; return this rank's own state."""
+    """Load rank 0's tensors into the engines of all ranks; return this rank's own tensors."""
     own = _scatter_own(tensors, progress["ranks"])
     shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
     engine.load_state(Scope.GLOBAL, State(spread(shared, device), progress.get("optimizer", {})))
@@ -363,10 +370,10 @@ def _broadcast_state(
 
 
 def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
-    """Load each rank's rows; return an error, empty if there is none.
+    """Load each rank's rows; return an error message, or an empty text.
 
-    The error is that of the first rank that cannot read its rows. In that case no rank loads
-    anything.
+    If a rank cannot read its rows, no rank loads anything, and all ranks return the error of the
+    first such rank.
     """
     assert isinstance(engine, HoldsParts)
     result: dict[str, Tensor] = {}
@@ -400,7 +407,7 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
         config: options of this launch.
 
     Raises:
-        MotleyError: an option differs that has to stay.
+        MotleyError: an option differs that a continued run must keep.
     """
 
     def differing(is_fixed: bool) -> list[str]:
@@ -430,30 +437,34 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
         texts = [" ".join(each) or NONE for each in (here, there)]
         wrong.append(f"--opt-kwargs {texts[0]} (the checkpoint: {texts[1]})")
     if wrong:
-        raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
+        raise MotleyError(
+            f"the checkpoint cannot be continued with {', '.join(wrong)}; give the values of the "
+            "checkpoint"
+        )
     changed = ", ".join(differing(is_fixed=False))
-    notes = [f"note: other options than the checkpoint's: {changed}"] if changed else []
+    notes = [f"note: these options differ from the checkpoint's: {changed}"] if changed else []
     if saved.get(SAMPLES) and now.get(SAMPLES) and saved[SAMPLES] != now[SAMPLES]:
         notes.append(
-            f"note: other samples than the checkpoint's: {now[SAMPLES]} (the checkpoint: "
+            f"note: the samples differ from the checkpoint's: {now[SAMPLES]} (the checkpoint: "
             f"{saved[SAMPLES]}); their order changes"
         )
     if converts:
         notes.append(
-            f"note: --opt {now['opt']}, and the moments of the checkpoint's {saved['opt']}"
+            f"note: --opt {now['opt']} continues with the moments of the checkpoint's "
+            f"{saved['opt']}"
         )
     return notes
 
 
 def _list_switches(options: dict[str, Any]) -> list[str]:
-    """Return the arguments of ``--opt-kwargs`` that are no numbers, such as ``amsgrad=True``."""
+    """Return the entries of ``--opt-kwargs`` whose values are not numbers, as amsgrad=True."""
     texts = options.get("opt_kwargs")
     given = map(keyword, texts if isinstance(texts, list) else ())
     return sorted(str(each) for each in given if type(each.value) not in (int, float, tuple))
 
 
 def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    """Send each rank its own state from rank 0; it is empty if the world size has changed."""
+    """Send each rank its own tensors from rank 0; empty if the number of ranks has changed."""
     if ranks != dist.get_world_size():
         return {}
     parts: list[dict[str, Tensor]] | None = None

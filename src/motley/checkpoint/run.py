@@ -1,4 +1,4 @@
-"""The life of a run: folder, lock, events and end, and the checkpoint from which it continues."""
+"""A run on the disk: its folder, lock, events and end, and the checkpoint to continue from."""
 
 import contextlib
 import dataclasses
@@ -31,10 +31,10 @@ def find_run(config: Config, explains: bool = True) -> tuple[Path, list[Path]]:
 
     Args:
         config: the options.
-        explains: print a sentence on each run of another task that is passed over.
+        explains: True: print a sentence for each skipped run that has another task.
 
     Raises:
-        MotleyError: the folder exists already, cannot be read, or has no checkpoint to resume.
+        MotleyError: the folder exists already, cannot be read, or has no checkpoint to resume from.
     """
     try:
         path, result = _find_run(config, Path(config.logs), explains)
@@ -47,9 +47,7 @@ def find_run(config: Config, explains: bool = True) -> tuple[Path, list[Path]]:
         try:
             RunFolder(continued).read_run()
         except MotleyError as error:
-            print(
-                f"motley: {error}; its checkpoints are used, and who does how much is planned anew"
-            )
+            print(f"motley: {error}. The run continues from its checkpoints, with a new plan")
     return path, result
 
 
@@ -69,8 +67,8 @@ def _find_run(config: Config, logs: Path, explains: bool) -> tuple[Path, list[Pa
         result = checkpoints_at(Path(config.resume))
         if not result:
             raise MotleyError(
-                f"--resume {config.resume}: no checkpoint there; name a run folder, or a folder "
-                "checkpoints/step_... in one"
+                f"--resume {config.resume}: there is no checkpoint; name the folder of a run, or "
+                "one of its folders checkpoints/step_..."
             )
         return named or get_run(result[0]) or _by_time(logs), result
     if named:
@@ -82,22 +80,25 @@ def explain_new_run(config: Config) -> str:
     """Return a sentence for the user if ``--resume auto`` has found no run to continue."""
     logs = Path(config.logs)
     if config.run is not None:
-        return f"{logs / config.run} has no checkpoint; --resume auto begins it anew"
+        return (
+            f"{logs / config.run} has no checkpoint, so --resume auto starts the run from the "
+            "beginning"
+        )
     return (
-        f"no unfinished run with a checkpoint is in {logs.absolute()}; --resume auto begins a new "
-        "run. Name the place with --logs DIR, or a run with --run NAME"
+        f"{logs.absolute()} has no unfinished run with a checkpoint, so --resume auto starts a "
+        "new run. To continue one, name its folder with --logs DIR, or the run with --run NAME"
     )
 
 
 def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[Path]] | None:
-    """Return the latest started unfinished run of this task, and its checkpoints; None without one.
+    """Return the unfinished run of this task that started last, and its checkpoints.
 
-    A run that is in use is refused later, when its lock is taken.
+    None: there is no such run. If another job uses the run, taking its lock fails later.
 
     Args:
         logs: folder of all runs.
         task: the task.
-        explains: print a sentence on each run of another task.
+        explains: True: print a sentence for each skipped run that has another task.
     """
     stopped: list[tuple[float, Path, str]] = []
     for run in find_runs([logs]) if logs.exists() else []:
@@ -105,8 +106,8 @@ def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[P
             content = run.read_run()
         except MotleyError as error:
             print(
-                f"motley: {error}; --resume auto passes this run over; --run {run.path.name} "
-                "--resume auto goes on from its checkpoints"
+                f"motley: {error}; --resume auto skips this run. To continue from its "
+                f"checkpoints, use --run {run.path.name} --resume auto"
             )
             continue
         started = content.get("started")
@@ -121,14 +122,14 @@ def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[P
             return path, result
         if explains:
             print(
-                f"motley: {path} learns --task {learns}; --resume auto passes it over. Add "
-                f"--task {shlex.quote(learns)} to continue it"
+                f"motley: --resume auto skips {path}, which has --task {learns}. To continue it, "
+                f"add --task {shlex.quote(learns)}"
             )
     return None
 
 
 def get_run(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that made a checkpoint; None for a copy elsewhere."""
+    """Return the folder of the run that wrote a checkpoint; None for a copy in another place."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
@@ -143,7 +144,7 @@ def _names(path: Path) -> Iterator[Path]:
 
 
 def new_folder(path: Path) -> Path:
-    """Create and return a new folder of this name, or of this name with a number after it."""
+    """Create and return a new folder. If the name exists, a number is appended to it."""
     for each in _names(path):
         try:
             each.mkdir(parents=True)
@@ -158,7 +159,9 @@ def _run_name(name: str) -> str:
     if not name:
         raise MotleyError("--run is empty; give a name, or leave it out (default: the time)")
     if name in (".", "..") or "/" in name or "\0" in name or "\n" in name:
-        raise MotleyError(f"--run {name!r} is a name, not a path; choose the place with --logs DIR")
+        raise MotleyError(
+            f"--run {name!r} is a path, and has to be a name; choose the folder with --logs DIR"
+        )
     return name
 
 
@@ -171,13 +174,12 @@ class Run:
 
     Attributes:
         folder: folder of the run's records.
-        resume_from: checkpoints to continue from, the preferred one first; empty for a
-            fresh start. Paths on rank 0's machine.
-        unnamed: True if the folder's name was chosen automatically. If the folder exists by the
-            start, another name is chosen.
-        samples: number of samples that this job has trained on, those before a lost rank included.
-        trains_since: time from which this job could take its first step, by the monotonic clock;
-            0.0 before that.
+        resume_from: checkpoints to continue from, as paths on rank 0's host, the preferred one
+            first; empty for a new run.
+        unnamed: True if the folder's name was chosen automatically. If the folder exists when the
+            run starts, another name is chosen.
+        samples: number of samples that this job has trained on, also before a rank was lost.
+        trains_since: time at which training started, in seconds of the monotonic clock; 0.0 before.
     """
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
@@ -202,7 +204,7 @@ class Run:
         Args:
             world: the ranks.
             config: the options.
-            explains: print a sentence if ``--resume auto`` finds no run, or passes one over.
+            explains: True: print a sentence if ``--resume auto`` finds no run, or skips a run.
         """
         path, resume_from = world.from_first(lambda: find_run(config, explains))
         run = cls(RunFolder(path), resume_from, world)
@@ -214,7 +216,7 @@ class Run:
 
     @property
     def _first(self) -> bool:
-        """True if this rank records the run."""
+        """True if this rank writes the records of the run."""
         return self._world.rank == 0
 
     def for_survivors(self, world: World) -> None:
@@ -236,24 +238,24 @@ class Run:
             self._lock = self.folder.lock()
 
     def read_continued(self) -> dict[str, Any]:
-        """Return run.json of the continued run.
+        """Return the content of run.json of the run that this run continues.
 
-        The result is empty for a fresh start, or if the file is missing or damaged.
+        The result is empty for a new run, or if the file is missing or damaged.
         """
         with contextlib.suppress(MotleyError):  # find_run() has reported it
             return self._continued.read_run() if self._continued else {}
         return {}
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return the evaluations of the continued run, then those of this run."""
+        """Return the evaluations of the run that this run continues, then those of this run."""
         folders = {self._continued.path: self._continued} if self._continued else {}
         folders[self.folder.path] = self.folder
         return [record for folder in folders.values() for record in folder.read_epochs()]
 
     def start(self, content: Mapping[str, Any], step: int) -> None:
-        """Create the folder on all machines and write run.json.
+        """Create the folder on all hosts and write run.json.
 
-        Rank 0 records the events and faults of all ranks from then on.
+        Rank 0 then records the events and faults of all ranks.
 
         Args:
             content: further entries of run.json, ``ranks`` among them.
@@ -268,7 +270,7 @@ class Run:
         if self._started is None:
             self._started, grouped = now, {}
             self._groups = world.from_first(self._read_groups)
-        else:  # after a lost rank: `ranks` and `plan` hold from now on
+        else:  # a rank was lost: `ranks` and `plan` are new from here on
             grouped = {"grouped": now}
         self._groups = add_group(self._groups, step, content["ranks"])
         if self._first:
@@ -290,7 +292,7 @@ class Run:
         world.allgather(None)  # no rank writes records before the run has started
 
     def _read_groups(self) -> list[JsonDict]:
-        """Return the groups of ranks whose records are in the folder already."""
+        """Return the process groups whose records are in the folder already."""
         with contextlib.suppress(MotleyError):  # the file is replaced, damaged or not
             return read_groups(self.folder.read_run())
         return []
@@ -307,9 +309,9 @@ class Run:
     def divert_nccl(self) -> None:
         """Send the output of NCCL to one file per rank, and create the run's folder for them.
 
-        This applies if the user asks for output (NCCL_DEBUG) and has named no file. Otherwise the
-        output of all ranks would go to one terminal. All ranks call this method before NCCL is
-        used.
+        This applies if the user requests output (NCCL_DEBUG) and has named no file, so that the
+        output of all ranks would go to one terminal. All ranks call this method before they use
+        NCCL.
         """
         own = bool(self._world.nodes[self._world.rank].devices) and talks_to_terminal(os.environ)
         if not any(self._world.allgather(own)):
@@ -318,7 +320,7 @@ class Run:
         if own:
             os.environ["NCCL_DEBUG_FILE"] = self.folder.nccl_log(self._world.number)
         if self._first:
-            print(f"what NCCL says goes to {self.folder.path}/nccl.rank*.log", flush=True)
+            print(f"the output of NCCL goes to {self.folder.path}/nccl.rank*.log", flush=True)
 
     def event(self, kind: str, **content: Any) -> None:
         """Record an event of this rank; see RunFolder.event."""
@@ -339,20 +341,20 @@ class Run:
         return all(seen)
 
     def check_leader(self, leader: int) -> None:
-        """Raise MotleyError unless ``leader`` sees rank 0's disk; all ranks call this method.
+        """Raise MotleyError unless rank ``leader`` sees rank 0's disk; all ranks call this method.
 
-        The leader, a launched rank, writes and reads checkpoints.
+        The leader writes and reads checkpoints. Its number is that of the launch.
         """
         world = self._world
         if world.machines[leader] != world.machines[0] and not self.is_shared():
             raise MotleyError(
-                f"{world.nodes[0].host}, where the run's records are, would not train, and not "
-                f"all hosts see its {self.folder.path.absolute()}: name it in --hosts too, or "
-                "choose a place that all share with --logs DIR"
+                f"{world.nodes[0].host} holds the run's records and does not train, and not all "
+                f"hosts see its folder {self.folder.path.absolute()}. Add {world.nodes[0].host} "
+                "to --hosts, or name a folder that all hosts share with --logs DIR"
             )
 
     def _leave_mark(self) -> Path | None:
-        """Return a new file on the disk of the run's folder; None if the disk is not writable."""
+        """Create and return a file beside the run's folder; None if the disk is not writable."""
         path = self.folder.path.absolute()
         above = next(parent for parent in path.parents if parent.exists())
         try:
@@ -367,17 +369,17 @@ class Run:
         if kind == "finished":
             self._result = content
         if kind == "unreadable":
-            if content["sample"] in self._unreadable:  # in an earlier epoch
+            if content["sample"] in self._unreadable:  # recorded in an earlier epoch
                 return
             self._unreadable.add(content["sample"])
         self.folder.event(kind, **content)
 
     def fail(self, fault: Fault) -> None:
-        """Record the first cause of the job's end, if this rank sees the run's records."""
+        """Record a fault as the cause of the job's end, if this rank sees the run's records."""
         record_fault(self.folder, fault)
 
     def record_result(self, result: Mapping[str, Any]) -> None:
-        """Record the run's result, from the first rank that trains."""
+        """Record the run's result; the first rank that trains calls it."""
         self.event("finished", **result)
 
     def finish(self) -> None:
@@ -388,15 +390,16 @@ class Run:
             return
         if self._unreadable:
             print(
-                f"{len(self._unreadable)} samples could not be read, and were replaced in training "
-                f"and left out in evaluation; {self.folder.path / 'events.jsonl'} names them"
+                f"{len(self._unreadable)} samples could not be read. Training replaced them by "
+                "other samples, and evaluations left them out; "
+                f"{self.folder.path / 'events.jsonl'} lists them"
             )
         result = {**self._result, "unreadable_samples": len(self._unreadable)}
         self.folder.update_run(status="finished", result=result, ended=time.time())
 
 
 def talks_to_terminal(environ: Mapping[str, str]) -> bool:
-    """Return True if the user has NCCL, or RCCL, print to the terminal."""
+    """Return True if the environment makes NCCL or RCCL print to the terminal."""
     level = environ.get("NCCL_DEBUG", "").strip().upper()
     return level not in ("", "NONE") and not environ.get("NCCL_DEBUG_FILE")
 
@@ -411,7 +414,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the commit of this source tree, with "+" if it has changes; None outside of git."""
+    """Return the git commit of the source tree, with "+" for uncommitted changes; or None."""
     if not ROOT or not (ROOT / ".git").exists():
         return None
     git = ["git", "--no-optional-locks", "-C", os.fspath(ROOT)]

@@ -1,4 +1,4 @@
-"""Checkpoints: training state gathered from ranks and saved in one piece.
+"""Writing of checkpoints, which hold the training state gathered from all ranks.
 
 A checkpoint is saved completely or not at all, and never loaded unless it is complete.
 
@@ -14,18 +14,18 @@ A checkpoint is saved completely or not at all, and never loaded unless it is co
                                 that no rank holds whole: see motley.checkpoint.tensor_files
       latest                    the name of the newest folder, written last, for people
       best                      --keep-best: a link to the folder with the best evaluation
-      aside_step_00000140/      damaged, or of a branch that a resume has left
+      aside_step_00000140/      damaged, or later than the step from which a run has resumed
 
 Only folders of these exact names belong to Motley. All other files are left alone, and never taken
 for a checkpoint unless --resume names them. A checkpoint is written to a hidden folder, hashed on
 its way there, flushed to the disk, and renamed. Its readers are in motley.checkpoint.read.
 
-A thread writes while the training continues. Hashing and copying to the disk took processor time
-from ranks that compute on CPUs. For a checkpoint of 1 GB, beside two ranks on two processors, this
-cost 1.7 s of the training. At the lowest priority it cost 0.2 s, since ranks wait for each other
-now and then. A thread without rights never gets its priority back, so a second thread finishes a
-checkpoint that the training waits for. The second thread also does this after half a minute, if
-other programs leave no idle time at all.
+A thread writes while the training continues. Hashing and copying to the disk take CPU time from
+ranks that compute on CPUs. For a checkpoint of 1 GB, beside two ranks on two CPU cores, this cost
+1.7 s of the training. At the lowest priority it cost 0.2 s, because the thread uses the time in
+which ranks wait for each other. A thread cannot raise its priority again without privileges.
+A second thread of usual priority therefore finishes a checkpoint for which the training waits. The
+second thread also takes over after half a minute if other programs leave no idle time.
 """
 
 import contextlib
@@ -64,16 +64,16 @@ from motley.plan.plan import Plan
 from motley.records.json_files import fix_for
 
 _LOWEST = 19  # niceness
-PATIENCE_S = 30.0  # after which the checkpoint matters more than the processor time
+PATIENCE_S = 30.0  # limit of writing in idle time only
 
 
 class IdleThread:
-    """A thread of the lowest priority, which runs one job after the other."""
+    """A thread of the lowest priority, which runs jobs one after another."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint", self._begin)
         self._usual = ThreadPoolExecutor(1, "checkpoint_awaited")
-        self._until = 0.0  # until this time, by the monotonic clock, only idle time is used
+        self._until = 0.0  # until this monotonic time, only idle time is used
         self._ident: int | None = None
 
     def _begin(self) -> None:
@@ -90,14 +90,14 @@ class IdleThread:
         return self._thread.submit(work, *values)
 
     def hurry(self) -> None:
-        """Have the rest of the work done at the usual priority, since a caller waits."""
+        """Continue the queued work at the usual priority, because a caller waits for it."""
         self._until = 0.0
 
     def run(self, pieces: Iterator[None]) -> None:
-        """Run all pieces of a job. May be called from any thread.
+        """Run all pieces of a job. Any thread may call it.
 
         Args:
-            pieces: iterator that does one piece of work per item.
+            pieces: iterator that does one piece of work each time an item is requested.
         """
         for _ in pieces:
             if time.monotonic() > self._until and threading.get_ident() == self._ident:
@@ -114,18 +114,18 @@ _HALF_WRITTEN = re.compile(
 )  # process and thread that wrote it
 BEST = "best"  # the link to the best checkpoint
 PARTS = ("model", "optimizer", "ranks")
-MORE = ("ema", "ema_numbers")  # with --model-ema
+MORE = ("ema", "ema_numbers")  # further parts with --model-ema
 
 
 class Checkpoints:
-    """The checkpoints of one run. Unless they are saved in parts, rank 0 alone writes.
+    """The checkpoints of one run. Only rank 0 writes, unless they are saved in parts.
 
     Args:
-        path: the folder ``checkpoints/``.
-        keep: number of newest checkpoints that stay on the disk, besides the best one.
+        path: path of the folder ``checkpoints/``.
+        keep: number of newest checkpoints to keep on the disk, besides the best one.
 
     Attributes:
-        in_parts: True if each rank sees this disk, and writes the rows that it holds.
+        in_parts: True if all ranks see this disk, and each rank writes the rows that it holds.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -135,14 +135,14 @@ class Checkpoints:
         self._writing: Future[Path] | None = None
 
     def save_behind(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
-        """Save a checkpoint while training continues. Wait for the previous one first.
+        """Save a checkpoint while training continues. Wait for the previous checkpoint first.
 
         Args:
-            tensors: tensors of the state, which do not change any more.
+            tensors: tensors of the state. They must not change afterwards.
             progress: entries of the checkpoint besides tensors.
 
         Raises:
-            MotleyError: the previous one could not be saved.
+            MotleyError: the previous checkpoint could not be saved.
         """
         self.wait()
         self._writing = self._writer.submit(self.save, tensors, progress)
@@ -151,11 +151,11 @@ class Checkpoints:
         """Wait until the checkpoint that is being saved has reached the disk.
 
         Args:
-            limit_s: seconds to wait at most; None: no limit.
+            limit_s: largest number of seconds to wait; None: no limit.
 
         Raises:
-            MotleyError: it could not be saved.
-            TimeoutError: the time was not enough.
+            MotleyError: the checkpoint could not be saved.
+            TimeoutError: the checkpoint is not on the disk after ``limit_s`` seconds.
         """
         if self._writing is not None:
             if not self._writing.done():
@@ -163,7 +163,7 @@ class Checkpoints:
             self._writing.result(limit_s)
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that was being saved, if it has ended by now."""
+        """Raise the error of the last checkpoint if saving it has failed; do not wait."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -171,9 +171,9 @@ class Checkpoints:
         """Write one checkpoint.
 
         Args:
-            tensors: names start with ``model.``, ``optimizer.``, ``ranks.``, ``ema.`` or
-                ``ema_numbers.``.
-            progress: JSON; has at least ``step``.
+            tensors: tensors by name. A name starts with ``model.``, ``optimizer.``, ``ranks.``,
+                ``ema.`` or ``ema_numbers.``.
+            progress: content of progress.json, with at least ``step``.
 
         Raises:
             MotleyError: the disk is full or not writable; nothing is left behind.
@@ -185,7 +185,7 @@ class Checkpoints:
         return self._final(progress["step"])
 
     def mark_best_behind(self, step: int) -> None:
-        """Link the checkpoint of a step as ``best``, once all earlier ones are on the disk."""
+        """Link the checkpoint of a step as ``best``, after all queued checkpoints are saved."""
         before = self._writing
 
         def mark() -> Path:
@@ -209,7 +209,7 @@ class Checkpoints:
             link.replace(best)
 
     def begin_parts(self, step: int) -> Path:
-        """Create the folder for all ranks' parts, on rank 0, after the previous checkpoint."""
+        """Wait for the previous checkpoint, then create the folder for the parts of all ranks."""
         self.wait()
         temporary = self._temporary(step, 0)
         with self._saying(step, 0):
@@ -229,7 +229,7 @@ class Checkpoints:
             step: step of the checkpoint.
 
         Raises:
-            MotleyError: the previous one could not be saved.
+            MotleyError: the previous checkpoint could not be saved.
         """
         self.wait()
         self._writing = self._writer.submit(self._write_part, folder, rank, tensors, step)
@@ -283,7 +283,7 @@ class Checkpoints:
 
         Args:
             step: step of the checkpoint.
-            size: bytes of tensors.
+            size: total size of the tensors in bytes.
             thread: id of the thread that writes, for the name of a new folder.
             begun: a folder that exists already; None: create one.
         """
@@ -304,7 +304,7 @@ class Checkpoints:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Remove the checkpoints before those to keep, except for the best one."""
+        """Remove old checkpoints, except for the newest ones to keep and the best one."""
         best = read_best(self.path)
         for old in self.list_folders(step)[self._keep :]:
             if old.name != best:
@@ -312,14 +312,14 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _saying(self, step: int, size: int) -> Iterator[None]:
-        """Raise an error of the disk as a MotleyError about the checkpoint."""
+        """Convert an OSError in the context to a MotleyError about the checkpoint."""
         try:
             yield
         except OSError as error:
             free = free_bytes(self.path)
             room = (
-                f"it takes {size / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free; free some "
-                "disk, or choose another with --logs DIR"
+                f"it takes {size / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free; free "
+                "some space, or choose another folder with --logs DIR"
             )
             wrong = (
                 f"cannot save the checkpoint {self._final(step)}: {error}; {fix_for(error, room)}"
@@ -329,8 +329,8 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints of later steps to ``aside_...``.
 
-        These checkpoints are damaged, or belong to a branch that a resume from ``step`` leaves. The
-        next resume would use them otherwise.
+        The run continues from ``step``, so later checkpoints are damaged or no longer belong to the
+        run. Without the new names, the next resume would use them.
         """
         remaining = self.list_folders(step)
         later = set(self.list_folders()) - set(remaining)
@@ -349,7 +349,7 @@ class Checkpoints:
         """Return the folders of checkpoints, newest first, intact or not.
 
         Args:
-            until: last step to include; None: all.
+            until: last step to include; None: include all steps.
         """
         folders = self.path.glob("step_*")
         found = [(step, folder) for folder in folders if (step := parse_step(folder)) is not None]
@@ -387,7 +387,7 @@ class Checkpoints:
         pointer.replace(self.path / "latest")
 
     def sweep(self) -> None:
-        """Remove half-written folders of a crashed process. The caller holds the run's lock."""
+        """Remove incomplete checkpoints of a crashed process. The caller holds the run's lock."""
         for leftover in self.path.glob(".step_*"):
             result = _HALF_WRITTEN.fullmatch(leftover.name)
             if result and int(result[1]) != os.getpid():
@@ -395,7 +395,7 @@ class Checkpoints:
 
 
 def read_best(path: Path) -> str:
-    """Return the name of the checkpoint that the link ``best`` of a folder names, or ""."""
+    """Return the name of the checkpoint to which a folder's link ``best`` points, or ""."""
     try:
         return str((path / BEST).readlink())
     except OSError:
@@ -403,7 +403,7 @@ def read_best(path: Path) -> str:
 
 
 def parse_step(path: Path) -> int | None:
-    """Return the step of a checkpoint's folder; None for a file, a link, or another name."""
+    """Return the step in the name of a checkpoint's folder; None for any other path."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
 
@@ -413,7 +413,7 @@ def _hash_progress(content: bytes) -> dict[str, Any]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the disk of a folder, which need not exist yet."""
+    """Return the free space in bytes of a folder's disk. The folder need not exist yet."""
     return shutil.disk_usage(path).free if path.exists() else free_bytes(path.parent)
 
 
@@ -426,8 +426,9 @@ class KeptState:
         plan: split of a full batch at that step.
         engine_state: parameters, optimizer state and other state of the engine, on the CPU.
         scale: state of the loss scale.
-        seen: sums of this rank's batch norms since those of all ranks were last united.
-        estimated: buffers of the batch norms, for a checkpoint that this rank writes alone.
+        seen: changes of this rank's batch norm statistics since all ranks last added theirs up.
+        estimated: estimated buffers of the batch norms, for a checkpoint that this rank writes
+            alone.
     """
 
     state: TrainState
@@ -443,8 +444,8 @@ def save(
 ) -> None:
     """Save a checkpoint while training continues; all ranks call this function.
 
-    Rank 0 writes it. If ranks shard the model and see the disk of rank 0, each rank writes its
-    part.
+    Rank 0 writes the checkpoint. If ranks shard the model and see the disk of rank 0, each rank
+    writes its part.
     """
     if checkpoints.in_parts and isinstance(engine, HoldsParts):
         _save_parts(engine, engine.state(Scope.ROWS), checkpoints, position, config)
@@ -469,7 +470,7 @@ def _save_parts(
     position: TrainState,
     config: dict[str, Any],
 ) -> None:
-    checkpoints.wait()  # on all ranks: rank 0 waits for each rank's previous part
+    checkpoints.wait()  # all ranks wait: rank 0 needs each rank's previous part
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received: list[Any] = [checkpoints.begin_parts(position.step) if rank == 0 else None]
     dist.broadcast_object_list(received, src=0, device=engine.device)
@@ -491,10 +492,10 @@ def make_progress(
 
     Args:
         position: position of the training.
-        ranks: number of ranks whose own state the checkpoint has.
+        ranks: number of ranks whose own tensors the checkpoint contains.
         scale: state of the loss scale.
         config: values of the options that a checkpoint stores.
-        optimizer: values of the optimizer that are no tensors.
+        optimizer: values of the optimizer that are not tensors.
     """
     return {**asdict(position), "ranks": ranks, "scale": scale, "config": config,
             "optimizer": optimizer}  # fmt: skip
@@ -503,10 +504,10 @@ def make_progress(
 def go_on(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
     """Continue from the state that each rank has copied from a broken group.
 
-    All ranks call this function. The state of the rank with the most steps is valid, because a step
-    that one rank has finished is finished. If all ranks have finished the same step, their states
-    are equal to the bit, and none is sent. Ranks that diverge may be steps apart, and the training
-    of each counts. They continue from the mean, at rank 0's step.
+    All ranks call this function. The ranks continue from the state of the rank with the most steps.
+    If all ranks have finished the same step, their states are equal, and no state is sent. In Local
+    SGD, ranks may be several steps apart, and the training of each rank counts. They continue from
+    the mean of their parameters, at rank 0's step.
 
     Args:
         engine: the engine that loads the state.
@@ -547,8 +548,8 @@ def _unite(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
     steps = [position.step for position in positions]
     where = f"{min(steps)} to {max(steps)}" if min(steps) < max(steps) else f"{steps[0]}"
     note = (
-        f"continuing from the mean of those who are left, at their steps {where}; what the lost "
-        "rank had learned and not yet sent is lost"
+        f"continuing from the mean of the surviving ranks' parameters, at their steps {where}; "
+        "the steps that the lost rank had taken since the last exchange are lost"
     )
     return positions[0], [note]
 

@@ -1,7 +1,7 @@
 """Files of tensors in the format of safetensors.
 
-A file holds whole tensors, or one rank's part of a checkpoint whose tensors are not gathered on a
-rank. Files are hashed on their way to the disk.
+A file holds whole tensors, or one rank's part of a checkpoint whose tensors are not gathered.
+Files are hashed while they are written.
 
     part_00000.safetensors      of rank 0: names as in a checkpoint of whole tensors, model.<name>
                                 and optimizer.<name>.<slot>. Each tensor is cut along its first
@@ -11,9 +11,8 @@ rank. Files are hashed on their way to the disk.
                                 manifest.json has the SHA-256 of this file.
 
 Any rank can therefore read any rows, and only bytes whose hash was compared are used. Files are
-written in pieces of 256 KiB, since the kernel takes eight times as long to copy 4 MiB at once to
-its cache (Linux 6.18, ext4), while CPU ranks train. Hashing a file later would mean to read it
-again.
+written in pieces of 256 KiB. While CPU ranks train, the kernel takes eight times as long to copy
+4 MiB at once to its cache (Linux 6.18, ext4). Hashing a file later would require reading it again.
 """
 
 import contextlib
@@ -60,21 +59,22 @@ def write_tensors(
     each: dict[str, str] | None = None,
     run: Callable[[Iterator[None]], None] = at_once,
 ) -> dict[str, Any]:
-    """Write a new file that safetensors reads.
+    """Write tensors to a new file in the format of safetensors.
 
     Args:
         file: path of the file.
         tensors: tensors by name, on the CPU. Tensors that share memory are each written.
-        each: receives the SHA-256 of each tensor, by name; None: hash the file as a whole.
-        run: runs the writing, piece by piece.
+        each: dictionary to which the SHA-256 of each tensor is added, by name; None: hash the file
+            as a whole.
+        run: function that runs the writing, piece by piece.
 
     Returns:
-        ``bytes`` and ``sha256`` of the content. If ``each`` is given, the hash covers
-        the header and its length alone.
+        ``bytes`` and ``sha256`` of the content. If ``each`` is given, the hash covers only the
+        header and its length.
 
     Raises:
         OSError: the file cannot be written, for instance because the disk is full.
-        TypeError: the format does not know the dtype of a tensor.
+        TypeError: the format does not support the dtype of a tensor.
     """
     digests, size = defaultdict[str | None, Any](hashlib.sha256), 0
 
@@ -94,16 +94,17 @@ def write_tensors(
 
 
 def _content(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bytes | memoryview]]:
-    """Yield names and bytes: the header's length and the header under None, then each tensor.
+    """Yield the name and bytes of the header, whose name is None, and then of each tensor.
 
-    Tensors with the widest numbers come first, which aligns each tensor to the size of its numbers.
+    The header's bytes begin with its length. Tensors with the widest dtypes come first, which
+    aligns each tensor to the size of its elements.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in ordered:
         if tensor.dtype not in _NAMES:
-            raise TypeError(f"{name} is of a type that no checkpoint holds, {tensor.dtype}")
+            raise TypeError(f"{name} has the type {tensor.dtype}, which a checkpoint cannot hold")
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape],
                         "data_offsets": [begin, end]}  # fmt: skip
@@ -119,7 +120,7 @@ def _content(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bytes 
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file or a folder to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,18 +130,18 @@ def sync(path: Path) -> None:
 
 _INDEX = re.compile(r"part_[0-9]{5}\.json")
 _FAILED = "failed_"  # a file of this name and a rank has the error of that rank
-_LOOK_S = 0.05  # between checks for the parts of other ranks
-_SILENT_S = 300.0  # in which no rank has written a byte
+_LOOK_S = 0.05  # seconds between checks for the parts of other ranks
+_SILENT_S = 300.0  # limit of the time without a written byte
 _MOST_HEADER = 1 << 28  # bytes
 
 
 def part_names(rank: int) -> tuple[str, str]:
-    """Return the names of a rank's two files, of its tensors and of its index of hashes."""
+    """Return the names of a rank's two files: the file of tensors, and the index of hashes."""
     return f"part_{rank:05d}.safetensors", f"part_{rank:05d}.json"
 
 
 def is_index(name: str) -> bool:
-    """Return True if a file name in a manifest is that of a part's index."""
+    """Return True if a file name in a manifest is the name of a part's index."""
     return _INDEX.fullmatch(name) is not None
 
 
@@ -171,7 +172,7 @@ def write_part(
 
 @contextlib.contextmanager
 def telling(folder: Path, rank: int) -> Iterator[None]:
-    """Write an error to a file, for the rank that waits for all parts, and raise it again."""
+    """Write an error in the context to a file, for the rank that waits, and raise it again."""
     try:
         yield
     except BaseException as error:
@@ -184,7 +185,7 @@ def wait_for_parts(folder: Path, ranks: int) -> None:
     """Wait until all ranks have written their parts.
 
     Raises:
-        MotleyError: a rank could not write its part, or no part has grown for five minutes.
+        MotleyError: a rank could not write its part, or no part grew for five minutes.
     """
     sizes, since = 0, time.monotonic()
     while True:
@@ -199,20 +200,20 @@ def wait_for_parts(folder: Path, ranks: int) -> None:
         if time.monotonic() - since > _SILENT_S or not threading.main_thread().is_alive():
             late = [rank for rank in range(ranks) if part_names(rank)[1] not in there]
             raise MotleyError(
-                f"the checkpoint in {folder} is not whole: nothing more comes from ranks "
-                f"{', '.join(map(str, late))}; do their hosts still see this disk? Then continue "
-                "with --resume"
+                f"the checkpoint in {folder} is incomplete: ranks {', '.join(map(str, late))} "
+                "have not written their parts. Check that their hosts reach this disk, and "
+                "continue with --resume"
             )
         time.sleep(_LOOK_S)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a tensor, in a file.
+    """Consecutive rows of a tensor in a file.
 
     Attributes:
         file: path of the file.
-        dtype: type of the numbers.
+        dtype: dtype of the rows.
         shape: shape of the rows.
         begin: offset of the first byte in the file.
         sha256: hash of the bytes.
@@ -225,14 +226,14 @@ class Piece:
     sha256: str
 
     def read(self) -> Tensor:
-        """Return all rows; raise ValueError if their hash differs from the saved one."""
+        """Return all rows. Raise ValueError if their hash differs from the saved hash."""
         size = math.prod(self.shape) * self.dtype.itemsize
         content = bytearray(size)
         with self.file.open("rb") as source:
             source.seek(self.begin)
             result = source.readinto(content)
         if result != size or hashlib.sha256(content).hexdigest() != self.sha256:
-            raise ValueError("a tensor in it is not what was written")
+            raise ValueError("the content of a tensor has changed since it was written")
         if not size:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(content, dtype=self.dtype).reshape(self.shape)
@@ -243,8 +244,9 @@ class Parts:
 
     Args:
         folder: folder of the checkpoint.
-        indexes: indexes of its parts, in order.
-        reading: returns a context that raises a reader's errors with the name of the file.
+        indexes: content of the parts' index files, in order.
+        reading: function that returns a context, given a file. The context adds the file's name to
+            errors.
     """
 
     def __init__(
@@ -270,7 +272,7 @@ class Parts:
         }
 
     def digest(self, part: str) -> str:
-        """Return a SHA-256 over the hashes of all tensors of a part, as ``model``."""
+        """Return a SHA-256 over the hashes of all tensors with a prefix, such as ``model``."""
         result = hashlib.sha256()
         for name, pieces in sorted(self._pieces.items()):
             if name.partition(".")[0] == part:
@@ -278,7 +280,7 @@ class Parts:
         return result.hexdigest()
 
     def check(self) -> int:
-        """Compare the hashes of all pieces, one at a time, and return the bytes of all tensors."""
+        """Compare the hashes of all pieces, and return the total size of all tensors in bytes."""
         return sum(self._read(piece).nbytes for some in self._pieces.values() for piece in some)
 
     def load(self, name: str) -> Tensor:
@@ -287,7 +289,7 @@ class Parts:
         return self._read(pieces[0]) if len(pieces) == 1 else torch.cat([*map(self._read, pieces)])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the rows ``start`` to ``stop - 1`` of a tensor, in memory of their own."""
+        """Return the rows ``start`` to ``stop - 1`` of a tensor, in new memory."""
         result, first = [], 0
         for piece in self._pieces[name]:
             end = first + piece.shape[0]
@@ -306,11 +308,11 @@ class Parts:
 
 
 def _pieces(file: Path, index: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
-    """Yield each tensor of one part file, by name: where its rows lie in the file.
+    """Yield the name of each tensor in a part file, and the place of its rows.
 
     Args:
         file: the file of tensors.
-        index: its index.
+        index: content of the part's index file.
 
     Raises:
         ValueError: the hash of the file's header differs from the index.
@@ -320,7 +322,7 @@ def _pieces(file: Path, index: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]
         length = int.from_bytes(first, "little")
         content = source.read(length) if length <= _MOST_HEADER else b""
     if hashlib.sha256(first + content).hexdigest() != index["header"]:
-        raise ValueError("its header is not what was written")
+        raise ValueError("its header has changed since it was written")
     hashes = index["tensors"]
     for name, about in json.loads(content).items():
         begin = 8 + length + int(about["data_offsets"][0])

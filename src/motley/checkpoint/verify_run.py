@@ -1,4 +1,4 @@
-"""Check that the files which a run has left are intact: run.json, its records, each checkpoint.
+"""Check that the files of a run are intact: run.json, the records and each checkpoint.
 
     python torch_dist/verify.py logs/RUN
     python torch_dist/verify.py logs/RUN/checkpoints/step_00000120

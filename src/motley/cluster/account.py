@@ -32,9 +32,9 @@ def home_folder() -> Path:
         return Path.home()
     except RuntimeError:
         raise MotleyError(
-            f"no home folder is known on {socket.gethostname()}: HOME is not set, and the list of "
-            f"users has no number {os.getuid()} (getent passwd {os.getuid()}). Set it: "
-            "export HOME=/its/path"
+            f"your home folder on {socket.gethostname()} is unknown: HOME is not set, and the "
+            "system's list of users does not have your user number (getent passwd "
+            f"{os.getuid()}). Set it with: export HOME=/its/path"
         ) from None
 
 
@@ -141,8 +141,8 @@ def cache_note() -> str:
     else:
         why = _why_not_own(usual) if usual.exists() else "it cannot be made"
     return (
-        f"{usual} on {socket.gethostname()} cannot keep caches: {why}. They are in {taken}; have "
-        "that put right, or set TMPDIR to another folder"
+        f"{usual} on {socket.gethostname()} cannot keep caches: {why}. The caches are in {taken} "
+        "for now; correct that, or set TMPDIR to another folder"
     )
 
 
@@ -159,17 +159,17 @@ def temporary_note(environ: Mapping[str, str]) -> str:
     try:
         result = os.statvfs(place)
     except OSError as error:
-        return f"{named} on {host} cannot be used: {error.strerror}; make it, {fix}"
+        return f"{named} on {host} cannot be used: {error.strerror}; create it, {fix}"
     if result.f_bavail * result.f_frsize < _LEAST_BYTES:
         remaining = result.f_bavail * result.f_frsize // 1024
         return (
-            f"{named} on {host} is full ({remaining} KiB are free), and MPI keeps files there: "
-            f"free some, {fix}"
+            f"{named} on {host} is full ({remaining} KiB are free), and MPI keeps files in it; "
+            f"free some space, {fix}"
         )
     if result.f_files and result.f_favail < _LEAST_FILES:
         return (
-            f"{named} on {host} takes only {result.f_favail} more files (its inodes are used up), "
-            f"and MPI makes some there: remove small files (df -i, du --inodes), {fix}"
+            f"{named} on {host} has inodes for only {result.f_favail} more files, and MPI "
+            f"creates files in it; remove small files (df -i, du --inodes), {fix}"
         )
     return ""
 
@@ -180,7 +180,7 @@ def _temporary() -> str:
     except FileNotFoundError:
         raise MotleyError(
             f"no temporary folder on {socket.gethostname()} can be written to (TMPDIR, /tmp, "
-            "/var/tmp): free some disk or files there (df -h, df -i), or set TMPDIR to another "
+            "/var/tmp); free some space or files there (df -h, df -i), or set TMPDIR to another "
             "folder"
         ) from None
 

@@ -281,7 +281,7 @@ class LimitedSmi(subprocess.Popen[bytes]):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         if LimitedSmi.has_timed_out:
-            raise OSError("nvidia-smi did not answer before")
+            raise OSError("nvidia-smi did not answer earlier")
         super().__init__(*args, **options)
 
     def communicate(
@@ -301,8 +301,8 @@ class LimitedSmi(subprocess.Popen[bytes]):
             self.kill()  # without a wait: a process that hangs in the driver cannot end
             print(
                 f"motley: nvidia-smi on {platform.node()} did not end within "
-                f"{NVIDIA_SMI_LIMIT_S:g} s, and is not asked again: its driver or a GPU hangs; "
-                "see `dmesg | grep -i nvrm` there, and restart the machine",
+                f"{NVIDIA_SMI_LIMIT_S:g} s, so Motley does not start it again: its driver or a "
+                "GPU hangs. Run `dmesg | grep -i nvrm` there, and restart the machine",
                 file=sys.stderr,
             )
             raise OSError("nvidia-smi did not end in time") from None
@@ -314,8 +314,8 @@ class LimitedSmi(subprocess.Popen[bytes]):
             words = output.decode(errors="replace").partition("\n")[0].strip() or "no message"
             print(
                 f"motley: nvidia-smi on {platform.node()} ended with status {self.returncode} "
-                f"({words}), so its GPUs may be missing; have its administrator restart the "
-                "machine or reinstall the driver",
+                f"({words}), so its GPUs may be missing; ask its administrator to restart the "
+                "machine or to reinstall the driver",
                 file=sys.stderr,
             )
         raise OSError("nvidia-smi failed")

@@ -58,8 +58,8 @@ def check_name(name: str) -> str:
     user, at, host = name.partition("@")
     if at and _NAME.fullmatch(user) and _NAME.fullmatch(host):
         raise MotleyError(
-            f"{name!r} names a user; write {host} alone, and into ~/.ssh/config: "
-            f"Host {host}, and below it: User {user}"
+            f"{name!r} names a user; write {host} alone here, and these two lines into "
+            f"~/.ssh/config: Host {host}, then User {user}"
         )
     try:
         if "%" not in name:  # any text may follow it in an IPv6 address
@@ -67,8 +67,8 @@ def check_name(name: str) -> str:
         raise ValueError
     except ValueError:
         raise MotleyError(
-            f"{name!r} is not a host name: use letters, digits, '-', '.' and '_' "
-            "(not first '-'), or an IP address; one host a line"
+            f"{name!r} is not a host name; write one host per line, by its IP address or by a "
+            "name of letters, digits, '-', '.' and '_' that does not begin with '-'"
         ) from None
 
 
@@ -98,7 +98,9 @@ def parse_hosts(text: str, source: str = "hosts.txt") -> tuple[Host, ...]:
             raise MotleyError(f"{source}, line {number}: {error}") from None
         hosts[host.name.lower()] = host
     if not hosts:
-        raise MotleyError(f"{source} names no host; add one a line, for example: localhost slots=5")
+        raise MotleyError(
+            f"{source} names no host; write one host per line, as in: localhost slots=5"
+        )
     return tuple(hosts.values())
 
 
@@ -118,12 +120,14 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
             f"hosts.example.txt does: cp {ROOT}/hosts.example.txt {to}" if ROOT else
             f"in: echo localhost slots=2 >{to}"
         )  # fmt: skip
-        raise MotleyError(f"{path} does not exist; write one host a line, as {example}") from None
+        raise MotleyError(
+            f"{path} does not exist; create it with one host per line, as {example}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise MotleyError(f"{path} cannot be read: {error}") from None
     if result := foreign_marks(text):
         print(
-            f"motley: {path} has {result}, which are left out; other programs refuse the file, so "
+            f"motley: {path} has {result}, which Motley ignores and other programs refuse; "
             f"remove them with: {REMOVE_MARKS} {shlex.quote(str(path))}",
             file=sys.stderr,
         )
@@ -150,8 +154,8 @@ def _slots(words: str, name: str) -> int:
     for word, value in _WORD.findall(words):
         if word == "port":
             raise MotleyError(
-                f"found {words.strip()!r} after the name; a port goes into ~/.ssh/config: "
-                f"Host {name}, and below it: Port {value}"
+                f"found {words.strip()!r} after the name, which looks like a port; write these "
+                f"two lines into ~/.ssh/config instead: Host {name}, then Port {value}"
             )
         kind = "slots" if word in _COUNTS else "limit" if word in _LIMITS else ""
         if kind and re.fullmatch(r"\d{1,9}", value) and kind not in numbers:
@@ -159,7 +163,10 @@ def _slots(words: str, name: str) -> int:
         else:
             numbers["unknown"] = 0
     if _WORD.sub("", words).strip() or 0 in numbers.values():
-        raise MotleyError(f"found {words.strip()!r} after the name; a line is `{_LINE}`, N >= 1")
+        raise MotleyError(
+            f"found {words.strip()!r} after the name; write a line as `{_LINE}`, with N of 1 or "
+            "more"
+        )
     return numbers.get("slots", numbers.get("limit", 1))
 
 
@@ -201,7 +208,7 @@ def expand_nodes(names: str) -> list[str]:
             parts.append([plain] if inside is None else list(_numbers(inside, names)))
             at = match.end()
         if at != len(item):
-            raise MotleyError(f"{names!r} is no list of Slurm's nodes, such as n[1-3],gpu07")
+            raise MotleyError(f"{names!r} is not a list of Slurm's nodes, such as n[1-3],gpu07")
         result += [check_name("".join(each)) for each in product(*parts)]
         if len(result) > _MOST:
             raise MotleyError(f"{names!r} names more than {_MOST:,} nodes")
@@ -213,7 +220,9 @@ def _numbers(ranges: str, names: str) -> Iterator[str]:
         match = _RANGE.fullmatch(each)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if not 0 <= int(last) - int(first) < _MOST:
-            raise MotleyError(f"{names!r} is no list of Slurm's nodes: {each!r} is no range")
+            raise MotleyError(
+                f"{names!r} is not a list of Slurm's nodes, because {each!r} is not a range"
+            )
         for number in range(int(first), int(last) + 1):
             yield f"{number:0{len(first)}d}"
 
@@ -238,9 +247,9 @@ def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
     if len(nodes) <= machines:
         return ""
     return typed_command(
-        f"Slurm has given {len(nodes)} nodes, and ranks run on {machines} of them: start it with "
-        f"srun --mpi=none --nodes={len(nodes)} --ntasks-per-node=1 ./entry_cn.sh (or as many tasks "
-        "as a node has GPUs)"
+        f"Slurm has allocated {len(nodes)} nodes, and ranks run on {machines} of them; start the "
+        f"job with srun --mpi=none --nodes={len(nodes)} --ntasks-per-node=1 ./entry_cn.sh (or as "
+        "many tasks per node as a node has GPUs)"
     )
 
 
@@ -308,12 +317,14 @@ def partitions() -> list[Partition]:
             check=True,
         )  # fmt: skip
     except FileNotFoundError:
-        raise MotleyError("there is no Slurm here: sinfo is not found") from None
+        raise MotleyError("this machine has no Slurm: the command sinfo is missing") from None
     except subprocess.TimeoutExpired:
-        raise MotleyError(f"Slurm does not answer here (no answer in {_ASK_S:.0f} s)") from None
+        raise MotleyError(
+            f"Slurm does not answer on this machine: sinfo took longer than {_ASK_S:.0f} s"
+        ) from None
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no word"])[-1]
-        raise MotleyError(f"Slurm does not answer here ({last})") from None
+        raise MotleyError(f"Slurm does not answer on this machine: {last}") from None
     return read_partitions(done.stdout.splitlines())
 
 
@@ -349,8 +360,8 @@ def seconds_of_slurm(text: str) -> float | None:
     match = _TIME.fullmatch(text)
     if match is None:
         raise MotleyError(
-            f"{text!r} is no time of Slurm's; write minutes, as 30, or 4:00:00, or 1-12 (a day and "
-            "a half)"
+            f"{text!r} is not a time that Slurm accepts; write minutes as 30, hours as 4:00:00, "
+            "or days and hours as 1-12"
         )
     days, first, second, third = (int(part) if part else 0 for part in match.groups())
     if match[1]:  # days-hours

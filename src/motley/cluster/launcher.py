@@ -239,8 +239,8 @@ def few_cores_note(ranks: int) -> str:
     if len(own) * ranks >= len(shared):
         return ""
     return (
-        f"mpirun binds each rank on {socket.gethostname()} to {len(own)} of {len(shared)} cores, "
-        "and its loader processes with it; mpirun --bind-to none gives them all"
+        f"mpirun binds each rank on {socket.gethostname()}, and its loader processes, to "
+        f"{len(own)} of {len(shared)} cores; mpirun --bind-to none gives each rank all cores"
     )
 
 

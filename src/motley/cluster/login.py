@@ -24,7 +24,7 @@ from motley.cluster.processes import ChildTimeoutError, run_child
 from motley.errors import HostTrouble
 
 ASK_SSH_S = 10.0  # seconds in which ssh has to print its configuration, which may run commands
-_FIX = "see what ~/.ssh/config runs for it (Match exec)"
+_FIX = "see which commands ~/.ssh/config runs for this host (Match exec)"
 CONNECT_S = 4.0  # seconds for a connection, then for the banner, then for the login
 
 
@@ -47,8 +47,8 @@ class UnknownHostKey(HostTrouble):
     def __init__(self, host: str, key: HostKey) -> None:
         super().__init__(
             "host key unknown",
-            f"{host} shows the key {key.fingerprint}, which ~/.ssh/known_hosts does not hold",
-            "compare and pin it with: bash setup/passwordless_ssh.sh",
+            f"{host} has the key {key.fingerprint}, which ~/.ssh/known_hosts does not list",
+            "compare the key and add it with: bash setup/passwordless_ssh.sh",
         )
         self.key = key
 
@@ -89,8 +89,9 @@ def read_login(host: str) -> Login:
         if settings.get(jump, ["none"])[-1] != "none":
             raise HostTrouble(
                 "behind a jump",
-                f"~/.ssh/config reaches {host} through {settings[jump][-1]}",
-                "name hosts that this machine and each other reach directly, as MPI must",
+                f"~/.ssh/config reaches {host} through another host, {settings[jump][-1]}",
+                "MPI needs direct connections, so name hosts that this machine and all other "
+                "hosts reach directly",
             )
     address, port = settings["hostname"][0], int(settings["port"][0])
     plain = address if port == 22 else f"[{address}]:{port}"
@@ -116,7 +117,7 @@ def _ask_ssh(host: str) -> dict[str, list[str]]:
         raise HostTrouble(
             "no ssh",
             f"{host} is reached by ssh, and this machine has no program ssh",
-            "have its administrator install OpenSSH's client (openssh-client)",
+            "ask its administrator to install the OpenSSH client (openssh-client)",
         ) from None
     except ChildTimeoutError:
         raise HostTrouble(
@@ -127,7 +128,7 @@ def _ask_ssh(host: str) -> dict[str, list[str]]:
         raise HostTrouble(
             "ssh configuration",
             f"ssh refuses its own configuration for {host} ({text})",
-            f"correct it, and see what ssh reads with: ssh -G {host}",
+            f"correct the configuration, and see the result with: ssh -G {host}",
         )
     settings: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
@@ -162,20 +163,20 @@ def open_socket(host: str, login: Login) -> socket.socket:
         raise HostTrouble(
             "name unknown",
             f"no address is known for {host}",
-            "correct its name in hosts.txt, or write the address instead",
+            "correct the name in hosts.txt, or write the address instead",
         ) from None
     except ConnectionRefusedError:
         raise HostTrouble(
             "ssh refused",
             f"{where} is up but accepts no ssh connection",
-            "start sshd there, or ask its administrator",
+            "start sshd on it, or ask its administrator",
         ) from None
     except OSError as error:  # TimeoutError among them
         why = "" if isinstance(error, TimeoutError) else f" ({error.strerror})"
         raise HostTrouble(
             "no answer",
             f"{where} did not answer within {CONNECT_S:.0f} s{why}",
-            "see whether it is on, its cable and its firewall",
+            "check that it is on, and check its cable and its firewall",
         ) from None
 
 
@@ -191,9 +192,9 @@ def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
     again = f"ssh-keygen -R {shlex.quote(login.known_as)}, then bash setup/passwordless_ssh.sh"
     return HostTrouble(
         "host key changed",
-        f"{host} shows the key {shown}, but ~/.ssh/known_hosts holds {held}: it was reinstalled, "
-        "or another machine answers in its place",
-        f"ask its administrator; if that is right: {again}",
+        f"{host} has the key {shown}, but ~/.ssh/known_hosts lists {held}: the host was "
+        "reinstalled, or another machine answers at its address",
+        f"ask its administrator which key is right. If the new one is: {again}",
     )
 
 
@@ -211,20 +212,21 @@ def refused(
     if not by_password:
         return HostTrouble(
             "key refused",
-            f"{host} takes none of our keys for {login.user} (none of them is in its "
-            "~/.ssh/authorized_keys, or others may write to its ~, ~/.ssh or that file)",
-            "put both right with: bash setup/passwordless_ssh.sh",
+            f"{host} accepts no ssh key of yours for the account {login.user}: its "
+            "~/.ssh/authorized_keys has none of them, or other users may write to that file, to "
+            "~/.ssh or to the home folder",
+            "correct both with: bash setup/passwordless_ssh.sh",
         )
     if takes and not {"password", "keyboard-interactive"} & set(takes):
         return HostTrouble(
             "takes no password",
-            f"{host} accepts no password (only {', '.join(takes)})",
-            "ask its administrator to put your public key into your ~/.ssh/authorized_keys there",
+            f"{host} accepts no password, only {', '.join(takes)}",
+            "ask its administrator to add your public key to your ~/.ssh/authorized_keys on it",
         )
     return HostTrouble(
         "password refused",
-        f"{host} does not take this password for {login.user}",
-        "see that the account is there, not locked, and has this password",
+        f"{host} refuses this password for the account {login.user}",
+        "check that the account exists, is not locked, and has this password",
     )
 
 

@@ -111,9 +111,9 @@ def _why_none(
     for machine, interfaces in own.items():
         if not interfaces:
             return (
-                f"{names[machine]} has no IPv4 address beside its loopback's, and ranks meet over "
-                "IPv4 alone; give it one (ip addr add 10.0.0.1/24 dev eth0), also where it has "
-                "IPv6, or leave it out of hosts.txt"
+                f"{names[machine]} has only the IPv4 address of its loopback interface, and "
+                "ranks connect over IPv4; give it an IPv4 address (ip addr add 10.0.0.1/24 dev "
+                "eth0), even if it has IPv6, or remove it from hosts.txt"
             )
     for candidate in candidates:
         at = {machine: interface.address for machine, interfaces in machines.items()
@@ -122,7 +122,8 @@ def _why_none(
         if len(at) == len(machines) and twice and not candidate.name.startswith(VIRTUAL):
             a, b = twice[0]
             return (
-                f"{names[a]} and {names[b]} both have the address {at[a]}; give one of them another"
+                f"{names[a]} and {names[b]} both have the address {at[a]}; give one of them "
+                "another address"
             )
     seen = "; ".join(
         f"{names[machine]}: {', '.join(f'{at.name} {at.address}/{at.prefix}' for at in interfaces)}"
@@ -130,7 +131,7 @@ def _why_none(
     )
     return (
         f"the hosts share no subnet on which each has its own address ({seen}); connect them to "
-        "one network, or leave out of hosts.txt who is not on it"
+        "one network, or remove the hosts that are not on it from hosts.txt"
     )
 
 
@@ -158,8 +159,9 @@ def named_interfaces(
             if not any(name == word if exact else name.startswith(word)
                        for name in has for word in requested):  # fmt: skip
                 raise MotleyError(
-                    f"{variable}={value} on {names[machine]}, which has no such interface (it has "
-                    f"{', '.join(has)}); unset {variable}: the interface of each host is found"
+                    f"{variable}={value} on {names[machine]} names an interface that this host "
+                    f"does not have (it has {', '.join(has)}); unset {variable}, and Motley "
+                    "chooses the interface of each host"
                 )
             wanted[machine] += requested
     return wanted
@@ -344,9 +346,9 @@ def pick_network(
             best = number
     if best is None:
         raise MotleyError(
-            f"no network connects all hosts ({'; '.join(words)}); see cables, switches and "
-            "firewalls (MPI takes any port above 1023), or leave out of hosts.txt the host that is "
-            "cut off"
+            f"no network connects all hosts ({'; '.join(words)}). Check cables, switches and "
+            "firewalls (MPI uses any port above 1023), or remove the host that is cut off from "
+            "hosts.txt"
         )
     others = [word for number, word in enumerate(words) if number != best]
     return best, f"network {words[best]}" + (f"; not taken: {'; '.join(others)}" if others else "")

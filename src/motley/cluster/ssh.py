@@ -106,22 +106,23 @@ class Remote:
             raise HostTrouble(
                 "took too long",
                 f"{self.host} did not finish within {limit:.0f} s",
-                "see what keeps it busy, then run the same command again",
+                "find what keeps it busy, and run the same command again",
             ) from None
         done = talk.finish(code)
         if self._through and not done.begun:
             text = (done.errors.strip().splitlines() or ["no message"])[-1]
             raise HostTrouble(
-                "not started", f"Slurm starts nothing on {self.host}: {text}",
-                f"see: scontrol show node {self.host}",
+                "not started", f"Slurm starts no process on {self.host}: {text}",
+                f"see the state of the node with: scontrol show node {self.host}",
             )  # fmt: skip
         if not done.begun:
             raise HostTrouble(
                 "no shell",
-                f"{self.host} lets us in, but its login shell ended with status {code} before it "
-                f"ran our script ({_last_line(done)})",
-                "look for `exit` in ~/.bashrc there (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the "
-                f"files that it reads: ssh -- {self.host} echo hello prints nothing until then",
+                f"{self.host} accepts the login, but its login shell ended with status {code} "
+                f"before it ran the script of this command ({_last_line(done)})",
+                "look for `exit` in its ~/.bashrc (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the "
+                "files that it reads. This command prints hello once that is corrected: ssh -- "
+                f"{self.host} echo hello",
             )
         return done
 
@@ -138,8 +139,8 @@ class Remote:
         except (EOFError, OSError, paramiko.SSHException):
             raise HostTrouble(
                 "connection lost",
-                f"{self.host} hung up while it worked",
-                "see whether it is up, then run the same command again",
+                f"{self.host} closed the connection during the command",
+                "check that it is up, and run the same command again",
             ) from None
 
 
@@ -275,8 +276,9 @@ def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
     except paramiko.PasswordRequiredException:
         raise HostTrouble(
             "key locked",
-            f"the key for {host} has a passphrase and no agent holds it",
-            "ssh-add it, or make a separate key with: bash setup/passwordless_ssh.sh",
+            f"the ssh key for {host} has a passphrase, and no ssh agent holds the key",
+            "add it to the agent with ssh-add, or make a separate key with: bash "
+            "setup/passwordless_ssh.sh",
         ) from None
     except paramiko.AuthenticationException as error:
         raise refused(host, login, by_password, getattr(error, "allowed_types", None)) from None
@@ -288,13 +290,14 @@ def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
         if slow or isinstance(error, TimeoutError):
             raise HostTrouble(
                 "silent",
-                f"{host} accepts the connection and then says nothing for {CONNECT_S:.0f} s",
-                "it hangs or is overloaded, or that port is not ssh: see its console",
+                f"{host} accepts the connection and then sends nothing for {CONNECT_S:.0f} s",
+                "it hangs or is overloaded, or another service than ssh has that port; look at "
+                "its console",
             ) from None
         raise HostTrouble(
             "ssh failed",
-            f"{host}: {error or type(error).__name__}",
-            f"try: ssh -v -- {host}",
+            f"ssh to {host} fails: {error or type(error).__name__}",
+            f"see more with: ssh -v -- {host}",
         ) from None
 
 
@@ -348,8 +351,8 @@ def run_on_all(
         raise crashes[0]
     late = HostTrouble(
         "took too long",
-        f"not finished within {limit:.0f} s",
-        "see what keeps it busy, then run the same command again",
+        f"the command did not end within {limit:.0f} s",
+        "find what keeps it busy, and run the same command again",
     )
     done = dict(results)  # a copy, since late results may still arrive
     return {host: done.get(host, late) for host in order}

@@ -1,1 +1,1 @@
-"""The sum of values over ranks: collectives, and the modes of ``--wire``."""
+"""Sums over ranks: collectives, and the wire modes of ``--wire``, which sum gradients."""

@@ -3,10 +3,10 @@
 A rank has to leave a collective if another rank is gone.
 
 Gloo does not end a wait for a silent peer. A wait usually ends when this process closes its own
-connections. If two connections end at nearly the same time, Gloo left one wait in some sixty
-pending, for its timeout of half an hour. Gradients on a CPU are therefore waited for through
-:func:`leavable`. NCCL has an abort of its own, after which work that was queued on the
-device computes with undefined values.
+connections. If two connections ended at nearly the same time, Gloo left about one wait in sixty
+pending until its timeout of half an hour. Waits for gradients on a CPU therefore use
+:func:`leavable`. NCCL can abort its own waits. Work that was queued on the device then computes
+with undefined values.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from torch.futures import Future
 
 _ABORT = getattr(dist.distributed_c10d, "_abort_process_group")  # noqa: B009  # torch: experimental
 
-_NOTICE_S = 1.0  # in which gloo should notice that its connections have ended; usual: 0.06
+_NOTICE_S = 1.0  # limit for gloo to notice closed connections; usual: 0.06
 _GATES: dict[Future[None], Future[Any]] = {}  # collectives that threads wait for, by their gate
 _FORGOTTEN: list[Future[Any]] = []  # collectives that may never end
 
 
 def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
-    """Return a future whose wait :func:`abandon_group` ends, whatever the process group does.
+    """Return a future whose ``wait()`` always ends when :func:`abandon_group` is called.
 
     Args:
         sent: future of the collective.
-        device: device of its value. On a GPU ``sent`` itself is returned.
+        device: device of the future's value. On a GPU ``sent`` itself is returned.
     """
     if device.type != "cpu":
         return sent
@@ -54,9 +54,9 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
 
 
 def has_forgotten() -> bool:
-    """Return True if a collective was abandoned and has not ended.
+    """Return True if an abandoned collective has not ended.
 
-    A thread of gloo's, or destroying its process group, may then wait for ever.
+    A thread of gloo, or the destruction of the process group, may then block forever.
     """
     return not all(sent.done() for sent in _FORGOTTEN)
 
@@ -68,19 +68,19 @@ def _open(gate: Future[None]) -> None:
 
 
 def connections() -> frozenset[int]:
-    """Return the TCP connections of this process, by their inodes."""
+    """Return the inodes of the TCP connections of this process."""
     return frozenset(map(_inode, _connections()))
 
 
 def abandon_group(
     since: Collection[int], others: Collection[socket.socket], hosts: Collection[str]
 ) -> None:
-    """End the process group's connections, and thereby free each thread that waits in it.
+    """Close the process group's connections, so that each thread that waits in it continues.
 
     Args:
-        since: result of :func:`connections` before the group was made; these connections stay.
-        others: further connections that stay.
-        hosts: addresses of the machines that compute; connections to other machines stay.
+        since: result of :func:`connections` before the group was made. These connections stay open.
+        others: further connections that stay open.
+        hosts: addresses of the hosts of all ranks. Connections to other hosts stay open.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         _ABORT()
@@ -103,7 +103,7 @@ def _inode(each: socket.socket) -> int:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Yield a duplicate of each TCP connection of this process, open until the next is yielded."""
+    """Yield a duplicate of each TCP connection of this process, and close it afterwards."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as each:
             inet = each.family in (socket.AF_INET, socket.AF_INET6)
@@ -128,7 +128,7 @@ def leave_group(group: Any = None) -> None:
     """Leave a process group and destroy it; all of its ranks call this function.
 
     Args:
-        group: the group; None: the default one, and with it all others.
+        group: the group; None: the default group, which is destroyed with all other groups.
     """
     groups = [group or dist.group.WORLD]
     if has_forgotten():
@@ -143,7 +143,7 @@ def leave_group(group: Any = None) -> None:
 
 
 def release_groups() -> None:
-    """Release groups that were left a second ago, with their threads and files."""
+    """Free groups that were left more than a second ago, with their threads and files."""
     if has_forgotten():
         return
     while _LEFT and time.monotonic() - _LEFT[0][0] > 1.0:
@@ -175,8 +175,8 @@ def gather_parts(part: Tensor, can_leave: bool = False) -> Tensor:
     """Gather every rank's part, concatenated, [ranks * numbers]. All ranks must call it.
 
     Args:
-        part: numbers of this rank, [numbers], as many on each rank.
-        can_leave: True: :func:`abandon_group` ends the wait in any case. This takes 0.1 ms longer.
+        part: numbers of this rank, [numbers], the same count on each rank.
+        can_leave: True: :func:`abandon_group` always ends the wait. The call takes 0.1 ms longer.
     """
     whole = part.new_empty(dist.get_world_size() * len(part))
     if part.is_cuda or not can_leave:
@@ -192,7 +192,7 @@ def broadcast_object(value: Any, device: torch.device, source: int = 0) -> Any:
     Args:
         value: the value; ignored on other ranks than ``source``.
         device: device of this rank.
-        source: the rank with the value.
+        source: the rank that has the value.
     """
     wire = device if dist.get_backend() == "nccl" else torch.device("cpu")
     content = torch.zeros(0, dtype=torch.uint8)
@@ -206,11 +206,11 @@ def broadcast_object(value: Any, device: torch.device, source: int = 0) -> Any:
 
 
 def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
-    """Copy one rank's tensor into that of each rank, and return it. All ranks must call it.
+    """Copy one rank's tensor to all ranks, in place, and return it. All ranks must call it.
 
     Args:
-        tensor: the tensor, on the device on which ranks communicate.
-        source: the rank with the value.
+        tensor: this rank's tensor, on the device on which ranks communicate.
+        source: the rank that has the value.
     """
     work: Any = dist.broadcast(tensor, src=source, async_op=True)
     if tensor.is_cuda:
@@ -225,9 +225,9 @@ class Copy:
     """A copy to the CPU that may still be running.
 
     Attributes:
-        table: the copy, which may be read once it is done.
-        wait: waits for the copy, but for no later work of the GPU.
-        is_done: returns True if the copy is done, without waiting.
+        table: the copy. Read it only when the copy is done.
+        wait: function that waits for the copy, but not for later work of the GPU.
+        is_done: function that returns at once, with True if the copy is done.
     """
 
     table: Tensor
@@ -246,7 +246,7 @@ def begin_copy(table: Tensor) -> Copy:
 
 
 def mark_now(device: torch.device) -> Callable[[], object]:
-    """Return a function that waits until a device has done all work queued so far."""
+    """Return a function that waits until a device has done the work that is queued now."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

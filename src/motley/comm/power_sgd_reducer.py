@@ -1,6 +1,7 @@
 """The reducer of ``--wire powersgd``, around torch's hook.
 
-The reducer adds unequal shares, skipped steps and a changing loss scale to the hook.
+Unlike torch's hook alone, the reducer supports unequal shares, skipped steps and a changing loss
+scale.
 
 After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
 """
@@ -28,10 +29,11 @@ _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD needs two, to fix its own buckets
 
 
 class _Listening:
-    """A stand-in for a process group that torch's hook uses; it remembers what this rank sent.
+    """A replacement for the process group of torch's hook, which stores the tensors that are sent.
 
     Attributes:
-        sent: this rank's values, by the address of the tensor that is summed in place.
+        sent: copies of this rank's tensors before the sum, by the address of the tensor that is
+            summed in place.
     """
 
     def __init__(self, sums: Sums, group: Any, dtype: torch.dtype) -> None:
@@ -53,7 +55,7 @@ class _Listening:
 
 @dataclass(frozen=True)
 class _Work:
-    """An all-reduce that has started; ``future`` has a list of one tensor."""
+    """An all-reduce that has started. The value of ``future`` is a list of one tensor."""
 
     future: Future[list[Tensor]]
 
@@ -63,19 +65,19 @@ class _Work:
 
 
 class _Lane:
-    """A queue of some of the buckets, which are sent one after another through groups of its own.
+    """A queue of buckets that are sent one after another, through process groups of this queue.
 
-    Gradients that are not worth two matrices, such as biases, would be sent by the hook before the
-    first matrix. Over gloo they travel in parallel, through another group, because a gloo group has
-    two threads, and the hook lets one wait for the other. This saves a third of the time where
-    latency counts. The second matrix would be started by gloo's threads, in another order on every
-    rank, so a thread waits for each bucket.
+    torch's hook would send gradients that are not compressed, such as biases, before the first
+    matrix. Over gloo, another process group sends them in parallel with the matrices. The reason is
+    that a gloo group has two threads, and the hook lets one thread wait for the other. On links
+    with a high latency this saves a third of the time. Gloo's threads would start the second matrix
+    in a different order on each rank, so a thread of this queue waits for each bucket.
 
     Attributes:
-        power: torch's state of these buckets.
-        group: process group of the matrices; None: the default one.
+        power: state of torch's hook for these buckets.
+        group: process group of the matrices; None: the default group.
         beside: process group of gradients that are not compressed.
-        dtype: dtype of the numbers that are sent.
+        dtype: dtype in which elements are sent.
         thread: thread that waits for each bucket; None on a GPU, whose streams keep the order.
     """
 
@@ -107,15 +109,15 @@ class _Lane:
             del power.p_memory_dict[place]
 
     def rescale(self, factor: float) -> None:
-        """Multiply the errors by ``factor``, because their unit is the loss scale."""
+        """Multiply the errors by ``factor``, because they are scaled like the loss."""
         if factor != 1.0:
             for error in self.power.error_dict.values():
                 error.mul_(factor)
 
     def begin(self, bucket: Bucket) -> None:
-        """Create a bucket's first Q, if it has none, equal on all ranks.
+        """Create the initial matrix Q of a bucket that has none. Q is equal on all ranks.
 
-        The hook would draw it from torch's global generator, which other threads may be using.
+        The hook would draw Q from torch's global generator, which other threads may be using.
         """
         power, place = self.power, bucket.place
         if place in power.p_memory_dict:
@@ -128,13 +130,13 @@ class _Lane:
         power.p_memory_dict[place] = torch.empty(numbers, device=self._device)
 
     def own_error(self, bucket: Bucket) -> None:
-        """Replace the hook's error by the part that this rank's own matrices leave out.
+        """Replace the hook's error by the error of this rank's own matrices.
 
-        The hook subtracts the mean of all ranks from a rank's part of the gradient. These
-        differences have the right sum. But each difference grows for as long as the parts differ,
-        by shares or by chance, until rounding leaves little of the sum. All ranks have the same
-        orthogonal P, and Q is the mean of the ranks' own q. Therefore (part - P Q^T) + P (Q - q)^T
-        is part - P q^T.
+        The hook computes the error as this rank's part of the gradient minus the mean of all ranks,
+        P Q^T. The sum of these errors over ranks is right. But each error grows in every step in
+        which the ranks' parts differ, until rounding makes the sum inaccurate. All ranks have the
+        same orthogonal P, and Q is the mean of the ranks' own matrices q. This rank's own error,
+        part - P q^T, is therefore (part - P Q^T) + P (Q - q)^T.
         """
         if not bucket.grads:
             return
@@ -152,7 +154,7 @@ class _Lane:
             error[start : start + high * wide].view(high, wide).addmm_(thin_p, thin_q.T)
 
     def close(self) -> None:
-        """Stop the lane's thread and leave its groups."""
+        """Stop the queue's thread and leave its process groups."""
         if self.thread is not None:
             self.thread.shutdown()
         for group in (self.beside, self.group):
@@ -165,13 +167,13 @@ class PowerSgdReducer(Reducer):
 
     The error of the matrices is added to the next step's gradient.
 
-    torch's hook takes the mean over ranks. Each rank passes in W times its part of the sum, for W
-    ranks: the mean is then the sum, whatever the shares. The hook's error has the same unit, and is
-    scaled as the loss is. The error is the part that a rank's own matrices, rounded as they are
-    sent, leave out.
+    torch's hook computes the mean over W ranks. Each rank therefore multiplies its gradient by W,
+    so that the mean is the sum, for any shares. The error is the difference of a rank's gradient
+    and the product of the matrices that the rank has sent. The error has the factor W and the loss
+    scale, too.
 
-    A bucket's second matrix cannot be sent before the sum of the first has arrived. On a CPU
-    buckets take turns in two lanes, so that a link is not idle in between.
+    A bucket's second matrix cannot be sent before the sum of the first matrix has arrived. On a CPU
+    buckets alternate between two queues (:class:`_Lane`), so that a link is not idle meanwhile.
     """
 
     def __init__(self, mode: PowerSgd, device: torch.device) -> None:
@@ -243,7 +245,7 @@ class PowerSgdReducer(Reducer):
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
         """Continue from a saved state. See Reducer.
 
-        An empty state stands for step 0, so that the first steps, which are exact, are counted.
+        An empty state means step 0. The first steps are then exact, as at the start of training.
         """
         for power in (lane.power for lane in self._lanes):
             power.iter = int(state.get("iter", 0))
@@ -260,7 +262,7 @@ class PowerSgdReducer(Reducer):
 
 
 def _memories(power: Any) -> dict[str, dict[int, Tensor]]:
-    """Return the state that torch's hook keeps from step to step, by kind and bucket."""
+    """Return the state that torch's hook keeps between steps, by kind and then by bucket."""
     return {"error": power.error_dict, "p": power.p_memory_dict, "q": power.q_memory_dict}
 
 
@@ -271,9 +273,10 @@ def _used_here(tensor: Tensor) -> None:
 
 
 def _matrices(bucket: Bucket, most: int) -> list[tuple[int, int, int, int]]:
-    """Return each matrix's start in its bucket, height, width and rank, which is at most ``most``.
+    """Return four numbers per matrix of a bucket: start, height, width and rank.
 
-    The order is that of the hook's memories, where matrices of one shape lie next to each other.
+    The rank is at most ``most``. The order is that of the hook's state, in which matrices of one
+    shape are adjacent.
     """
     start, result = bucket.flat.storage_offset(), []
     for grad in bucket.grads:

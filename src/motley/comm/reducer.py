@@ -1,6 +1,7 @@
-"""Buckets of gradients, and two reducers of them.
+"""Buckets of gradients, and reducers, which sum buckets over ranks.
 
-One is the plain all-reduce, on which other reducers build. The other spares a slow link.
+The class Reducer is the plain all-reduce, on which other reducers build. SlowRankReducer spares a
+slow link.
 """
 
 import threading
@@ -20,7 +21,11 @@ from motley.comm.collectives import leave_group
 from motley.errors import MotleyError
 
 _T = TypeVar("_T", bound=Tensor)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # on the wire
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # dtypes in which gradients are sent
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,10 @@ class Bucket:
     """A bucket of gradients sent together, with the interface of torch's dist.GradBucket for hooks.
 
     Attributes:
-        place: number of the bucket among those of a step, 0-based.
-        flat: all its gradients [numbers], of the parameters' dtype or of the reducer's.
-        grads: views of ``flat``, in the parameters' shapes.
+        place: number of the bucket in a step, from 0.
+        flat: all gradients of the bucket in one vector, [numbers], in the dtype of the parameters
+            or of the reducer.
+        grads: views of ``flat`` with the parameters' shapes.
         final: True for the last bucket of a step.
     """
 
@@ -59,9 +65,9 @@ class Bucket:
 class Sums:
     """The all-reduces that have started and not ended.
 
-    NCCL's process group holds the sent data on a GPU until the work is waited for, or more data is
-    sent some time later. These are gigabytes, beside the next forward pass. The works are therefore
-    stored here, to be waited for.
+    NCCL's process group holds the memory of sent data on a GPU until a wait for the work, or until
+    more data is sent later. The next forward pass would lack this memory, which can be gigabytes.
+    The class therefore stores the works, so that :meth:`release` can wait for them.
     """
 
     def __init__(self) -> None:
@@ -73,7 +79,7 @@ class Sums:
         Args:
             whole: the tensor.
             dtype: dtype of the real numbers that are sent; None: the tensor's own.
-            group: process group of the ranks that add up; None: all ranks.
+            group: process group of the ranks to sum over; None: all ranks.
         """
         real = as_real(whole)
         sent = real.to(dtype or real.dtype)  # the same tensor, if it has this dtype
@@ -89,21 +95,22 @@ class Sums:
         return work.get_future().then(put)
 
     def release(self) -> None:
-        """Wait for all works and release their data."""
+        """Wait for all works, and free their data."""
         for work in self._works:
             work.wait()
         self._works.clear()
 
 
 class Reducer:
-    """The exact reducer: fp32. Its methods for state between steps serve subclasses.
+    """The exact reducer, a plain all-reduce, and base class of other reducers.
+
+    Subclasses may have state between steps. Here the methods for such state do nothing.
 
     Args:
-        group: process group of the ranks that add up; None: all.
+        group: process group of the ranks to sum over; None: all ranks.
 
     Attributes:
-        dtype: dtype of the numbers that are sent, and of buckets that are not converted; None: the
-            parameters'.
+        dtype: dtype in which gradients are sent; None: dtype of the parameters.
     """
 
     dtype: torch.dtype | None = None
@@ -112,23 +119,23 @@ class Reducer:
         self._group, self._sums = group, Sums()
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """Start to sum a bucket over all ranks, in place; return a future of its numbers."""
+        """Start to sum a bucket over all ranks, in place; return a future of ``bucket.flat``."""
         return self._sums.begin(bucket.flat, self.dtype, self._group)
 
     def begin_at_once(self) -> None:
-        """Skip the first steps that are exact, as those of torch's PowerSGD; for measurements."""
+        """Skip the initial exact steps that torch's PowerSGD has, for measurements."""
 
     def after_step(self, taken: bool, factor: float) -> None:
         """Update the state after a step; all ranks pass the same values.
 
         Args:
-            taken: False: the step was skipped, so the state must be as before it.
-            factor: ratio of the next step's loss scale to this step's.
+            taken: True if the step was taken. False: restore the state from before the step.
+            factor: ratio of the next step's loss scale to this step's loss scale.
         """
         self._sums.release()
 
     def close(self) -> None:
-        """Release groups and threads; all ranks call it."""
+        """Free process groups and threads; all ranks call it."""
         self._sums.release()
 
     def state(self) -> dict[str, Tensor]:
@@ -140,7 +147,7 @@ class Reducer:
 
         Args:
             state: the saved state.
-            factor: ratio of the coming step's loss scale to the one of the saved state.
+            factor: ratio of the next step's loss scale to that of the saved state.
         """
 
 
@@ -157,8 +164,8 @@ class Unsent(Reducer):
 class RoundingReducer(Reducer):
     """A reducer that sends 16-bit numbers.
 
-    The gradient is divided by N and scaled before it is rounded, and not divided afterwards. A sum
-    that overflows shows in the gradient's norm.
+    The loss includes the division by N and the loss scale, so the gradient has both before it is
+    rounded. If a sum overflows, the norm of the gradient is not finite.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -167,7 +174,7 @@ class RoundingReducer(Reducer):
 
 
 def as_real(value: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real ones, [..., 2], which share their memory.
+    """Return a complex tensor as a real view, [..., 2].
 
     Other tensors are returned unchanged.
     """
@@ -175,7 +182,7 @@ def as_real(value: Tensor) -> Tensor:
 
 
 def by_type(tensors: Sequence[_T]) -> list[list[_T]]:
-    """Return the tensors in one list per dtype, in the order in which dtypes first occur."""
+    """Return one list of tensors per dtype, in the order in which dtypes first occur."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
 
@@ -183,7 +190,7 @@ def by_type(tensors: Sequence[_T]) -> list[list[_T]]:
 def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
     """Return the tensors in groups of one dtype, in their order.
 
-    A group has at most ``numbers`` numbers together, or one tensor.
+    A group has at most ``numbers`` elements in total, or consists of one larger tensor.
     """
     groups: list[list[Tensor]] = []
     for alike in by_type(tensors):
@@ -198,7 +205,7 @@ def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
 def empty_bucket(
     place: int, parameters: Sequence[Tensor], final: bool, dtype: torch.dtype | None = None
 ) -> Bucket:
-    """Return a bucket with uninitialised room for the gradients.
+    """Return a bucket with uninitialised memory for the gradients of some parameters.
 
     Each gradient has the layout of its parameter. Complex gradients are stored as real numbers.
 
@@ -206,7 +213,7 @@ def empty_bucket(
         place: number of the bucket.
         parameters: the parameters, all of one dtype.
         final: True for the last bucket of a step.
-        dtype: dtype of the bucket; None: that of the parameters.
+        dtype: dtype of the bucket; None: dtype of the parameters.
     """
     reals = [as_real(p.detach()) for p in parameters]
     flat = reals[0].new_empty(sum(p.numel() for p in reals), dtype=dtype)
@@ -219,9 +226,9 @@ def empty_bucket(
 
 
 def make_buckets(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
-    """Return buckets of noise to time a reducer, each of ``numbers`` numbers at most.
+    """Return buckets of noise to time a reducer, each with at most ``numbers`` elements.
 
-    A tensor with more numbers gets a bucket of its own.
+    A tensor with more elements gets a bucket of its own.
     """
     groups = grouped(parameters, numbers)
     buckets = [
@@ -235,10 +242,11 @@ def make_buckets(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
 def in_thread(
     thread: ThreadPoolExecutor, work: Callable[[], Tensor], device: torch.device | None = None
 ) -> Future[Tensor]:
-    """Run ``work`` in the thread, and return a future of its result.
+    """Run ``work`` in a thread, and return a future of its result.
 
-    On a GPU, a wait for the future happens on the device. If ``work`` fails, the job ends, because
-    the other ranks wait for this rank's data, and this rank's main thread waits in a backward pass.
+    On a GPU, the current stream and not the host waits for the future. If ``work`` fails, the job
+    ends, because the other ranks wait for this rank's data, and this rank's main thread waits in a
+    backward pass.
     """
     future: Future[Tensor] = Future(devices=[device] if device else None)
 
@@ -249,8 +257,8 @@ def in_thread(
             if not isinstance(error, RuntimeError | MemoryError):  # a fault of the program's
                 traceback.print_exception(error)
             text = MotleyError(
-                f"gradients could not be added up ({type(error).__name__}: {error}); continue with "
-                "--resume auto, with --wire exact if it happens again"
+                f"the all-reduce of gradients failed ({type(error).__name__}: {error}). Continue "
+                "with --resume auto; if it happens again, add --wire exact"
             )
             text.__cause__ = error
             threading.excepthook(
@@ -273,15 +281,16 @@ _FLYING = 4
 class SlowRankReducer(Reducer):
     """A reducer that spares one slow link: the rank behind it sends and receives each bucket once.
 
-    In a ring of n ranks each link carries 2 (n - 1) / n of the bucket each way. Here the slow link
-    carries the bucket once each way. The bucket is sent in pieces, so that its sum comes back while
-    later pieces are still being sent. One neighbour rank adds the pieces to its own, and sums them
-    with the other ranks. All ranks get the same bits. The sums use gloo and copies on the CPU,
-    because such a link is far slower than these.
+    In a ring all-reduce of n ranks, each link carries 2 (n - 1) / n of the bucket in each
+    direction. With this reducer, the slow link carries the bucket once in each direction. The slow
+    rank sends the bucket in pieces to one other rank. This rank adds the pieces to its own, and
+    sums them with the remaining ranks. Sums come back while later pieces are still being sent. All
+    ranks get equal bits. The sums use gloo and copies on the CPU, which are much faster than such a
+    link.
 
     Args:
-        slow: the rank behind the slow link.
-        dtype: name of the dtype that is sent.
+        slow: number of the rank behind the slow link.
+        dtype: name of the dtype in which gradients are sent.
         device: device of this rank.
     """
 
@@ -325,11 +334,11 @@ class SlowRankReducer(Reducer):
         return flat
 
     def _begin(self, part: Tensor, into: Tensor) -> Callable[[], Tensor]:
-        """Start the operations that can start at once; return a function that does the rest.
+        """Start the operations that can start at once; return a function that finishes the sum.
 
         Args:
             part: this rank's part of the sum.
-            into: tensor for the sum, which may be ``part``.
+            into: tensor to which the sum is written; it may be ``part``.
         """
         size = max(_PIECE, len(part) // _PIECES)
         pieces = torch.split(part, size)
@@ -370,7 +379,7 @@ class SlowRankReducer(Reducer):
         return finish
 
     def _go_up(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Send the slow rank's pieces, as many at a time as allowed; return the last."""
+        """Send the slow rank's pieces, with a limit on pending sends; return the last piece."""
         works = list[Any]()
         for piece in pieces:
             self._flying.acquire()
@@ -389,6 +398,6 @@ class SlowRankReducer(Reducer):
 
 
 def _put(into: Tensor, sums: Tensor) -> Tensor:
-    """Copy real numbers into a tensor, which may be complex, and return it."""
+    """Copy the real form of sums into a tensor, which may be complex, and return the tensor."""
     as_real(into).copy_(sums)
     return into

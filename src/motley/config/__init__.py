@@ -1,1 +1,1 @@
-"""The options of the training scripts, grouped and typed once."""
+"""The options of the training scripts, each declared once, with its type and its group."""

@@ -1,7 +1,7 @@
 """The declaration of an option, and the readers of its values.
 
-An option is declared once, with everything that other modules need. Readers accept numbers within
-bounds, and lists.
+An option is declared once, with all properties that other modules need. Readers convert a user's
+text to a value, such as a number within bounds or a list.
 """
 
 import argparse
@@ -23,11 +23,14 @@ _OPTION = "option"  # key in a field's metadata
 class Decides(Flag):
     """The effects of an option, for code that stores results between runs.
 
-    MODEL: the meaning of the checkpoint's numbers. A run cannot be continued with another value.
-    NUMBERS: the values of those numbers. The user is warned if a continued run changes the option.
-    SPEED: the speed of a device. A remembered speed is valid for these values alone.
-    PLAN: the split of the work, beyond speed. A continued run keeps its plan while these stay.
-    NOTHING: none of these, but the place of the computation, the storage or the display of results.
+    MODEL: the meaning of a checkpoint's tensors. A run cannot be continued with another value.
+    NUMBERS: the values of a checkpoint's tensors. If a continued run changes such an option, the
+    user is warned.
+    SPEED: the speed of a device. A stored speed is valid only for the same value.
+    PLAN: the split of the work, besides speeds. A continued run keeps its plan only if the value is
+    the same.
+    NOTHING: none of these effects. Such an option concerns the place of the computation, the
+    storage or the display of results.
     """
 
     NOTHING = 0
@@ -38,7 +41,10 @@ class Decides(Flag):
 
 
 class Reader(Protocol):
-    """A function that reads a user's text; raises argparse.ArgumentTypeError or MotleyError."""
+    """A function that converts a user's text to the value of an option.
+
+    The function raises argparse.ArgumentTypeError or MotleyError for a text that is not valid.
+    """
 
     def __call__(self, text: str, /) -> Any:
         """Return the value of an option."""
@@ -52,20 +58,20 @@ class Option:
         says: effect of the option, for ``--help-all``.
         decides: results that depend on the option.
         read: reader of the option's text.
-        name: name for users and records, if the field is named otherwise.
+        name: name for users and records, if it differs from the field's name.
         metavar: word for the value in the help.
-        choices: all allowed values; empty: any.
-        flag: flag, if it is not ``--`` and the name.
-        short: another flag, of one letter.
-        former: an older flag.
-        bare: value if the flag is given without one; None: a value is required.
-        several: True if the option takes one word or more; its value is a tuple of their values.
-        unset: text for the value None.
-        cell: word for the option in a cell of a sweep, for users who define cells.
-        usual: help in ``-h``, if most users need the option.
-        per_launch: True if the option belongs to one launch, like paths of records and the shares
-            of ranks. A continued run takes every other option from its checkpoint, unless it is
-            typed.
+        choices: all allowed values; empty: any value that ``read`` accepts.
+        flag: flag on the command line, if it is not ``--`` and the name.
+        short: additional flag of one letter.
+        former: additional flag from an earlier version.
+        bare: value of a flag that no value follows; None: a value must follow.
+        several: True if the flag takes one or more words. The option's value is a tuple.
+        unset: text that stands for the value None.
+        cell: name of the option in the definition of a sweep's cells.
+        usual: help text in ``-h``; empty: only ``--help-all`` lists the option.
+        per_launch: True if the option belongs to one launch, such as a path of records or the
+            shares of ranks. A continued run takes all other options from its checkpoint, unless the
+            user types them.
     """
 
     says: str
@@ -96,7 +102,7 @@ class Option:
         return value if type(value) in (bool, int, float, str) else str(value)
 
     def from_text(self, text: Any) -> Any:
-        """Return the value of an output of :meth:`to_text`."""
+        """Return the value, given a result of :meth:`to_text`."""
         if isinstance(text, list):
             return tuple(self.read(each) for each in text)
         return self.read(text) if isinstance(text, str) else text
@@ -108,13 +114,13 @@ def option(says: str, decides: Decides, default: Any = None, **known: Any) -> An
 
 
 def get_options(group: type) -> dict[str, Option]:
-    """Return the options of a group by the names of their fields; each has a name.
+    """Return the options of a group by the names of their fields, with ``Option.name`` filled in.
 
-    A field may be declared without :func:`option`, as in a user's own task. Then its type selects
-    the reader, and all results are taken to depend on the option.
+    A field may be declared without :func:`option`, as in a user's own task. The field's type then
+    selects the reader, and all results are assumed to depend on the option.
 
     Raises:
-        MotleyError: a field has a type that no option can have, or no default.
+        MotleyError: a field has a type that options do not support, or has no default.
     """
     result: dict[str, Option] = {}
     for each in fields(group):
@@ -125,14 +131,15 @@ def get_options(group: type) -> dict[str, Option]:
 
 
 def _plain(group: type, each: "Field[Any]") -> Option:
-    """Return the option of a field that has only its type and default."""
+    """Return the option of a field that is declared without :func:`option`."""
     name, hint = f"{group.__name__}.{each.name}", get_type_hints(group)[each.name]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if len(kinds) != 1 or kinds[0] not in (int, float, str, bool):
         raise MotleyError(
-            f"{name} is of type {hint}, which no option can have; take int, float, str or bool, or "
-            "one of these | None; for a list, take a str as in 1,2 and split it in the task"
+            f"{name} has the type {hint}, which an option cannot have; take int, float, str or "
+            "bool, or one of these with | None. For a list, take a str such as 1,2, and split it "
+            "in the task"
         )
     if each.default is MISSING or callable(each.default):
         raise MotleyError(
@@ -148,12 +155,12 @@ def _plain(group: type, each: "Field[Any]") -> Option:
 
 
 def get_flag(declared: Option) -> str:
-    """Return the option's flag as a user writes it, as ``--batch-size``."""
+    """Return the option's flag as a user writes it, such as ``--batch-size``."""
     return declared.flag or f"--{declared.name.replace('_', '-')}"
 
 
 def format_value(text: Any) -> str:
-    """Return an output of :meth:`Option.to_text` as a user types it."""
+    """Return a result of :meth:`Option.to_text` in the form in which a user types it."""
     return NONE if text is None else " ".join(text) if isinstance(text, list) else str(text)
 
 
@@ -176,8 +183,8 @@ class Metric:
     """The name of a metric, with the direction that a user typed for it.
 
     Attributes:
-        name: name of the metric, as an evaluation records it.
-        direction: ``min`` or ``max``; empty: that of the task.
+        name: name of the metric in the records of an evaluation.
+        direction: ``min`` or ``max``; empty: the task's direction for this metric.
     """
 
     name: str
@@ -189,7 +196,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Keyword:
-    """An argument or a path by name, with the text that a user typed for its value."""
+    """An argument of the form ``NAME=TEXT``, as a user typed it."""
 
     name: str
     text: str
@@ -207,7 +214,7 @@ class Keyword:
 
 
 class Part(float):
-    """A part of another number, which a user types in percent."""
+    """A fraction of another number, which a user types in percent."""
 
     def __str__(self) -> str:
         return f"{100 * float(self):g}%"
@@ -218,7 +225,7 @@ SLOWEST, ALL = "slowest", "all"  # ranks to profile
 
 @dataclass(frozen=True)
 class StepSpan:
-    """A range of steps, from ``first`` to the one before ``end``."""
+    """A range of steps, from ``first`` to ``end - 1``."""
 
     first: int
     end: int
@@ -243,20 +250,20 @@ def positive(text: str) -> int:
 
 
 def _without_zeros(text: str) -> str:
-    """Return ``3`` for ``3.0``, a spelling that users of Hugging Face's tools have for epochs."""
+    """Return ``3`` for ``3.0``, as users of Hugging Face's tools write a number of epochs."""
     return re.sub(r"(?<=\d)\.0+$", "", text)
 
 
 def batch_size(text: str) -> int:
-    """Read a whole number of 1 or more, or a batch ramp, as ``64:512:32/10M``.
+    """Read a whole number of 1 or more, or a batch ramp such as ``64:512:32/10M``.
 
-    A ramp is a batch that grows; see motley.plan.length.
+    With a ramp, the batch size grows during training; see motley.plan.length.
     """
     return RampedBatch(text) if ":" in text else positive(text)
 
 
 def steps_or_time(text: str) -> int | Duration:
-    """Read a number of steps of 1 or more, or a time, as 10m."""
+    """Read a number of steps of 1 or more, or a time such as 10m."""
     if (seconds := parse_seconds(text)) is not None:
         return Duration(text, seconds)
     says = "a number of steps of 1 or more, or a time, as 90s, 10m or 1h30m"
@@ -264,11 +271,12 @@ def steps_or_time(text: str) -> int | Duration:
 
 
 def metric(text: str) -> Metric:
-    """Read the name of a metric, as loss or accuracy:max."""
+    """Read the name of a metric, such as loss or accuracy:max."""
     name, colon, direction = text.partition(":")
     if not name or (colon and direction not in (MIN, MAX)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a metric, as loss, or one with {MIN} or {MAX}, as accuracy:{MAX}"
+            f"{text!r} is not a metric, such as loss, or a metric with {MIN} or {MAX}, as in "
+            f"accuracy:{MAX}"
         )
     return Metric(name, direction)
 
@@ -289,28 +297,28 @@ def above_zero(text: str) -> float:
 
 
 def rate_or_part(text: str) -> float:
-    """Read a number of 0 or more, or a part in percent, as 10%."""
+    """Read a number of 0 or more, or a fraction in percent such as 10%."""
     if text.endswith("%"):
         return Part(_number(text[:-1], float, 0.0, 100.0, "a part from 0% to 100%") / 100)
     return not_negative(text)
 
 
 def keyword(text: str) -> Keyword:
-    """Read an argument by name, as eps=1e-8 or betas=0.9,0.95."""
+    """Read a named argument, such as eps=1e-8 or betas=0.9,0.95."""
     name, is_joined, value = text.partition("=")
     if not (is_joined and name.isidentifier() and value):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=VALUE, as betas=0.9,0.95 or eps=1e-8"
+            f"{text!r} is not of the form NAME=VALUE, as in betas=0.9,0.95 or eps=1e-8"
         )
     return Keyword(name, value)
 
 
 def named_path(text: str) -> Keyword:
-    """Read a path with a name, as night=photos/night."""
+    """Read a named path, such as night=photos/night."""
     name, is_joined, path = text.partition("=")
     if not (is_joined and name.isidentifier() and path):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=PATH, with a name of letters, digits and _, as "
+            f"{text!r} is not of the form NAME=PATH, with a name of letters, digits and _, as in "
             "night=photos/night"
         )
     return Keyword(name, path)
@@ -319,6 +327,11 @@ def named_path(text: str) -> Keyword:
 def fraction(text: str) -> float:
     """Read a number from 0 to 1."""
     return _number(text, float, 0.0, 1.0, "a number from 0 to 1")
+
+
+def noise_part(text: str) -> float:
+    """Read a number from 0.01 to 1; a smaller one would have to be drawn very often."""
+    return _number(text, float, 0.01, 1.0, "a number from 0.01 to 1")
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -337,13 +350,17 @@ def positives(text: str) -> tuple[int, ...]:
 
 
 def step_span(text: str) -> StepSpan:
-    """Read a range of steps, as 20:40; the second number is excluded."""
+    """Read a range of steps, such as 20:40. The second number is excluded."""
     first, colon, end = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two steps with a colon, as 20:40")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not two steps joined by a colon, as in 20:40"
+        )
     span = StepSpan(natural(first), natural(end))
     if span.first >= span.end:
-        raise argparse.ArgumentTypeError(f"{text} has no step; the second number is to be larger")
+        raise argparse.ArgumentTypeError(
+            f"{text} contains no step; give a second number that is larger than the first"
+        )
     return span
 
 

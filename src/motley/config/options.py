@@ -1,8 +1,8 @@
 """The options of the training scripts, with timm's names where timm has one.
 
-A group is a dataclass, whose fields are options of the same names. A strategy declares a group of
-its own in its file (motley.engines.strategies). A task is such a group itself (motley.tasks). The
-values of ``--wire`` are registered in motley.comm.modes.
+A group is a dataclass. Each field is an option of the same name. A strategy declares a group of its
+own options in its file (motley.engines.strategies). A task is a group of options, too
+(motley.tasks). The values of ``--wire`` are registered in motley.comm.modes.
 """
 
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ from motley.config.option import (
     names,
     natural,
     naturals,
+    noise_part,
     not_negative,
     option,
     positive,
@@ -61,7 +62,8 @@ class OptimizationOptions:
         MODEL | SPEED, "adamw", metavar="NAME",
     )  # fmt: skip
     lr: float = option(
-        "at the top of the schedule, default 1e-3", NUMBERS, 1e-3, read=above_zero, metavar="RATE",
+        "learning rate at the top of the schedule, default 1e-3",
+        NUMBERS, 1e-3, read=above_zero, metavar="RATE",
         usual="at the top of the schedule, default 1e-3",
     )  # fmt: skip
     opt_kwargs: tuple[Keyword, ...] | None = option(
@@ -70,21 +72,30 @@ class OptimizationOptions:
         NUMBERS | SPEED, read=keyword, metavar="NAME=VALUE", several=True,
     )  # fmt: skip
     momentum: float | None = option(
-        "of optimizers that have one, as sgd; default 0.9", NUMBERS, read=fraction, metavar="M"
+        "for optimizers that have a momentum, such as sgd; default 0.9",
+        NUMBERS,
+        read=fraction,
+        metavar="M",
     )
     weight_decay: float = option(
-        "not on norms and biases, default 0.05", NUMBERS, 0.05, read=not_negative, metavar="W"
+        "applied to all parameters but norms and biases, default 0.05",
+        NUMBERS,
+        0.05,
+        read=not_negative,
+        metavar="W",
     )
     weight_decay_end: float | None = option(
-        "value to which the weight decay goes with the schedule, along a cosine; default: it stays",
+        "final value of the weight decay, which follows a cosine to it; default: the decay is "
+        "constant",
         NUMBERS, read=not_negative, metavar="W",
     )  # fmt: skip
     layer_decay: float | None = option(
-        "of the rate, from each layer to the one before it, as in 0.75; default: none",
+        "factor of the learning rate from each layer to the one before it, as in 0.75; default: "
+        "none",
         NUMBERS, read=fraction, metavar="D",
     )  # fmt: skip
     sched: str = option(
-        "timm's schedules, a step at a time: cosine (default), tanh, poly, step, multistep",
+        "schedule of timm, applied at each step: cosine (default), tanh, poly, step, multistep",
         NUMBERS, "cosine", choices=SCHEDULES,
     )  # fmt: skip
     warmup_epochs: float = option(
@@ -92,42 +103,55 @@ class OptimizationOptions:
         metavar="E",
     )  # fmt: skip
     warmup_steps: int | None = option(
-        "linear warm-up in steps, in place of --warmup-epochs; default: none (text: 100 steps, but "
-        "a tenth of the run at most)",
+        "linear warm-up in steps, instead of --warmup-epochs; default: none (text: 100 steps, "
+        "but at most a tenth of the run)",
         NUMBERS, read=natural, metavar="K",
     )  # fmt: skip
     warmup_lr: float | None = option(
-        "of the first step of the warm-up; default: --lr over the steps of the warm-up and one",
+        "learning rate of the first step of the warm-up; default: --lr divided by the steps of "
+        "the warm-up plus one",
         NUMBERS, read=not_negative, metavar="RATE",
     )  # fmt: skip
+    lr_noise: tuple[float, ...] | None = option(
+        "first part of the epochs whose rate has noise, and the part at which that ends; default: "
+        "no noise",
+        NUMBERS, read=fraction, metavar="PART", several=True,
+    )  # fmt: skip
+    lr_noise_pct: float = option(
+        "largest noise as a part of the rate, default 0.67",
+        NUMBERS, 0.67, read=noise_part, metavar="PART",
+    )  # fmt: skip
     min_lr: float = option(
-        "end of cosine, tanh and poly, or its part of --lr in percent; default 1e-5 (text: a tenth "
-        "of --lr)",
+        "final learning rate of cosine, tanh and poly, as a number or in percent of --lr; "
+        "default 1e-5 (text: a tenth of --lr)",
         NUMBERS, 1e-5, read=rate_or_part, metavar="RATE",
     )  # fmt: skip
     lr_cycle_limit: int = option(
-        "cycles of cosine, tanh and poly, default 1. Together they take the run; timm's --epochs "
-        "is the first cycle alone",
+        "number of cycles of cosine, tanh and poly, which together take the whole run, default 1 "
+        "(timm's --epochs is the first cycle alone)",
         NUMBERS, 1, read=positive, metavar="N",
     )  # fmt: skip
     lr_cycle_mul: float = option(
-        "length of a cycle over that of the one before, default 1", NUMBERS, 1.0, read=above_zero,
+        "length of each cycle, as a multiple of the one before, default 1",
+        NUMBERS, 1.0, read=above_zero,
         metavar="X",
     )  # fmt: skip
     lr_cycle_decay: float = option(
-        "top of a cycle over that of the one before, default 0.5", NUMBERS, 0.5, read=fraction,
+        "top of each cycle, as a multiple of the one before, default 0.5",
+        NUMBERS, 0.5, read=fraction,
         metavar="D",
     )  # fmt: skip
     decay_epochs: float = option(
-        "between the steps of --sched step, default 30", NUMBERS, 30.0, read=above_zero,
+        "epochs between the steps of --sched step, default 30", NUMBERS, 30.0, read=above_zero,
         metavar="E",
     )  # fmt: skip
     decay_milestones: tuple[int, ...] = option(
-        "epochs at which --sched multistep steps, default 10,20", NUMBERS, (10, 20), read=naturals,
+        "epochs at which --sched multistep lowers the rate, default 10,20",
+        NUMBERS, (10, 20), read=naturals,
         metavar="E,...",
     )  # fmt: skip
     decay_rate: float | None = option(
-        "of step and multistep, default 0.1; the power of poly, default 1",
+        "factor of each step of step and multistep, default 0.1; the power of poly, default 1",
         NUMBERS, read=above_zero, metavar="R",
     )  # fmt: skip
     clip_grad: float | None = option(
@@ -135,8 +159,9 @@ class OptimizationOptions:
         NUMBERS, read=above_zero, metavar="NORM",
     )  # fmt: skip
     clip_mode: str = option(
-        "what --clip-grad bounds: norm (default), of the whole gradient; value, of each number; "
-        "agc, the norm of each row over that of its weights (adaptive clipping)",
+        "what --clip-grad limits: norm (default), the norm of the whole gradient; value, each "
+        "number; agc, the norm of each row relative to the norm of its weights (adaptive "
+        "clipping)",
         NUMBERS, "norm", choices=CLIP_MODES,
     )  # fmt: skip
     model_ema: bool = option(
@@ -144,18 +169,18 @@ class OptimizationOptions:
         NUMBERS, False,
     )  # fmt: skip
     model_ema_decay: float = option(
-        "of it, a step, default 0.9998", NUMBERS, 0.9998, read=fraction, metavar="D"
+        "decay of the average per step, default 0.9998", NUMBERS, 0.9998, read=fraction, metavar="D"
     )
-    model_ema_warmup: bool = option("less decay in its first steps", NUMBERS, False)
+    model_ema_warmup: bool = option("let the average decay less in the first steps", NUMBERS, False)
     # Not SPEED or PLAN: each rank's precision is among its facts, which a speed and a plan include.
     precision: PerRank[str] = option(
-        "auto (default), fp32, tf32, bf16, fp16; one for all or one a rank",
+        "auto (default), fp32, tf32, bf16 or fp16; one for all ranks, or one per rank",
         NUMBERS, read_precisions("auto"), read=read_precisions, metavar="P[,P...]",
-        cell="precision", usual="auto (default), fp32, bf16, ...; or one a rank",
+        cell="precision", usual="auto (default), fp32, bf16, ...; or one per rank",
     )  # fmt: skip
     loss_scale: str | float = option(
-        "shared by all ranks. auto (default): found on the first batches, 1 where no rank computes "
-        "in fp16; dynamic: from 2^16; a number: from there, as in 2^20",
+        "loss scale, which all ranks share. auto (default): found on the first batches, and 1 if "
+        "no rank computes in fp16; dynamic: starts at 2^16; a number: starts there, as in 2^20",
         NUMBERS, "auto", read=read_loss_scale, metavar="auto|dynamic|NUMBER",
     )  # fmt: skip
     seed: int = option("default 0", NUMBERS, 0, read=natural, metavar="N", cell="nothing")
@@ -176,39 +201,41 @@ class ModelOptions:
         usual="image (default), text, weather, or your own", per_launch=True,
     )  # fmt: skip
     build: str = option(
-        "how a model gets its initial numbers: whole, on each rank; blocks, one block after "
-        "another, each cut by --strategy fsdp before the next, so that no rank holds all; auto "
-        "(default): blocks where more than a billion parameters begin with random numbers",
+        "how a model gets its initial values: whole, on each rank; blocks, one block after "
+        "another, each of which --strategy fsdp shards before the next, so no rank holds the "
+        "whole model; auto (default): blocks if more than a billion parameters start with random "
+        "values",
         NUMBERS | SPEED, "auto", choices=("auto", "whole", "blocks"), per_launch=True,
     )  # fmt: skip
     compile: str = option(
-        "torch.compile the model, block by block: auto (default) where that is going to save a GPU "
-        "more of the run than it takes; on, also where no value is given; off",
+        "torch.compile the model, block by block: auto (default), if it will save a GPU more of "
+        "the run than it takes; on, also if no value is given; off",
         SPEED, "auto", choices=("auto", "on", "off"), bare="on", per_launch=True,
     )  # fmt: skip
     grad_checkpointing: tuple[str, ...] | None = option(
-        "compute activations again in the backward pass in place of keeping them: less memory, up "
-        "to a third more time. Of all blocks, or of modules of these names, as in "
-        "mlp,blocks.0.attn; default: of none",
+        "compute activations again in the backward pass instead of keeping them, which takes "
+        "less memory and up to a third more time: in all blocks, or in the modules of these "
+        "names, as in mlp,blocks.0.attn; default: nowhere",
         SPEED, read=names, metavar="NAME,...", bare=("blocks",), cell="checkpointing",
     )  # fmt: skip
     attention: str = option(
-        "torch's kernels: fused (flash, 16 bits on a GPU), efficient (memory-efficient, GPUs "
-        "alone), or plain, each product written out; auto (default): as torch chooses",
+        "attention kernels of torch: fused (flash, 16 bits on a GPU), efficient "
+        "(memory-efficient, GPUs alone), or plain, each product written out; auto (default): "
+        "torch chooses",
         SPEED, "auto", choices=ATTENTION, per_launch=True,
     )  # fmt: skip
     initial_checkpoint: str | None = option(
-        "begin with the weights of a run, of a file of safetensors, or of local-dir:FOLDER, timm's "
-        "or Hugging Face's; the head is made anew where it has another shape",
+        "start with the weights of a run, of a file of safetensors, or of local-dir:FOLDER of "
+        "timm or Hugging Face; a head of another shape gets new random weights",
         NOTHING, metavar="RUN|FILE", per_launch=True,
     )  # fmt: skip
     trust: bool = option(
-        "also read initial weights that are pickled; of tensors alone, nothing else is run",
+        "also read initial weights from a pickle; only tensors are read, and no code is run",
         NOTHING, False, per_launch=True,
     )  # fmt: skip
     freeze: tuple[str, ...] | None = option(
-        "do not train these parts, by path or last word; backbone: all but the head. They are "
-        "not sent either",
+        "do not train these parts, named by path or by its last word; backbone: all but the "
+        "head. They are not sent either",
         MODEL | SPEED, read=names, metavar="NAME,...|backbone",
     )  # fmt: skip
 
@@ -218,21 +245,21 @@ class DataOptions:
     """data"""
 
     data_fraction: float = option(
-        "use this part of the training set (weak scaling), default 1",
+        "train on this part of the training set (weak scaling), default 1",
         NUMBERS, 1.0, read=fraction, metavar="F", cell="fraction",
     )  # fmt: skip
     eval_samples: int | None = option(
-        "evaluate on so many of the held-out samples, default all",
+        "evaluate on this number of held-out samples, default all",
         NUMBERS, read=positive, metavar="N", former="--eval-images",
     )  # fmt: skip
     bad_samples: str = option(
-        "a sample that cannot be read ends the run (default), or is counted, named, and replaced "
-        "by the next one",
+        "what a sample that cannot be read does: fail (default) ends the run; skip counts and "
+        "names it, and takes the next one",
         NUMBERS, "fail", choices=("fail", "skip"), former="--bad-images",
     )  # fmt: skip
     workers: int | None = option(
-        "loader processes a rank; default: 0 for CPU ranks and what is in memory, else as many as "
-        "keep the GPU busy, as measured, and the host has cores for",
+        "loader processes per rank; default: 0 for CPU ranks and for data in memory, otherwise "
+        "as many as keep the GPU busy, as measured, and as the host has cores for",
         NOTHING, read=natural, metavar="N", short="-j", per_launch=True,
     )  # fmt: skip
 
@@ -242,26 +269,31 @@ class EvaluationOptions:
     """evaluation"""
 
     eval_every: int | Duration | None = option(
-        "steps, or time, as 10m, between evaluations of the held-out samples; default: one an "
-        "epoch. The run also ends with one",
+        "steps, or a time such as 10m, between evaluations of the held-out samples; default: one "
+        "per epoch. The run also ends with an evaluation",
         NOTHING, read=steps_or_time, metavar="K|TIME",
         usual="steps, or 10m, between evaluations; default: an epoch",
     )  # fmt: skip
-    eval_at_start: bool = option("also evaluate before the first step", NOTHING, False)
+    eval_at_start: bool = option(
+        "also evaluate before the first step, or a finished run again",
+        NOTHING,
+        False,
+    )
     keep_best: Metric | None = option(
-        "keep the checkpoint with the best value of a metric besides the newest ones, and link it "
-        "as checkpoints/best. Name the direction of a metric of your own, as in accuracy:max",
+        "also keep the checkpoint with the best value of a metric, and link it as "
+        "checkpoints/best. For a metric of your own, name the better direction, as in "
+        "accuracy:max",
         NOTHING, read=metric, metavar="METRIC[:min|max]",
         usual="keep the best checkpoint too, by a metric, as loss",
     )  # fmt: skip
     worst: int = option(
-        "held-out samples with the largest loss that the last evaluation writes into worst.json, "
-        "with small pictures, for the report; default 24, at most 200, 0 for none",
+        "number of held-out samples with the largest loss that each evaluation writes into "
+        "worst.json, with small pictures, for the report; default 24, at most 200, 0 for none",
         NOTHING, 24, read=natural, metavar="N",
     )  # fmt: skip
     stop_after: int | None = option(
         "end the run after K evaluations in a row without a better value of the metric of "
-        "--keep-best, by default of the loss; default: go on to the end",
+        "--keep-best, or of the loss without that option; default: no early end",
         NOTHING, read=positive, metavar="K",
     )  # fmt: skip
 
@@ -271,40 +303,40 @@ class BatchOptions:
     """batch and length"""
 
     batch_size: int = option(
-        "GLOBAL batch: samples in one optimizer step over all ranks, default 128; as "
-        "512:2048:32/100M it grows from 512 to 2048, by 32, over the first 100 million samples",
+        "GLOBAL batch: samples of all ranks in one optimizer step, default 128; 512:2048:32/100M "
+        "raises it from 512 to 2048 in steps of 32 over the first 100 million samples",
         NUMBERS | SPEED, 128, read=batch_size, metavar="N|RAMP", short="-b", cell="batch",
-        usual="samples a step, over all ranks, default 128",
+        usual="samples per step, over all ranks, default 128",
     )  # fmt: skip
     ramp_lr: str = option(
-        "how the rate grows with a batch that does: none (default), linear, sqrt",
+        "how the learning rate grows with a growing batch: none (default), linear, sqrt",
         NUMBERS, "none", choices=tuple(RAMP_POWERS),
     )  # fmt: skip
     micro_batch: PerRank[int] | None = option(
-        "most samples a rank holds at once, one for all or one a rank; default: the fastest that "
-        "fits, or with --shares its whole share",
+        "most samples that a rank computes at once, one number for all ranks or one per rank; "
+        "default: the fastest that fits, or with --shares the whole share",
         PLAN, read=read_micro_batches, metavar="M[,M...]", per_launch=True,
     )  # fmt: skip
     shares: PerRank[float] | None = option(
-        "samples of each rank in proportion, as in 5,4,3,2,1, or equal; default: by their speed, "
-        "which is measured",
+        "shares of the ranks in the batch, as in 5,4,3,2,1, or equal; default: by measured speed",
         PLAN, read=read_shares, metavar="S,S,...|equal",
-        usual="of ranks, as 5,4,3; default: by speed, measured", per_launch=True,
+        usual="of ranks, as 5,4,3; default: by measured speed", per_launch=True,
     )  # fmt: skip
     replan: str = option(
-        "auto (default): split anew when ranks become slower or faster while it runs, but not with "
-        "fsdp or ZeRO 2 and 3, where every pass waits for all; the global batch never changes",
+        "auto (default): split the batch again when ranks become slower or faster during the "
+        "run, but not with fsdp or ZeRO 2 and 3, where every pass waits for all ranks; the "
+        "global batch never changes",
         NOTHING, "auto", choices=("auto", "off"), per_launch=True,
     )  # fmt: skip
     hosts: str | tuple[str, ...] = option(
-        "who trains: auto (default) leaves out hosts without which a step is shorter, but none "
-        "with --shares; all; or these alone",
+        "hosts that train: auto (default) leaves out hosts without which a step is shorter, but "
+        "none with --shares; all; or these hosts alone",
         PLAN, "auto", read=read_named_hosts, metavar="auto|all|NAME,...",
-        usual="auto (default) leaves out who slows the others", per_launch=True,
+        usual="auto (default) leaves out hosts that slow the others", per_launch=True,
     )  # fmt: skip
     bind: bool = option(
-        "let ranks run on any core; default: on those next to their GPU, where a machine has "
-        "several memory nodes and no other program has chosen",
+        "let ranks run on any core; default: on the cores next to their GPU, if a machine has "
+        "several memory nodes and no other program has chosen cores",
         SPEED, True, per_launch=True,
     )  # fmt: skip
     wire: WireMode | None = option(  # its modes are registered
@@ -312,7 +344,7 @@ class BatchOptions:
     )
     epochs: int = option("default 30", NUMBERS, 30, read=positive, metavar="E", usual="default 30")
     max_steps: int | None = option(
-        "stop after K steps; without --epochs the schedule of the rate ends there too",
+        "stop after K steps; without --epochs, the learning-rate schedule ends there too",
         NOTHING, read=positive, metavar="K", cell="--steps, before the --,",
         usual="stop after so many",
     )  # fmt: skip
@@ -330,31 +362,33 @@ class RecordOptions:
         "default: logs", NOTHING, "logs", metavar="DIR", cell="--out", per_launch=True
     )
     resume: str | None = option(
-        "continue from a checkpoint or a run folder; auto, also where no value is given: from "
-        "--run NAME, else the newest unfinished run that has a checkpoint",
+        "continue from a checkpoint or a run folder; auto, also if no value is given: the run of "
+        "--run NAME, or the newest unfinished run that has a checkpoint",
         NOTHING, metavar="PATH|auto", bare="auto", cell="nothing",
-        usual="continue a run; auto: of --run, or the newest", per_launch=True,
+        usual="continue a run; auto: that of --run, or the newest", per_launch=True,
     )  # fmt: skip
     save_every: int | Duration | None = option(
-        "steps, or time, as 10m, between checkpoints; default: one an epoch, not for noise",
+        "steps, or a time such as 10m, between checkpoints; default: one per epoch, none for "
+        "noise",
         NOTHING, read=steps_or_time, metavar="K|TIME",
         usual="steps, or 10m, between checkpoints",
     )  # fmt: skip
     keep: int = option("checkpoints kept, default 2", NOTHING, 2, read=positive, metavar="N")
     log_interval: float = option(
-        "between progress lines when not on a terminal, default 2",
+        "seconds between progress lines outside of a terminal, default 2",
         NOTHING, 2.0, read=above_zero, metavar="SECONDS", per_launch=True,
     )  # fmt: skip
     gpu_log_interval: float = option(
-        "between samples of the GPU log, default 2",
+        "seconds between samples of the GPU log, default 2",
         NOTHING, 2.0, read=above_zero, metavar="SECONDS", per_launch=True,
     )  # fmt: skip
     profile: StepSpan | None = option(
-        "torch's profiler in these steps, as 20:40 for 21 to 40; see plots/traces.py",
+        "profile these steps with torch's profiler, as in 20:40 for steps 21 to 40; see "
+        "plots/traces.py",
         NOTHING, read=step_span, metavar="FROM:TO", per_launch=True,
     )  # fmt: skip
     profile_ranks: str | tuple[int, ...] = option(
-        "which ranks it profiles: slowest (default), all, or these",
+        "ranks that the profiler records: slowest (default), all, or these",
         NOTHING, SLOWEST, read=profiled, metavar="slowest|all|R,...", per_launch=True,
     )  # fmt: skip
 
@@ -373,10 +407,9 @@ class Config(
 
     Attributes:
         own: groups of options of the chosen script's strategies, and the task.
-        typed_names: names of the options that the user typed, in this launch or in those that it
-            continues.
-        continued_names: the part of ``typed_names`` that the checkpoint has, and the user did not
-            type in this launch.
+        typed_names: names of the options that the user typed, in this launch or in launches that
+            this launch continues.
+        continued_names: the names in ``typed_names`` that the user typed only in earlier launches.
         recipe_names: names of the options that ``--recipe`` set, and the user did not type.
     """
 
@@ -387,11 +420,11 @@ class Config(
 
     @property
     def schedule_ends_with_run(self) -> bool:
-        """True if the learning rate falls until ``--max-steps``, as no epochs were given."""
+        """True if the schedule ends at ``--max-steps``, because ``--epochs`` was not given."""
         return self.max_steps is not None and "epochs" not in self.typed_names | self.recipe_names
 
     def group(self, group: type[Group]) -> Group:
-        """Return the options of a strategy's group; the defaults if the script lacks it."""
+        """Return the options of a group, or its defaults if the script does not have the group."""
         return next((each for each in self.own if isinstance(each, group)), group())
 
     def options(self) -> Iterator[tuple[str, Option, Any]]:
@@ -420,7 +453,7 @@ class Config(
         """Return the options by name, in the form that records and checkpoints store.
 
         Args:
-            decides: select the options that decide any of these results; None: select all.
+            decides: return only options that have one of these effects; None: return all options.
         """
         return {
             name: declared.to_text(value)

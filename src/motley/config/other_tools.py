@@ -1,11 +1,11 @@
-"""The options of other tools, and their equivalents here.
+"""The options of other tools, and their equivalents in Motley.
 
 The tools are timm's ``train.py``, torchvision's references, Hugging Face's Trainer, Accelerate,
 Lightning, nanoGPT, DeepSpeed, torchrun and Ultralytics.
 
-SAME lists options of the same meaning; a command line may use these spellings. NAMED, ANSWERS and
-VALUES serve error messages: NAMED has the option that does the same in another way, and ANSWERS has
-a sentence if there is no such option. VALUES has a sentence for a value.
+SAME lists options of the same meaning. A command line may use their spellings. The other tables are
+for error messages. NAMED has Motley's option that does the same in another way. ANSWERS has a
+sentence for an option that has no equivalent. VALUES has a sentence for a value of an option.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -112,15 +112,15 @@ NAMED: Mapping[str, str] = {
 }
 
 _LAUNCH = (
-    "the launcher decides it: mpirun -np N --hostfile hosts.txt ./entry_cn.sh, with N ranks on the "
-    "hosts of hosts.txt; leave it out"
+    "the launcher decides this: mpirun -np N --hostfile hosts.txt ./entry_cn.sh starts N ranks "
+    "on the hosts of hosts.txt; leave the option out"
 )
 _TRACKER = (
-    "a run is published while it goes on, or later, by: python plots/publish.py logs/RUN --to {} "
-    "--follow"
+    "a run is published during training, or later, with: python plots/publish.py logs/RUN --to "
+    "{} --follow"
 )
 _ONE_BATCH = (
-    "--batch-size is the global batch, which Motley splits by the speeds of the ranks; give it the "
+    "--batch-size is the global batch, which Motley splits by the speeds of the ranks; give the "
     "batch of one device times the number of devices"
 )
 _ACCUMULATION = (
@@ -128,26 +128,24 @@ _ACCUMULATION = (
     "--batch-size in pieces that fit its memory; leave it out"
 )
 _WARMUP = "the warm-up is counted in steps or epochs: --warmup-steps K, or --warmup-epochs 0.5"
-_ARGUMENTS = "give it by --opt-kwargs, as in betas=0.9,0.95 eps=1e-8"
+_ARGUMENTS = "write it after --opt-kwargs, as in betas=0.9,0.95 eps=1e-8"
 _EVALUATION = (
-    "each epoch ends with an evaluation of all held-out samples; --eval-every K has one every K "
-    "steps; leave it out"
+    "each epoch ends with an evaluation of all held-out samples, and --eval-every K evaluates "
+    "every K steps; leave this option out"
 )
 _PRECISION = (
-    "--precision auto, the default, computes in 16 bits where a device is faster so; leave it out"
+    "--precision auto, the default, computes in 16 bits on a device that is faster so; leave "
+    "this option out"
 )
-_CLASSES = "the data set says how many classes there are; leave it out"
+_CLASSES = "the data set determines the number of classes; leave it out"
 _DEEPSPEED = (
-    "DeepSpeed trains by a script of its own: mpirun -np 2 ./entry_cn.sh deepspeed/train_vit.py "
-    "--stage 3"
+    "DeepSpeed trains with a script of its own: mpirun -np 2 ./entry_cn.sh "
+    "deepspeed/train_vit.py --stage 3"
 )
-_DEVICE = (
-    "each rank takes a GPU of its own, or the CPU where there is none; CUDA_VISIBLE_DEVICES hides "
-    "GPUs"
-)
+_DEVICE = "each rank takes one GPU, or the CPU if there is none; CUDA_VISIBLE_DEVICES hides GPUs"
 _STRATEGY = "it is --strategy fsdp"
 _FOLDER = "the folder of a run is LOGS/NAME: give --logs LOGS --run NAME"
-_PROGRESS = "it is --log-interval, in seconds"
+_PROGRESS = "the option is --log-interval, in seconds"
 
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     _LAUNCH: (
@@ -161,85 +159,87 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--per-device-batch-size", "--per-device-train-batch-size", "--per-gpu-train-batch-size",
         "--train-micro-batch-size-per-gpu",
     ),
-    "an evaluation takes its samples in pieces that fit; leave it out": (
+    "an evaluation computes its samples in pieces that fit in memory; leave it out": (
         "--eval-batch-size", "--per-device-eval-batch-size", "--validation-batch-size",
     ),
     "Motley does so by itself; leave it out": (
         "--dataloader-pin-memory", "--ddp-find-unused-parameters", "--no-prefetcher",
         "--overwrite-output-dir", "--pin-mem", "--pin-memory",
     ),
-    "the model's own configuration says how pixels are scaled; leave it out": ("--mean", "--std"),
-    "a data set says its splits: train, and validation, val or test; leave it out": (
+    "the model's configuration decides how pixels are scaled; leave it out": ("--mean", "--std"),
+    "a data set names its splits (train, and validation, val or test); leave it out": (
         "--train-split",
     ),
-    "--data-fraction takes a part of the training data, --eval-samples a number held out": (
+    "--data-fraction takes a part of the training data, and --eval-samples a number of held-out "
+    "samples": (
         "--train-num-samples", "--val-num-samples",
     ),
     "CIFAR is downloaded where it is missing; leave it out": ("--dataset-download",),
-    "classes have the order of their sorted names, and --classes chooses some; leave it out": (
+    "classes have the order of their sorted names, and --classes selects some; leave it out": (
         "--class-map",
     ),
-    "images are read in as many channels as the data set has; leave it out": (
+    "images are read with as many channels as the data set has; leave it out": (
         "--in-chans", "--input-img-mode",
     ),
-    "the data set says where image and label are, and --label-columns for a CSV file": (
+    "the data set decides which columns hold the image and the label; for a CSV file, use "
+    "--label-columns": (
         "--input-key", "--target-key",
     ),
-    "no code of a data set is run; leave it out": ("--dataset-trust-remote-code",),
-    "--initial-checkpoint begins with weights alone, without the optimizer's state": (
+    "Motley runs no code of a data set; leave it out": ("--dataset-trust-remote-code",),
+    "--initial-checkpoint loads only weights, not the optimizer's state": (
         "--no-resume-opt",
     ),
-    "a model is built as timm registers it; for other arguments, write a task of your own": (
+    "Motley builds a model as timm registers it; for other arguments, write a task of your own": (
         "--bn-eps", "--bn-momentum", "--drop-block", "--fast-norm", "--gp", "--head-init-bias",
         "--head-init-scale", "--model-kwargs",
     ),
-    "GPUs that compute in 16 bits take channels last by themselves; leave it out": (
+    "GPUs that compute in 16 bits use channels last by themselves; leave it out": (
         "--channels-last",
     ),
     "--compile compiles with torch's usual mode; leave it out": (
         "--fuser", "--torchcompile-mode", "--torchscript",
     ),
-    "ranks add up gradients and wait for their device by Motley's own code; leave it out": (
+    "Motley's own code adds up gradients and waits for devices; leave it out": (
         "--device-modules", "--no-ddp-bb", "--synchronize-step",
     ),
-    "rates of layers follow --layer-decay alone; leave it out": (
+    "only --layer-decay sets the rates of layers; leave it out": (
         "--layer-decay-min-scale", "--layer-decay-no-opt-scale",
     ),
-    "Motley takes the fastest form that a device has; leave it out": ("--opt-foreach",),
-    "the rate changes in each step already; leave it out": ("--sched-on-updates",),
-    "--lr is the rate of the global batch: give --lr-base times the batch over --lr-base-size": (
+    "Motley takes the fastest implementation that a device has; leave it out": ("--opt-foreach",),
+    "the learning rate changes in each step already; leave it out": ("--sched-on-updates",),
+    "--lr is the rate of the global batch; give --lr-base times the batch over --lr-base-size": (
         "--lr-base", "--lr-base-scale", "--lr-base-size",
     ),
     "for such a rate, a task of your own defines schedule(step, total)": (
-        "--cooldown-epochs", "--lr-k-decay", "--lr-noise", "--lr-noise-pct", "--lr-noise-std",
-        "--patience-epochs",
+        "--cooldown-epochs", "--lr-k-decay", "--patience-epochs",
     ),
+    "the noise of --lr-noise has a standard deviation of 1; leave it out": ("--lr-noise-std",),
     "the warm-up comes before the schedule already; leave it out": ("--warmup-prefix",),
     "an epoch has each sample once: give more --epochs, or --balanced-sampling": (
         "--aug-repeats", "--epoch-repeats",
     ),
-    "each sample is augmented once in an epoch, and has a loss of its own; leave it out": (
+    "each sample is augmented once per epoch, and has its own loss; leave it out": (
         "--aug-splits", "--jsd-loss", "--resplit",
     ),
     "crops are random and resized, within --scale and --ratio; leave it out": (
         "--train-crop-mode",
     ),
-    "colours change by --color-jitter, or by a policy as in --aa rand-m9": (
+    "colours are changed by --color-jitter, or by a policy as in --aa rand-m9": (
         "--color-jitter-prob", "--gaussian-blur-prob", "--grayscale-prob",
     ),
-    "--bce-loss takes the mean over the classes, and --class-weights weighs them": (
+    "--bce-loss takes the mean over the classes, and --class-weights weights them": (
         "--bce-pos-weight", "--bce-sum",
     ),
-    "each pair of neighbours is mixed by a number of its own, by --mixup and --cutmix": (
+    "--mixup and --cutmix mix each pair of neighbours by its own number": (
         "--cutmix-minmax", "--mixup-mode",
     ),
-    "stop there by --max-steps K, and go on with --resume auto --mixup 0 --cutmix 0": (
+    "stop at that step with --max-steps K, and continue with --resume auto --mixup 0 --cutmix 0": (
         "--mixup-off-epoch",
     ),
-    "the average is on each rank's device, and equal on all; leave it out": (
+    "the average is on each rank's device, and is the same on all ranks; leave it out": (
         "--model-ema-force-cpu",
     ),
-    "each sample has a seed of its own, from --seed, epoch and index; leave it out": (
+    "each sample has its own seed, from --seed, epoch and index; leave it out": (
         "--worker-seeding",
     ),
     "the report shows the held-out images with the largest loss: --worst N": ("--save-images",),
@@ -247,10 +247,10 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "the schedule ends with the run, at --max-steps or --epochs; leave it out": (
         "--lr-decay-iters", "--lr-decay-steps",
     ),
-    "--resume auto goes on after the last saved step": ("--start-epoch",),
-    "--resume auto goes on with a run, and --pretrained or --initial-checkpoint FILE begins with "
+    "--resume auto continues after the last saved step": ("--start-epoch",),
+    "--resume auto continues a run; --pretrained or --initial-checkpoint FILE starts one with "
     "weights": ("--init-from",),
-    "it is --paragraphs of --task text": ("--group-by-length",),
+    "the option is --paragraphs of --task text": ("--group-by-length",),
     _ACCUMULATION: (
         "--accum-iter", "--accumulate-grad-batches", "--grad-accum-steps",
         "--gradient-accumulation-steps",
@@ -278,11 +278,11 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     _STRATEGY: ("--fsdp", "--fsdp-config"),
     _FOLDER: ("--name", "--output-dir", "--project", "--save-dir"),
     _PROGRESS: ("--log-every-n-steps", "--log-freq", "--logging-steps", "--print-freq"),
-    "batch norm takes its statistics over --bn-group samples, whichever rank computes them": (
+    "batch norm computes its statistics over --bn-group samples, whichever rank has them": (
         "--dist-bn", "--split-bn", "--sync-batchnorm", "--sync-bn",
     ),
-    "the held-out part of a text is --val-fraction F or --val-text FILE; that of other data has a "
-    "folder of its own": ("--val-split", "--validation-split-percentage"),
+    "a text is held out with --val-fraction F or --val-text FILE; other data has its own "
+    "held-out folder": ("--val-split", "--validation-split-percentage"),
     _TRACKER.format("wandb"): (
         "--log-wandb", "--use-wandb", "--wandb", "--wandb-log", "--wandb-project",
         "--wandb-resume-id", "--wandb-run-name", "--wandb-tags",
@@ -298,10 +298,12 @@ ANSWERS: Mapping[str, str] = {
 # Where data are, for a task of texts: other tasks have these options.
 OF_TEXT = dict.fromkeys(
     ("--data-dir", "--data-path", "--dataset"),
-    "texts are --text FILE or DIR, as in --text shakespeare --tokens characters",
+    "give a text with --text FILE or DIR, as in --text shakespeare --tokens characters",
 )
-_CONSTANT = "for a constant rate: --warmup-epochs 0 --min-lr as --lr"
-_RISES = "for a rate that rises and then stays: --warmup-epochs E --min-lr as --lr"
+_CONSTANT = "for a constant rate, give --warmup-epochs 0, and --min-lr the value of --lr"
+_RISES = (
+    "for a rate that rises and then stays, give --warmup-epochs E, and --min-lr the value of --lr"
+)
 # By Motley's option, values of other tools in small letters and with dashes.
 VALUES: Mapping[str, Mapping[str, str]] = {
     "--sched": {
@@ -320,10 +322,10 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def with_dashes(word: str, known: Collection[str]) -> str:
-    """Return an option with dashes for underscores, if that makes it a known option.
+    """Replace underscores in an option by dashes, if this gives a known option.
 
     Args:
-        word: option as typed, with ``=VALUE`` if that is joined.
+        word: option as typed, which may include ``=VALUE``.
         known: all options of the command.
     """
     name, joined, value = word.partition("=")
@@ -332,11 +334,11 @@ def with_dashes(word: str, known: Collection[str]) -> str:
 
 
 def own_words(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return a command line in Motley's spelling.
+    """Return a command line in which other tools' options are replaced by Motley's.
 
     Args:
         words: words as typed.
-        known: all options of the command. Other options stay as they are.
+        known: all options of the command. Options without an equivalent stay as they are.
     """
     result, remaining = list[str](), list(words)
     while remaining:
@@ -368,11 +370,11 @@ def plain_name(word: str) -> str:
 
 
 def answer_value(name: str, value: object) -> str:
-    """Return the answer to a value that another tool's option has; empty if there is none."""
+    """Return a sentence for an option's value from another tool; empty if there is none."""
     return VALUES.get(name, {}).get(str(value).lower().replace("_", "-"), "")
 
 
 def own_name(word: str) -> str | None:
-    """Return Motley's option for an option of another tool; None if there is none."""
+    """Return Motley's equivalent of an option of another tool; None if there is none."""
     name = plain_name(word)
     return " ".join(SAME[name]) if name in SAME else NAMED.get(name)

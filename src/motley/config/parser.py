@@ -2,8 +2,9 @@
 
 ``--config FILE.toml`` gives options from a file, or from the run.json of a run.
 
-A TOML file has one option per line, as users type it without the dashes. Tables are only titles. A
-run.json gives the options that differ from their defaults, except for options of one launch.
+A TOML file has one option per line, named as on the command line without the dashes. TOML tables
+have no meaning. A run.json gives the options that differ from their defaults, except for options of
+one launch.
 
     lr = 3e-4
     batch-size = "64:512:32/10M"
@@ -29,52 +30,54 @@ from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean, typed_command
 
-_COLUMN = 27  # at which the help texts start
+_COLUMN = 27  # column at which help texts start
 
 
 class OneVoice(argparse.ArgumentParser):
     """An argparse parser for scripts that run on many ranks. Only rank 0 prints help and errors.
 
     Attributes:
-        all_of_it: the option whose help lists all options.
+        all_of_it: the flag that prints the help of all options.
     """
 
     all_of_it = "-h"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does. Underscores in an option's name are read as dashes."""
+        """Parse as argparse does. Underscores in option names count as dashes."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args(self.own_words(words), namespace)
 
     def own_words(self, words: Sequence[str]) -> list[str]:
-        """Return a command line with options in this parser's spelling."""
+        """Return a command line in which option names have this parser's spelling."""
         return [other_tools.with_dashes(word, self._option_string_actions) for word in words]
 
     def format_help(self) -> str:
-        """Return the text of -h, with commands as a user types them here."""
+        """Return the text of ``-h``. Commands have the form that works in this installation."""
         return typed_command(super().format_help())
 
     def print_help(self, file: object = None) -> None:
-        """Print the help, on the first rank alone."""
+        """Print the help on rank 0 only."""
         if launched_rank() == 0:
             super().print_help()
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2. For an unknown option, name the nearest known one."""
+        """Print the error and exit with status 2. Suggest the nearest option for unknown ones."""
         if message.startswith("unrecognized arguments: "):
-            word = message.split()[2].partition("=")[0]
-            if word in _OF_OTHER_LAUNCHERS:
+            typed = [word.partition("=")[0] for word in message.split()[2:]]
+            options = [word for word in typed if re.match(r"--?[a-zA-Z]", word)]
+            words = list(dict.fromkeys(options)) or typed[:1]
+            if of_others := [word for word in words if word in _OF_OTHER_LAUNCHERS]:
                 stop_usage(
-                    f"{word} comes from another launcher (DeepSpeed's, or torch.distributed.launch"
-                    "), which Motley's ranks do not meet through; start them as in: mpirun -np 2 "
-                    f"--hostfile hosts.txt ./entry_cn.sh {sys.argv[0]}"
+                    f"{of_others[0]} comes from another launcher (DeepSpeed's, or "
+                    "torch.distributed.launch), whose ranks Motley cannot connect. Start the "
+                    f"ranks as in: mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh {sys.argv[0]}"
                 )
-            kind = "unknown option" if word.startswith("-") else "unexpected word"
-            message = f"{kind} {word}{self.hint(word)}"
+            kind = f"unknown option{'s' * (len(words) > 1)}" if options else "unexpected word"
+            message = f"{kind} {'; '.join(f'{word}{self.hint(word)}' for word in words)}"
         stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:
-        """Return the text to add behind the name of an unknown option; may be empty."""
+        """Return a text to append to the name of an unknown option: similar options, or empty."""
         known = list(self._option_string_actions)
         longer = [name for name in known if name.startswith(word)] if len(word) > 4 else []
         return did_you_mean(word, longer or known, least=0 if longer else _LIKE)
@@ -98,9 +101,9 @@ class OptionParser(OneVoice):
     """The parser of a training script.
 
     Args:
-        description: the script's docstring, which has the examples.
-        own: groups of options besides those of all scripts.
-        registered: by an option's name, properties that override its declaration.
+        description: the script's docstring, which contains examples.
+        own: groups of options that this script has besides the options of all scripts.
+        registered: properties that override an option's declaration, by the option's name.
     """
 
     all_of_it = "--help-all"
@@ -122,8 +125,10 @@ class OptionParser(OneVoice):
         help_group.add_argument("--help-all", action="help", help="all options")
         help_group.add_argument(
             "--config", metavar="FILE", default=argparse.SUPPRESS,
-            help="options of a TOML file, as in lr = 3e-4, or of a run.json; what is typed counts "
-            "more",
+            help=(
+                "file of options: TOML, with lines such as lr = 3e-4, or a run.json; options on "
+                "the command line take precedence"
+            ),
         )  # fmt: skip
         self._usual: dict[str, str] = {}  # help in -h, by the option's name
         self._declared: dict[str, Option] = {}
@@ -135,7 +140,7 @@ class OptionParser(OneVoice):
         self.own = tuple(own)
 
     def hint(self, word: str) -> str:
-        """Return the text to add behind an unknown option, also for options of other tools."""
+        """Return a text to append to an unknown option, which may be another tool's option."""
         name = other_tools.plain_name(word)
         if name in other_tools.OF_TEXT and "--text" in self._option_string_actions:
             return f": {other_tools.OF_TEXT[name]}"
@@ -144,7 +149,7 @@ class OptionParser(OneVoice):
             task = "" if known else self.elsewhere.get(own.split()[0])
             return f": it is {own}, of {task}" if task else f": it is {own} here"
         if name in self.elsewhere:
-            return f": it is one of {self.elsewhere[name]}"
+            return f": it belongs to {self.elsewhere[name]}"
         if name in other_tools.ANSWERS:
             return f": {typed_command(other_tools.ANSWERS[name])}"
         if not word.startswith("-"):
@@ -155,11 +160,11 @@ class OptionParser(OneVoice):
         return super().hint(word)
 
     def own_words(self, words: Sequence[str]) -> list[str]:
-        """Return a command line in this parser's spelling, also for options of other tools."""
+        """Return a command line in this parser's spelling, with other tools' options replaced."""
         return other_tools.own_words(words, self._option_string_actions)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is no choice, with an answer to the values of other tools."""
+        """Raise an error for a value that is not allowed, with a hint for other tools' values."""
         is_wrong = action.choices is not None and value not in action.choices
         name = "".join(action.option_strings[:1])
         if is_wrong and (answer := other_tools.answer_value(name, value)):
@@ -167,21 +172,21 @@ class OptionParser(OneVoice):
         super()._check_value(action, value)
 
     def add_own(self, group: type, title: str) -> None:
-        """Add a group of options besides those of all scripts.
+        """Add a group of options that not all scripts have.
 
         Args:
             group: the group.
             title: title of the group in the help.
 
         Raises:
-            MotleyError: all scripts already have an option of the group.
+            MotleyError: an option of the group is already an option of all scripts.
         """
         taken = {action.dest for action in self._actions}
         for name, declared in get_options(group).items():
             if declared.name in taken or get_flag(declared) in self._option_string_actions:
                 raise MotleyError(
-                    f"{group.__name__}.{name} would be the option {get_flag(declared)}, which all "
-                    "scripts have; give it another name"
+                    f"{group.__name__}.{name} would become the option {get_flag(declared)}, which "
+                    "every script has already; give it another name"
                 )
         self._add_group(group, {}, title)
         self.own = (*self.own, group)
@@ -200,9 +205,9 @@ class OptionParser(OneVoice):
             self.set_defaults(**{name: value})
 
     def print_usual_help(self) -> None:
-        """Print the options that most users need, on the first rank alone.
+        """Print the options that most users need, on rank 0 only.
 
-        The text fits a screen.
+        The text fits on one screen.
         """
         if launched_rank() != 0:
             return
@@ -217,7 +222,7 @@ class OptionParser(OneVoice):
         screen.add_arguments(shown)
         screen.end_section()
         rest = len(listed) - len(shown)
-        screen.add_text(f"{self.prog} --help-all tells of these and {rest} more.")
+        screen.add_text(f"{self.prog} --help-all lists these and {rest} more.")
         print(typed_command(screen.format_help()), end="", flush=True)
 
     def _add_group(
@@ -241,8 +246,8 @@ class OptionParser(OneVoice):
     def _add_opposite(self, section: Any, declared: Option, usual: bool) -> None:
         """Add the unlisted option that sets a switch back to its default.
 
-        A continued run needs it, because the checkpoint decides all options that the user does not
-        type.
+        A continued run needs this option, because the checkpoint sets all options that the user
+        does not type.
         """
         name = declared.name if usual else f"no_{declared.name}"
         section.add_argument(
@@ -278,21 +283,21 @@ class OptionParser(OneVoice):
             MotleyError: the option is unknown, or has no such value.
         """
         if name not in self._declared:
-            raise MotleyError(f"{name} is no option{self.hint('--' + name.replace('_', '-'))}")
+            raise MotleyError(f"{name} is not an option{self.hint('--' + name.replace('_', '-'))}")
         actions = [each for each in self._actions if each.dest == name]
         switches = {each.const: each.option_strings[0] for each in actions if each.nargs == 0}
         if switches:
             if not isinstance(value, bool):
-                raise MotleyError(f"{name} is true or false, not {value!r}")
+                raise MotleyError(f"{name} has to be true or false, and is {value!r}")
             return [switches[value]] if value in switches else []
         (action,) = actions
         if isinstance(value, bool) and action.nargs == "?":
             if value:  # typed without a value
                 return [action.option_strings[0]]
-            raise MotleyError(f"{name} is true, or one of {', '.join(action.choices or ())}")
+            raise MotleyError(f"{name} has to be true, or one of {', '.join(action.choices or ())}")
         values = value if isinstance(value, list) else [value]
         if any(isinstance(each, bool | dict) for each in values):
-            raise MotleyError(f"{name} is a text or a number, not {value!r}")
+            raise MotleyError(f"{name} has to be a string or a number, and is {value!r}")
         flag = action.option_strings[0]
         texts = [NONE if each is None else str(each) for each in values]
         if action.nargs != "+":
@@ -302,7 +307,7 @@ class OptionParser(OneVoice):
         return [flag, *texts] if action.nargs == "+" else [f"{flag}={texts[0]}"]
 
     def _refuse(self, action: argparse.Action, text: str) -> None:
-        """Raise MotleyError if an option has no such value."""
+        """Raise MotleyError if a text is not a valid value of an option."""
         flag = action.option_strings[0]
         try:
             read: Any = action.type(text) if callable(action.type) else text
@@ -310,7 +315,7 @@ class OptionParser(OneVoice):
             raise MotleyError(f"{flag} {text}: {error}") from None
         except (TypeError, ValueError):
             kind = getattr(action.type, "__name__", "value")
-            raise MotleyError(f"{flag} {text}: it is no {kind}") from None
+            raise MotleyError(f"{flag} {text}: the value is not a valid {kind}") from None
         if action.choices is not None and read not in action.choices:
             if answer := other_tools.answer_value(flag, text):
                 raise MotleyError(f"{flag} {text}: {answer}")
@@ -334,7 +339,7 @@ class OptionParser(OneVoice):
 
 
 def _as_value(value: Any) -> Any:
-    """Return an option's value; the only word ``none`` of several is None."""
+    """Return an option's value. A list becomes a tuple, and the single word ``none`` None."""
     if isinstance(value, list):
         return None if value == [None] else tuple(value)
     return value
@@ -366,10 +371,10 @@ def _rest(declared: Option, usual: Any) -> dict[str, Any]:
 
 
 def _or_none(declared: Option) -> Callable[[str], Any]:
-    """Return a reader that also reads ``none``, for an option whose default is None.
+    """Return a reader that also accepts ``none``, for an option whose default is None.
 
-    A continued run can so be set back to the default. The reader gets the name of the usual one,
-    which argparse prints in errors.
+    A continued run can thus set the option back to its default. The new reader has the name of the
+    option's usual reader, because argparse prints this name in errors.
     """
 
     def read(text: str) -> Any:
@@ -398,7 +403,7 @@ def split_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
             rest.append(word)
     if len(result) > 1 or "" in result:
         raise MotleyError(
-            f"{FLAG} takes one file, and {len(list(filter(None, result)))} are named; write it as "
+            f"{FLAG} takes one file, and {len(list(filter(None, result)))} are given; write it as "
             f"in {FLAG} options.toml"
         )
     return (Path(result[0]) if result else None), rest
@@ -411,7 +416,7 @@ class ConfigFile:
     Attributes:
         path: path of the file.
         values: values as written in the file, by the names of options.
-        lines: line of each option, from 1; empty for a run.json.
+        lines: line number of each option, from 1; empty for a run.json.
         is_run: True if the file is a run.json.
     """
 
@@ -425,7 +430,7 @@ class ConfigFile:
         """Read a TOML file or a run.json.
 
         Raises:
-            MotleyError: it cannot be read, is neither TOML nor a run.json, or has a key twice.
+            MotleyError: the file cannot be read, is neither TOML nor a run.json, or repeats a key.
         """
         try:
             text = path.read_text(encoding="utf-8-sig")
@@ -438,13 +443,13 @@ class ConfigFile:
             content = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise MotleyError(
-                f"{path} is no TOML: {error}; write one option a line, as in lr = 3e-4"
+                f"{path} is not valid TOML: {error}; write one option per line, as in lr = 3e-4"
             ) from None
         values: dict[str, Any] = {}
         for key, value in _flat(content):
             name = key.replace("-", "_")
             if name in values:
-                raise MotleyError(f"{path} has {key} twice; leave one of them")
+                raise MotleyError(f"{path} has {key} twice; remove one of them")
             values[name] = value
         return cls(path, values, {name: _find_line(text, name) for name in values}, is_run=False)
 
@@ -485,13 +490,13 @@ def _options_of_run(path: Path, text: str) -> dict[str, Any]:
         return {str(name): value for name, value in result.items() if name != "task_class"}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise MotleyError(
-            f'{path} is no run.json: it has no options under "config"; name the file of a run, '
-            "as in logs/RUN/run.json, or a TOML file"
+            f'{path} is not the run.json of a run, which has options under "config"; name such a '
+            "file, as in logs/RUN/run.json, or a TOML file"
         ) from None
 
 
 def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield all keys and values, also those inside of tables."""
+    """Yield all keys and values, including those inside tables."""
     for key, value in content.items():
         if isinstance(value, dict):
             yield from _flat(value)

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's datasets library: local folders, or names on its hub."""
+"""Data sets of Hugging Face's datasets library, from local folders or from the hub."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ _SAVED = ("dataset_dict.json", "state.json")  # one of them is in a folder of sa
 
 
 def is_folder(name: str) -> bool:
-    """Return True if the name of a data set is a folder here."""
+    """Return True if the name of a data set is the path of a folder on this host."""
     return bool(name) and Path(name).is_dir()
 
 
 def get_place(name: str) -> str:
-    """Return the absolute path of a folder, or the name as it is.
+    """Return the absolute path of a local folder, or the unchanged name of a data set.
 
-    The datasets library could take a relative path for the name of a format.
+    The datasets library could mistake a relative path for the name of a file format.
     """
     return str(Path(name).resolve()) if is_folder(name) else name
 
@@ -31,9 +31,9 @@ def is_saved(folder: Path) -> bool:
 
 
 def import_datasets(option: str) -> Any:
-    """Return the datasets package, with its progress bars and warnings off.
+    """Import the datasets package, and turn off its progress bars and warnings.
 
-    Every rank would print them.
+    Otherwise every rank would print them.
 
     Args:
         option: option that needs the package, for errors.
@@ -48,8 +48,8 @@ def import_datasets(option: str) -> Any:
 def hub_access(option: str, allowed: bool) -> Iterator[None]:
     """Allow or suppress requests to the hub within the context.
 
-    One rank per host makes the requests for all its ranks. Other packages may have suppressed them
-    before; see motley.registry.import_offline.
+    One rank per host makes the requests for all ranks of the host. Requests may be suppressed
+    already; see motley.registry.import_offline.
 
     Args:
         option: option that needs the hub, for errors.
@@ -79,12 +79,12 @@ def load_splits(
 
     Args:
         name: a folder, or OWNER/NAME of a data set of the hub.
-        option: option that names it, for errors.
+        option: option that names the data set, for errors.
         advice: names and folders that the option takes, for errors.
-        cache_dir: folder for downloads; None: that of the library.
-        config: name of one of the data set's configurations.
-        in_place: read a folder that ``save_to_disk`` has written where it is. A folder of one
-            split is the training split.
+        cache_dir: folder for downloads; None: the library's default folder.
+        config: name of one of the data set's configurations; None: the default configuration.
+        in_place: True: read a folder that ``save_to_disk`` has written without converting it. A
+            folder with a single split is the training split.
 
     Raises:
         MotleyError: the data set cannot be loaded.
@@ -92,7 +92,8 @@ def load_splits(
     datasets = import_datasets(option)
     if not is_folder(name) and name.count("/") != 1:
         raise MotleyError(
-            f"{option} is no folder here; give one, or the OWNER/NAME of a data set of the hub"
+            f"{option} is not a folder on this host; name a folder, or OWNER/NAME of a data set "
+            "on the hub"
         )
     try:
         if in_place and is_folder(name) and is_saved(Path(name)):

@@ -1,6 +1,6 @@
-"""Images by index, from any source, and folders of images with one folder per class.
+"""Access to images by index, and folders of images with one folder per class.
 
-For a folder, the files that were not read are counted.
+Files of a folder that are not read are counted.
 
 Images stay uint8 and are normalised on the device (motley.tasks.builtin.image). Transfers from
 loader processes and over the PCI bus then take a quarter of the bytes.
@@ -46,7 +46,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def image_endings() -> tuple[str, ...]:
-    """Return the file name endings, such as ``.png``, of images that this Pillow reads."""
+    """Return the file name endings, such as ``.png``, of images that Pillow can read here."""
     known = Image.registered_extensions()
     return tuple(f".{name}" for name in _FORMATS if known.get(f".{name}") in Image.OPEN)
 
@@ -54,29 +54,33 @@ def image_endings() -> tuple[str, ...]:
 def composed(name: str) -> str:
     """Return a name in Unicode's composed form (NFC).
 
-    File systems differ in the form, so the order of files would differ between hosts.
+    File systems differ in the form of names. Without it, hosts could sort files differently.
     """
     return unicodedata.normalize("NFC", name)
 
 
 @dataclass(frozen=True)
 class Images:
-    """Training and held-out images, and the facts on which a model depends.
+    """Training and held-out images, and the properties on which a model depends.
 
     Attributes:
-        train: training images. An item is an image, PIL or uint8 tensor [C, H, W], and its label.
+        train: training images. An item is a pair of an image and its label. The image is a PIL
+            image or a uint8 tensor [C, H, W].
         test: held-out images, with items as in ``train``.
         classes: number of classes.
         channels: number of channels.
-        mean: mean per channel, of pixels scaled to 0..1; None: as the model was made for.
-        std: standard deviation per channel, of pixels scaled to 0..1; None: as for ``mean``.
+        mean: mean of each channel, for pixels scaled to 0..1; None: use the model's usual mean.
+        std: standard deviation of each channel, for pixels scaled to 0..1; None: use the model's
+            usual value.
         native_size: pixels per side; None if images differ in size.
-        augment: a shifted or mirrored image keeps its class. False for digits: a shift of one pixel
-            is large in 8 pixels, and costs 2 points of accuracy.
-        name_of: returns the name of training image ``index`` for an error.
-        identity: hash of all images, if it is known. A run continues only with the same hash.
+        augment: True if a shifted or mirrored image keeps its class. False for digits: one pixel is
+            a large shift in an image of 8 pixels, and costs 2 points of accuracy.
+        name_of: function that returns the name of the training image with an index, for errors.
+        identity: hash of all images; None if it is not known. A run continues only with the same
+            hash.
         class_names: names of the classes by label; empty if they have none.
-        account: one line on the files of a folder that were read and that were not; else empty.
+        account: one line that counts the files of a folder that were read and that were not; empty
+            for other sources.
         kind: kind of the labels: one class, several labels (fp32 [classes], 0 or 1), or a number.
     """
 
@@ -95,7 +99,7 @@ class Images:
     kind: str = CLASS
 
     def fingerprint(self) -> str:
-        """Return the number of images, and a hash of their labels and, if known, their paths.
+        """Return a text with the number of images, and a hash of their labels and known paths.
 
         No image is read. The hash is the same on all hosts, wherever the folder of the images is.
         """
@@ -115,11 +119,11 @@ class Images:
 
 
 class InMemory:
-    """Images in memory, repeated until there are ``length`` samples.
+    """Images in memory, which are repeated to make ``length`` samples.
 
     Attributes:
         images: uint8 [n, C, H, W].
-        places: for each sample, the position of its image in ``images``, and its label.
+        places: for each sample, the index of its image in ``images``, and its label.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, length: int | None = None) -> None:
@@ -141,7 +145,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class _Places:
-    """The positions and labels of the samples of InMemory."""
+    """The image index and the label of each sample of InMemory."""
 
     labels: Sequence[int]
     length: int
@@ -158,8 +162,8 @@ class _OfClasses:
     """The images of some classes, with new class numbers.
 
     Args:
-        source: the images, with ``targets``, the label of each image.
-        classes: labels of these classes, in their new order.
+        source: the images, with the attribute ``targets``, the label of each image.
+        classes: old labels of the classes to use, in their new order.
     """
 
     def __init__(self, source: Source, classes: Sequence[int]) -> None:
@@ -202,12 +206,12 @@ def select_classes(images: Images, classes: Sequence[int]) -> Images:
 
 
 def is_foreign(name: str) -> bool:
-    """Return True for files and folders that file servers, archivers or systems create."""
+    """Return True for files that operating systems, archivers or file servers create."""
     return name.startswith(".") or name.lower() in _FOREIGN
 
 
 def list_images(paths: Sequence[Path]) -> list[Path]:
-    """Return the image files among paths, and those below the folders among them, sorted there.
+    """Return the image files among paths, and the sorted image files below folders among paths.
 
     Raises:
         MotleyError: a path does not exist, or a folder has no images.
@@ -216,7 +220,9 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             if not path.exists():
-                raise MotleyError(f"{path} does not exist; name image files, or folders of them")
+                raise MotleyError(
+                    f"{path} does not exist; name image files, or folders that hold them"
+                )
             result.append(path)
             continue
         found = (
@@ -226,7 +232,9 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
         )  # fmt: skip
         files = sorted(found, key=lambda each: tuple(map(composed, each.parts)))
         if not files:
-            raise MotleyError(f"{path}: no image is in it, such as {', '.join(endings[:4])}")
+            raise MotleyError(
+                f"{path} has no image; images end with {', '.join(endings[:4])} or similar"
+            )
         result += files
     return result
 
@@ -237,7 +245,7 @@ def with_files(images: Images, files: Sequence[Path], folder: Path | None = None
     Args:
         images: the images.
         files: the files.
-        folder: a folder above all of them, which names in messages leave out.
+        folder: a common parent folder of the files, which messages leave out of file names.
     """
     return replace(
         images, test=_Files(files, "RGB" if images.channels == 3 else "L"), native_size=None,
@@ -248,14 +256,14 @@ def with_files(images: Images, files: Sequence[Path], folder: Path | None = None
 
 
 def open_held_out(images: Images, name: str, folder: Path) -> Source:
-    """Return a further held-out set: a folder with one folder per class, which may lack classes.
+    """Return an additional held-out set from a folder with one folder per class.
 
-    Images get the size of ``images`` if all of these have one size.
+    The folder may lack classes. Images are resized if all training images have one size.
 
     Args:
-        images: the images of the training, with its classes.
+        images: the images that are trained on, with their classes.
         name: name of the set.
-        folder: its folder.
+        folder: folder of the set.
 
     Raises:
         MotleyError: the folder cannot be read, has no images, or has other classes.
@@ -264,16 +272,16 @@ def open_held_out(images: Images, name: str, folder: Path) -> Source:
         result = ImageFolder(folder)
     except OSError as error:
         raise MotleyError(
-            f"--eval-data {name}={folder} needs one folder a class; {error.strerror or error}"
+            f"--eval-data {name}={folder} needs one folder per class; {error.strerror or error}"
         ) from None
     known = images.class_names or tuple(map(str, range(images.classes)))
     if unknown := [each for each in result.classes if each not in known]:
         raise MotleyError(
-            f"--eval-data {name}={folder} has the classes {name_some(unknown)}, which the training "
-            f"does not have; its classes are {name_some(known)}"
+            f"--eval-data {name}={folder} has the classes {name_some(unknown)}, which are not "
+            f"classes of the training data: {name_some(known)}"
         )
     if not len(result):
-        raise MotleyError(f"--eval-data {name}={folder} has no images; is it the right folder?")
+        raise MotleyError(f"--eval-data {name}={folder} has no images; check the path")
     number = [known.index(each) for each in result.classes]
     result.samples = [(path, number[label]) for path, label in result.samples]
     result.targets = [label for _, label in result.samples]
@@ -293,16 +301,17 @@ def open_held_out(images: Images, name: str, folder: Path) -> Source:
 
 
 def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
-    """Return the pixels of an opened PIL image in this mode, upright as its EXIF tag says.
+    """Decode an opened PIL image, convert it to a mode, and rotate it by its EXIF tag.
 
-    PIL's convert() would copy an image that has this mode already, and clip 16-bit pixels at 255.
+    Unlike PIL's convert(), the function does not copy an image that has the mode already, and does
+    not clip 16-bit pixels at 255.
 
     Args:
         image: the opened image.
         colours: mode of PIL, such as RGB.
 
     Raises:
-        ValueError: the pixels are numbers of an unknown range.
+        ValueError: the range of the pixel values is not known.
     """
     image.load()
     turn = _find_rotation(image)
@@ -310,8 +319,8 @@ def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(
-            f"its pixels are {'floats' if image.mode == 'F' else '32-bit integers'}, whose range "
-            "no file tells; convert it to 8 or 16 bits"
+            f"its pixels are {('floats' if image.mode == 'F' else '32-bit integers')}, whose "
+            "range the file does not record; convert it to 8 or 16 bits"
         )
     image = image if image.mode == colours else image.convert(colours)
     return image if turn is None else image.transpose(turn)
@@ -320,12 +329,12 @@ def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
 def _find_rotation(image: Image.Image) -> Image.Transpose | None:
     """Return the transposition that makes a loaded image upright, or None.
 
-    Cameras store photos in the orientation of their sensor, and that orientation in a tag. PIL
-    itself rotates a TIFF when it loads one.
+    Cameras store photos in the orientation of their sensor, and write the orientation to a tag. PIL
+    rotates only a TIFF by itself.
     """
     try:
         return _TURNS.get(int(image.getexif().get(ExifTags.Base.Orientation, 1)))
-    except Exception:  # of any type: damaged metadata does not make an image unreadable
+    except Exception:  # damaged metadata does not make an image unreadable
         return None
 
 
@@ -352,14 +361,14 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
     """torchvision's ImageFolder, without files that other programs leave in a folder.
 
     The names of classes are in Unicode's composed form (NFC). Files are sorted by that form,
-    because file systems differ in it. A link that leads back to a folder above is not followed.
+    because file systems differ in the form of names. A link to a parent folder is not followed.
 
     Attributes:
-        left_out: number of files and folders of each kind that are not read. For example,
-            ``{".gif": 8}`` stands for 8 GIF files.
+        left_out: number of files and folders that are not read, by kind. For example,
+            ``{".gif": 8}`` means 8 GIF files.
 
     Raises:
-        OSError: ``root`` is no folder.
+        OSError: ``root`` is not a folder.
         MotleyError: two folders have the same name.
     """
 
@@ -379,12 +388,12 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
             name = composed(entry.name)
             if name in self._folders:
                 raise MotleyError(
-                    f"{directory} has two folders for the class {name}, whose names differ in "
-                    "Unicode's form alone; put their images into one"
+                    f"{directory} has two folders for the class {name}, whose names differ only "
+                    "in their Unicode normal form; move the images into one of them"
                 )
             self._folders[name] = entry.path
         if not self._folders:
-            raise FileNotFoundError(f"there is no class folder in {directory}")
+            raise FileNotFoundError(f"{directory} has no class folder")
         classes = sorted(self._folders)
         return classes, {name: place for place, name in enumerate(classes)}
 
@@ -439,7 +448,7 @@ def account(train: ImageFolder, test: ImageFolder, held_out: str = "val") -> str
     Args:
         train: the images to train on.
         test: the held-out images.
-        held_out: name of their folder.
+        held_out: name of the folder of the held-out images.
     """
     classes = len(train.classes)
     words = (

@@ -1,7 +1,7 @@
-"""The only module that imports timm, which it does without importing W&B.
+"""The import of timm, without its import of W&B. No other module imports timm.
 
-Only timm's own training script needs W&B. The import of W&B would add half a second to each rank's
-start.
+Only timm's own training script needs W&B. Importing W&B would add half a second to the start of
+each rank.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """Images below a folder, with their labels in a CSV file.
 
-A label is a class, several labels, or a number. A file is named by its path below the folder, or by
-its name alone, with or without its ending. Each host finds the same images in the same order.
+A label is a class, several labels, or a number. The CSV file identifies an image by its path below
+the folder or by its file name, with or without the ending. Each host finds the same images in the
+same order.
 """
 
 import csv
@@ -35,7 +36,7 @@ _TENTH = 10  # one image in so many is held out where the file does not say whic
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the file: its number, the name of an image, its label, and its split."""
+    """A line of the CSV file: line number, name of an image, label, and split."""
 
     line: int
     name: str
@@ -72,25 +73,27 @@ class LabelledFiles:
 def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> Images:
     """Return the images of a folder that a CSV file labels.
 
-    The column ``split`` says which images are held out, else the folders ``train`` and ``val`` do.
-    Without either, a tenth is held out, by a hash of each name.
+    The column ``split`` decides which images are held out. Without the column, the folders
+    ``train`` and ``val`` decide. Without these folders, the hashes of the names select a tenth of
+    the images.
 
     Args:
         root: folder of the images.
         file: the CSV file.
-        columns: names of its columns for file, label and split; empty: the usual names.
+        columns: names of the columns for file, label and split; empty: the usual names.
         kind: ``class``, ``labels`` or ``value``.
 
     Raises:
-        MotleyError: the file cannot be read or understood, or leaves nothing to train on.
+        MotleyError: the file cannot be read or is not valid, or no image is left to train on.
     """
     rows = _read(file, columns)
     index = _Index(root)
     found, missing = index.find(rows, file)
     if not found:
         raise MotleyError(
-            f"--labels {file} names {len(rows):,} files, and none of them is below {root}, as "
-            f"{name_some([row.name for row in rows], 2)}; give the folder with --data-dir"
+            f"--labels {file} names {len(rows):,} files, and {root} has none of them, such as "
+            f"{name_some([row.name for row in rows], 2)}; name the folder of the images with "
+            "--data-dir"
         )
     labels, names = _read_labels(found, file, kind, None)
     split, by = _split(found, file)
@@ -105,8 +108,8 @@ def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> 
     for part, word in ((train, "to train on"), (test, "held out")):
         if not len(part):
             raise MotleyError(
-                f"--labels {file}: no image is {word}; say which are by a column split with the "
-                f"words {TRAIN} and {HELD_OUT[1]}"
+                f"--labels {file}: the file assigns no image to {word}; add a column split with "
+                f"the words {TRAIN} and {HELD_OUT[1]}"
             )
     without = index.list_others(path for _, path in found)
     words = [_count(len(train), kind, names, len(test)) + by]
@@ -128,24 +131,24 @@ def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> 
 def open_held_out_file(
     images: Images, name: str, root: Path, file: Path, columns: Sequence[str]
 ) -> Source:
-    """Return a further held-out set: the images of a folder that a CSV file names.
+    """Return an additional held-out set: the images of a folder that a CSV file names.
 
     Args:
-        images: the images of the training, with its classes.
+        images: the images that are trained on, with their classes.
         name: name of the set.
         root: folder of the images.
-        file: the CSV file, of which all rows are taken.
+        file: the CSV file. All of its rows are used.
         columns: see :func:`open_labelled`.
 
     Raises:
-        MotleyError: the file cannot be understood, names a missing image, or has other classes.
+        MotleyError: the file is not valid, names a missing image, or has other classes.
     """
     rows = _read(file, columns)
     found, missing = _Index(root).find(rows, file)
     if missing or not found:
         raise MotleyError(
             f"--eval-data {name}={file}: of {len(rows):,} files, "
-            + _name(f"are not below {root}", [row.name for row in missing])
+            + _name(f"are not in {root}", [row.name for row in missing])
         )
     labels, _ = _read_labels(found, file, images.kind, images.class_names)
     pairs = zip((path for _, path in found), labels, strict=True)
@@ -153,7 +156,7 @@ def open_held_out_file(
 
 
 def _name(words: str, names: Sequence[str]) -> str:
-    """Return a count with its words, and ten names: ``3 images have no label: a, b, c``."""
+    """Return a text with a count and up to ten names: ``3 images have no label: a, b, c``."""
     return f"{len(names):,} {words}: {name_some(names, _NAMED)}"
 
 
@@ -163,11 +166,11 @@ def _count(images: int, kind: str, names: Sequence[str], held_out: int) -> str:
 
 
 def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
-    """Return the rows of a CSV file, whose delimiter is that of its header."""
+    """Return the rows of a CSV file. The delimiter is found in the header."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is no text in UTF-8"
+        reason = getattr(error, "strerror", None) or "the file is not UTF-8 text"
         raise MotleyError(f"--labels {file}: {reason}; name a CSV file") from None
     header = text.partition("\n")[0]
     delimiter = max(",;\t", key=header.count)
@@ -191,7 +194,7 @@ def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
     except csv.Error as error:
         raise MotleyError(f"{file}, line {lines.line_num}: {error}; write it as CSV") from None
     if not rows:
-        raise MotleyError(f"--labels {file} has no rows; write a line a file, as in a.jpg,cat")
+        raise MotleyError(f"--labels {file} has no rows; write one line per image, as in a.jpg,cat")
     return rows
 
 
@@ -218,21 +221,21 @@ def _find_columns(
         at, label = 0, 1
     if at is None or label is None:
         raise MotleyError(
-            f"--labels {file}: no column is named {'file' if at is None else 'label'}; its "
-            f"columns are {', '.join(header)}; name two of them, as in --label-columns "
+            f"--labels {file}: no column has the name {('file' if at is None else 'label')}; its "
+            f"columns are {', '.join(header)}. Name two of them, as in --label-columns "
             f"{','.join([*header, 'file', 'label'][:2])}"
         )
     return at, label, find(_SPLIT)
 
 
 class _Index:
-    """The images below a folder, by path and by shorter names."""
+    """An index of the images below a folder, by path, by file name, and without endings."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise MotleyError(f"--data-dir {root} is no folder; give that of the images")
+            raise MotleyError(f"--data-dir {root} is not a folder; name the folder of the images")
         endings, self._root = image_endings(), root
-        self.paths = dict[str, str]()  # by the path below the folder, in composed form
+        self.paths = dict[str, str]()  # full path, by the composed path below the folder
         for here, folders, names in os.walk(root):
             folders[:] = sorted(each for each in folders if not is_foreign(each))
             for name in names:
@@ -246,10 +249,10 @@ class _Index:
                 self._short.setdefault(short, []).append(each)
 
     def find(self, rows: Sequence[_Row], file: Path) -> tuple[list[tuple[_Row, str]], list[_Row]]:
-        """Return the rows whose image is there, each with its path, and the other rows.
+        """Return the rows whose image exists, each with the image's path, and the other rows.
 
         Raises:
-            MotleyError: a name fits several images.
+            MotleyError: a name matches several images.
         """
         found, missing = list[tuple[_Row, str]](), list[_Row]()
         for row in rows:
@@ -259,8 +262,8 @@ class _Index:
             others = [name] if name in self.paths else self._short.get(name, [])
             if len(others) > 1:
                 raise MotleyError(
-                    f"{file}, line {row.line}: {row.name} may be {name_some(sorted(others))}; "
-                    f"write the path below {self._root}"
+                    f"{file}, line {row.line}: several files fit {row.name}: "
+                    f"{name_some(sorted(others))}; write the path below {self._root}"
                 )
             if others:
                 found.append((row, self.paths[others[0]]))
@@ -279,26 +282,26 @@ def _read_labels(
 ) -> tuple[list[Any], tuple[str, ...]]:
     """Return the label of each image, and the names of the classes.
 
-    ``found`` keeps one row for each image; several rows are joined.
+    Several rows of one image are joined, and ``found`` then has one row for each image.
 
     Args:
-        found: rows with their paths, sorted by path.
+        found: rows with their images' paths, sorted by path. The list is changed in place.
         file: the CSV file, for messages.
         kind: kind of the labels.
-        known: names of the classes of the training; None: those in the file.
+        known: names of the classes that are trained; None: use the classes in the file.
     """
     texts, first = dict[str, list[str]](), dict[str, _Row]()
     for row, path in found:
         before = texts.setdefault(path, [])
         if kind != LABELS and before and before[0] != row.label:
             raise MotleyError(
-                f"{file}, line {row.line}: {row.name} has the label {row.label!r}, and "
-                f"{before[0]!r} in line {first[path].line}; keep one of them, or add --target "
+                f"{file}, line {row.line}: {row.name} has the label {row.label!r} here, and "
+                f"{before[0]!r} in line {first[path].line}; keep one of the two, or add --target "
                 f"{LABELS}"
             )
         if kind != LABELS and not row.label:
             raise MotleyError(
-                f"{file}, line {row.line}: {row.name} has no label; write one, or remove the line"
+                f"{file}, line {row.line}: {row.name} has no label; add one, or remove the line"
             )
         before.append(row.label)
         first.setdefault(path, row)
@@ -316,15 +319,15 @@ def _read_labels(
     names = tuple(known or _sort(set().union(*parts.values())))
     if len(names) < (2 if kind == CLASS else 1):
         raise MotleyError(
-            f"{file} has {len(names)} different labels, and a classifier needs two; name the right "
-            "column with --label-columns, or for numbers add --target value"
+            f"{file} has {len(names)} different labels, and a classifier needs at least two. Name "
+            "the column of the labels with --label-columns, or for numbers add --target value"
         )
     place = {name: number for number, name in enumerate(names)}
     for path, own in parts.items():
         if unknown := own - place.keys():
             raise MotleyError(
-                f"{file}, line {first[path].line}: the training has no class "
-                f"{name_some(sorted(unknown))}; its classes are {name_some(names)}"
+                f"{file}, line {first[path].line}: {name_some(sorted(unknown))} is not a class of "
+                f"the training data; its classes are {name_some(names)}"
             )
     if kind == CLASS:
         return [place[next(iter(own))] for own in parts.values()], names
@@ -343,14 +346,14 @@ def _number(row: _Row, text: str, file: Path) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise MotleyError(
-            f"{file}, line {row.line}: {text!r} of {row.name} is no number; correct it, or name "
-            "the right column with --label-columns"
+            f"{file}, line {row.line}: {text!r} for {row.name} is not a number; correct it, or "
+            "name the column of the numbers with --label-columns"
         )
     return value
 
 
 def _find_separator(texts: Any) -> str:
-    """Return the separator of several labels in a cell; a blank if none of the others occurs."""
+    """Return the separator of several labels in a cell; a space if no other separator occurs."""
     count = Counter(letter for text in texts for letter in text if letter in "|;,")
     return next((each for each in "|;," if count[each]), " ")
 
@@ -360,13 +363,16 @@ def _cut(text: str, separator: str) -> list[str]:
 
 
 def _sort(names: Collection[str]) -> list[str]:
-    """Return names in order, numbers by their value."""
+    """Return sorted names. Names that are numbers are sorted by their values."""
     is_number = all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
     return sorted(names, key=int) if is_number else sorted(names)
 
 
 def _split(found: Sequence[tuple[_Row, str]], file: Path) -> tuple[list[str], str]:
-    """Return the split of each image, empty if it is left out, and words on a split by hash."""
+    """Return the split of each image, or an empty text for an image that is left out.
+
+    The second value is a text that reports a split by hash; empty for any other split.
+    """
     own = [_MEANS.get(row.split, row.split) for row, _ in found]
     if not any(own):
         own = [row.name.replace("\\", "/").removeprefix("./").partition("/")[0] for row, _ in found]
@@ -389,24 +395,28 @@ def _split(found: Sequence[tuple[_Row, str]], file: Path) -> tuple[list[str], st
 def read_class_weights(text: str, images: Images) -> list[float]:
     """Return the weight of each class, or of each label's positive samples.
 
-    ``balanced`` gives a class the inverse of its part of the training images, so that the weights
-    of all images sum to their number. A label gets its negative images over its positive ones.
+    With ``balanced``, a class's weight is inversely proportional to its number of training images,
+    and the weights of all images sum to their number. With several labels per image, a label's
+    weight is its number of negative images divided by its number of positive images.
 
     Args:
-        text: ``balanced``, numbers with commas, or a file with a number a line, which may follow
-            the class's name and a comma.
+        text: ``balanced``, numbers separated by commas, or the path of a file with one number per
+            line. A line may start with the class's name and a comma.
         images: the images.
 
     Raises:
-        MotleyError: the text is none of these, or the numbers do not fit the classes.
+        MotleyError: the text is not valid, or the numbers do not match the classes.
     """
     flag, classes = f"--class-weights {text}", images.classes
     if images.kind == VALUE:
-        raise MotleyError(f"{flag}: --target value has no classes; leave it out")
+        raise MotleyError(f"{flag} needs classes, and --target value has none; leave it out")
     targets = getattr(images.train, "targets", None)
     if text == "balanced":
         if targets is None:
-            raise MotleyError(f"{flag}: this data set does not list its labels; give the weights")
+            raise MotleyError(
+                f"{flag}: this data set does not list its labels, from which the weights are "
+                "computed; give the weights as numbers"
+            )
         if images.kind == LABELS:
             positive = np.sum(targets, axis=0)
             return list(((len(targets) - positive) / np.maximum(positive, 1)).astype(float))
@@ -427,15 +437,16 @@ def read_class_weights(text: str, images: Images) -> list[float]:
         weights = [float(each) for each in lines]
     except ValueError:
         raise MotleyError(
-            f"{flag}: there is no such file, and these are no numbers; give balanced, a file, or "
-            "numbers as in 1,2.5,1"
+            f"{flag} is neither balanced, nor the path of a file, nor a list of numbers such as "
+            "1,2.5,1"
         ) from None
     if len(weights) != classes:
         raise MotleyError(
-            f"{flag} has {len(weights)} weights, and the data has {classes} classes; give one each"
+            f"{flag} has {len(weights)} weights, and the data has {classes} classes; give one "
+            "weight per class"
         )
     if not all(0 <= each < math.inf for each in weights) or not sum(weights):
-        raise MotleyError(f"{flag}: weights are not below 0 and not all 0")
+        raise MotleyError(f"{flag}: give weights of 0 or more, at least one of them above 0")
     return weights
 
 
@@ -447,11 +458,11 @@ def labels_to_balance(images: Images) -> list[int]:
     """
     targets = getattr(images.train, "targets", None)
     if images.kind != CLASS or targets is None:
-        reason = "an image has several labels or a number" if images.kind != CLASS else (
+        reason = "an image has several labels or a number here" if images.kind != CLASS else (
             "this data set does not list its labels"
         )  # fmt: skip
         raise MotleyError(
             f"--balanced-sampling needs one class for each image, and {reason}; leave it out, or "
-            "take --class-weights"
+            "use --class-weights"
         )
     return [int(each) for each in targets]

@@ -3,7 +3,7 @@
 Micro-batches are read ahead and copied to the rank's device. motley.data.source defines the order.
 
 Without loader processes, the training thread itself reads each micro-batch. With loader processes,
-a thread takes each micro-batch as soon as it is ready, copies it to the device and holds it. The
+a prefetching thread takes each micro-batch as soon as it is ready, and copies it to the device. The
 training thread then waits only if the processes are late, and this wait counts as input time.
 """
 
@@ -56,7 +56,7 @@ class Batches:
     """Micro-batches that the training thread reads when it needs them.
 
     Attributes:
-        closed: the pass has ended, or was stopped early.
+        closed: True if the pass has ended, or was stopped early.
     """
 
     def __init__(self, batches: Iterator[Passed | Batch], slots: Slots) -> None:
@@ -70,7 +70,7 @@ class Batches:
         return self._slots.take(next(self._batches))
 
     def read_ahead(self) -> None:
-        """Read the next micro-batch now. Called while the device has enough work."""
+        """Read the next micro-batch now. Call it while the device has enough work."""
 
     def close(self) -> None:
         """End the pass. No thread reads or copies any more when this method returns."""
@@ -81,7 +81,7 @@ class BatchesOnGpu(Batches):
     """Micro-batches that the training thread reads, and a separate stream copies to the GPU.
 
     Args:
-        batches: yields the micro-batches.
+        batches: iterator of the micro-batches.
         slots: shared memory of the loader processes.
         stream: stream for the copies.
     """
@@ -120,13 +120,13 @@ class BatchesOnGpu(Batches):
 class PrefetchedBatches(Batches):
     """Micro-batches that a thread takes from loader processes and copies to the device.
 
-    The thread starts with the next micro-batch when :meth:`read_ahead` is called, which means that
-    the device has enough work. Started earlier, the thread's Python code would delay the first
-    kernels of a step, and the GPU would wait. The thread ends with the pass, with :meth:`close`, or
-    when the last reference to this object is gone.
+    The thread starts to take the next micro-batch when the training thread calls
+    :meth:`read_ahead`, because the device then has enough work. At an earlier time, the thread's
+    Python code would delay the first kernels of a step, and the GPU would be idle. The thread ends
+    with the pass, with :meth:`close`, or when the last reference to this object is gone.
 
     Args:
-        batches: yields the micro-batches.
+        batches: iterator of the micro-batches.
         slots: shared memory of the loader processes.
         stream: stream for the copies to a GPU; None for a CPU.
         workers: number of loader processes, for the message when one dies.
@@ -160,11 +160,11 @@ class PrefetchedBatches(Batches):
         return _used_by(batch, torch.cuda.current_stream(self._stream.device))
 
     def read_ahead(self) -> None:
-        """See Batches. Returns at once."""
+        """See Batches. The method returns at once."""
         self._exchange.ask()
 
     def close(self) -> None:
-        """See Batches. The thread finishes its current batch, which is then discarded."""
+        """See Batches. The thread finishes and discards its current batch."""
         super().close()
         self._exchange.stop()
         self._thread.join()
@@ -235,8 +235,8 @@ def _prefetch(
 ) -> None:
     """Pass all micro-batches to the training thread; this is the prefetching thread's body.
 
-    A loader process overwrites a slot when the next batch is requested. This thread waits for each
-    copy, so the copy from the slot has finished by then.
+    A loader process overwrites a slot after the next batch is requested. This thread therefore
+    waits for the copy from a slot before it requests the next batch.
     """
     try:
         while exchange.is_wanted():
@@ -275,15 +275,15 @@ class Loader:
         config: the options.
         rank: number of the rank in the process group.
         device: device of the rank.
-        example: batch whose samples have the usual size; None: the memory is not checked.
+        example: batch whose samples have the usual size; None: do not check the memory.
         micro_batch: largest number of samples in a micro-batch of this rank.
-        readers: number of processes that keep the device busy; None: not measured.
+        readers: measured number of processes that keep the device busy; None: not measured.
 
     Attributes:
-        note: reason why there are fewer processes than usual, or too many for the cores; else
-            empty.
+        note: reason why there are fewer loader processes than usual, or more than cores; empty if
+            neither is the case.
         workers: current number of loader processes.
-        most_workers: largest number of loader processes, by the cores of this rank.
+        most_workers: largest number of loader processes that the cores of this rank allow.
     """
 
     def __init__(
@@ -307,8 +307,8 @@ class Loader:
         if self.workers > (cores := 1 + spare_cores()):
             self.note = self.note or (
                 f"--workers {self.workers} starts more loader processes than this rank has cores "
-                f"({cores}): they take turns, and take time from the training thread; --workers "
-                f"{max(1, spare_cores())} leaves it a core"
+                f"({cores}), so they slow each other and the training thread; --workers "
+                f"{max(1, spare_cores())} leaves a core for training"
             )
         # A number that the user has chosen stays.
         grows = config.workers is None and samples.needs_workers and not self.note
@@ -330,7 +330,7 @@ class Loader:
         )
 
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
-        """Return the steps of one epoch after its first ``consumed`` samples."""
+        """Return the steps of one epoch that follow its first ``consumed`` samples."""
         prepared, self._prepared = self._prepared, None
         if prepared and prepared[0] == (epoch, consumed, plan):
             return prepared[1]
@@ -363,10 +363,10 @@ class Loader:
         known = len(costs) == len(part) and all(0 <= cost < math.inf for cost in costs)
         if not known or not sum(costs):
             raise MotleyError(
-                f"costs() of {type(self._samples).__name__} gives {len(costs)} numbers for "
-                f"{len(part)} samples, {min(costs, default=math.nan):g} to "
-                f"{max(costs, default=math.nan):g}; it gives one of each, not below 0 and not all "
-                "0, or None where samples take equally long"
+                f"costs() of {type(self._samples).__name__} returns {len(costs)} numbers for "
+                f"{len(part)} samples, from {min(costs, default=math.nan):g} to "
+                f"{max(costs, default=math.nan):g}. Return one number of 0 or more per sample, at "
+                "least one of them above 0, or None if all samples take the same time"
             )
         return plan.by_cost(costs)
 
@@ -379,10 +379,10 @@ class Loader:
 
         Args:
             plan: the shares of the ranks.
-            then: epoch, and number of its consumed samples, at which training continues with this
-                plan. Loader processes, if there are any, read on from there, and the next call of
-                :meth:`steps` uses these samples unless another pass has started since.
-            part: name of a further set of held-out samples; empty: the usual one.
+            then: position at which training continues with this plan: the epoch, and the number of
+                its consumed samples. Loader processes read ahead from this position, and the next
+                call of :meth:`steps` uses these samples unless another pass has started since.
+            part: name of an additional set of held-out samples; empty: the usual held-out samples.
         """
         total = len(self._tests[part])
         count = min(total, self._eval_samples or total)
@@ -400,7 +400,7 @@ class Loader:
     def set_workers(self, workers: int) -> None:
         """Change the number of loader processes, as far as memory allows.
 
-        Called between two global batches. The new processes start with the next global batch.
+        Call it between two global batches. The new processes start with the next global batch.
         """
         workers, _ = self._that_fit(workers)
         if workers == self.workers:
@@ -465,8 +465,9 @@ class Steps:
 
     Args:
         plans: plan of each global batch.
-        list_keys: lists the keys of this rank's micro-batches after a number of global batches.
-        read: starts a pass over micro-batches.
+        list_keys: function that lists the keys of this rank's micro-batches after a given number of
+            global batches.
+        read: function that starts a pass over micro-batches.
         rank: number of this rank in the process group.
     """
 
@@ -481,11 +482,14 @@ class Steps:
         self._begun: Batches | None = None
 
     def begin(self, batches: Batches) -> None:
-        """Use the rest of a pass, which another reader has started, in the first iteration."""
+        """Use the rest of a pass that is running already, in the first iteration."""
         self._begun = batches
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
-        """Yield the plan of each global batch, and pairs of a micro-batch and "is it the last"."""
+        """Yield the plan of each global batch, with an iterator over its micro-batches.
+
+        The iterator yields pairs of a micro-batch and True if it is the last one.
+        """
         begun, self._begun = self._begun, None
         batches = begun or self._read(self.list_keys(0))
         for done, plan in enumerate(self._plans):
@@ -502,11 +506,11 @@ def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]
 
 
 def samples_on(samples: Samples, config: Config, device: torch.device) -> Samples:
-    """Return the samples as a rank with this device reads them.
+    """Return the object that reads samples for a rank with this device.
 
-    If a core is free for loader processes, they do all the work. The device's part of the work
-    takes 1 % of a GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single core for all
-    processes would take much longer.
+    If a core is free for loader processes, they do all the work. If not, the GPU does a part of it,
+    which takes 1 % of the GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single core that
+    is shared with the training thread would take much longer.
     """
     return samples if config.workers or spare_cores() >= 1 else samples.on(device)
 
@@ -530,7 +534,7 @@ def count_workers(
 
 
 def spare_cores() -> int:
-    """Return the number of this rank's cores besides the one of its training thread."""
+    """Return the number of this rank's cores, less the core of its training thread."""
     return cores_per_rank(ranks_here()) - 1
 
 

@@ -1,13 +1,13 @@
 """Memory and number of loader processes.
 
 Loader processes pass batches to their rank through slots in shared memory, which are created once
-for the whole run. The module limits the number of processes to those for which the host has memory.
-The number grows during a run.
+for the whole run. The module limits the number of processes by the free memory of the host, and
+raises it during a run if needed.
 
-A new piece of shared memory for each batch would cost more than a copy of the batch. The system
-must zero the pages, map them twice and free them. The rank does this under Python's lock, so that
-no thread of the rank can launch a kernel meanwhile. Beside an H100, it took 30 ms to pass 256
-images of 224 pixels that way, and 5.4 ms to free their memory. A copy takes 6.7 ms.
+New shared memory for each batch would cost more than a copy of the batch. The system would have to
+zero the pages, map them twice and free them. The rank would do this while holding the GIL, so that
+no thread of the rank could launch a kernel meanwhile. On a host with an H100, it took 30 ms to pass
+256 images of 224 pixels that way, and 5.4 ms to free their memory. A copy takes 6.7 ms.
 
 The number of processes grows during training, because a trial of a fraction of a second before
 training says little about the hours that follow.
@@ -61,8 +61,8 @@ class Passed:
     Attributes:
         slot: number of the slot.
         batch: the batch without its tensors.
-        data: place of each tensor of the data, by name.
-        weights: place of the weights, or None.
+        data: place of each tensor of the batch, by name.
+        weights: place of the sample weights; None if the batch has no weights.
     """
 
     slot: int
@@ -74,13 +74,13 @@ class Passed:
 class Slots:
     """Shared memory for the batches of each loader process.
 
-    The rank creates it before it starts the processes.
+    The rank creates the slots before it starts the processes.
 
     Args:
         workers: number of loader processes.
-        size: largest number of bytes of a batch. A larger batch is passed in memory of its own.
+        size: size of a slot in bytes. A larger batch is passed in separate shared memory.
         device: device of the rank. A GPU copies from the slots.
-        complete: the device's work on a batch that was copied to it.
+        complete: function that does the device's part of the work on a batch, after the copy.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Slots:
         weakref.finalize(self, _unpin, self._pins).atexit = False
 
     def put(self, batch: Batch) -> Passed | Batch:
-        """Copy a batch into a slot and return its places; called in a loader process.
+        """Copy a batch into a slot and return its places; a loader process calls it.
 
-        Without a slot that is large enough, return the batch in shared memory of its own. Errors in
-        the batch are raised here. If they were raised in the thread that sends the batch, it would
-        only print them, and the rank would wait until the run counts as stuck.
+        If the slot is too small, return the batch in separate shared memory. Errors in the batch
+        are raised here. The thread that sends the batch would only print an error, and the rank
+        would wait until its timeout.
         """
         tensors = batch.tensors()
         places, size = _places(tensors)
@@ -125,9 +125,9 @@ class Slots:
         )  # fmt: skip
 
     def take(self, found: Passed | Batch) -> Batch:
-        """Return a batch on the device, copied from its slot if it has one; called in the rank.
+        """Return a batch on the device, copied from its slot if it has one; the rank calls it.
 
-        On a GPU the copy is asynchronous. Ask for the next batch only after the copy has finished.
+        On a GPU the copy is asynchronous. Request the next batch only after the copy has finished.
         """
         if isinstance(found, Batch):
             batch = found.to(self._device)
@@ -163,9 +163,9 @@ class Slots:
 
 
 def _shared(size: int) -> mmap.mmap | None:
-    """Return memory that this process and its children share, or None if there is too little.
+    """Return memory that this process and its children share, or None if memory is short.
 
-    Without it, each batch gets shared memory of its own.
+    If the result is None, each batch gets separate shared memory.
     """
     try:
         return mmap.mmap(-1, size)
@@ -174,7 +174,7 @@ def _shared(size: int) -> mmap.mmap | None:
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
-    """Place tensors one behind the other; return their places and the bytes that they take."""
+    """Give each tensor the next place in a slot; return the places and their total bytes."""
     places, end = list[Place](), 0
     for tensor in tensors:
         shape = tuple(tensor.shape)
@@ -204,7 +204,7 @@ def free_memory(ranks: int) -> float:
     """Return the bytes of free memory on the host that this rank may use now.
 
     Args:
-        ranks: ranks of this host, which may all start their loaders at once.
+        ranks: number of ranks of this host, which may all start their loaders at once.
     """
     return _USED * psutil.virtual_memory().available / ranks
 
@@ -215,7 +215,7 @@ def count_bytes(batch: Batch) -> float:
 
 
 def held(workers: int) -> int:
-    """Return the number of micro-batches that are in memory at once."""
+    """Return the number of micro-batches in memory at once with this many loader processes."""
     return (OF_EACH + _MADE) * workers + _TOGETHER if workers else _ALONE
 
 
@@ -226,9 +226,9 @@ def workers_that_fit(
 
     Args:
         wanted: number of processes.
-        sample: bytes of a sample.
-        micro_batch: samples in a micro-batch.
-        free: returns this rank's part of the free memory, in bytes.
+        sample: size of a sample in bytes.
+        micro_batch: number of samples in a micro-batch.
+        free: function that returns this rank's part of the free memory, in bytes.
 
     Raises:
         MotleyError: a micro-batch does not fit even without loader processes.
@@ -242,16 +242,20 @@ def workers_that_fit(
             if workers == wanted:
                 return wanted, ""
             return workers, (
-                f"{workers} loader processes in place of {wanted}: {micro_batch} samples of "
-                f"{_text(sample)} are a micro-batch, {wanted} would hold {held(wanted)} of those, "
-                f"and this rank's part of the free memory is {_text(there)}"
+                f"{workers} loader processes instead of {wanted}: a micro-batch is {micro_batch} "
+                f"samples of {_text(sample)}, {wanted} processes would hold {held(wanted)} "
+                f"micro-batches, and this rank's part of the free memory is {_text(there)}"
             )
     fits = int(there / (_ALONE * sample))
     raise MotleyError(
-        f"a micro-batch of {micro_batch} samples of {_text(sample)} is read by holding {_ALONE} of "
-        f"them, {_text(_ALONE * batch)}, and this rank's part of the host's free memory is "
-        f"{_text(there)}; "
-        + (f"--micro-batch {fits} fits" if fits else "no sample fits: take fewer ranks a host")
+        f"reading micro-batches of {micro_batch} samples of {_text(sample)} needs memory "
+        f"for {_ALONE} micro-batches, {_text(_ALONE * batch)}, and this rank's part of the host's "
+        f"free memory is {_text(there)}; "
+        + (
+            f"--micro-batch {fits} fits"
+            if fits
+            else "not even one sample fits: start fewer ranks per host"
+        )
     )
 
 
@@ -259,7 +263,8 @@ def workers_that_fit(
 def explain_workers(workers: int) -> Iterator[None]:
     """Convert torch's error about a loader process that died or had no room into a MotleyError.
 
-    Torch raises the error in the main thread at any line, because a signal reports the death.
+    A signal reports that a process died. Torch therefore raises the error at any line of the main
+    thread.
 
     Args:
         workers: number of loader processes of this rank.
@@ -276,11 +281,11 @@ def explain_workers(workers: int) -> Iterator[None]:
             f"a loader process on {socket.gethostname()} "
             + (f"found no room in {_SHARED}" if no_room else f"died: {text.splitlines()[0]}")
             + f"; {_text(there.free)} of {_text(there.total)} are free in {_SHARED}, and "
-            f"{_text(memory.available)} of {_text(memory.total)} of memory. Micro-batches larger "
-            f"than the first ones pass through {_SHARED}, up to "
-            f"{PREFETCH * workers + _TOGETHER} at once with {workers} loader processes per "
-            "rank; take fewer --workers (0: none) or a "
-            f"smaller --micro-batch, or enlarge {_SHARED} (in a container: --shm-size)"
+            f"{_text(memory.available)} of {_text(memory.total)} of the host's memory are. "
+            f"Micro-batches that are larger than the first one pass through {_SHARED}, up to "
+            f"{PREFETCH * workers + _TOGETHER} at once with {workers} loader processes per rank. "
+            "Start fewer loader processes with --workers (0: none), take a smaller --micro-batch, "
+            f"or enlarge {_SHARED} (in a container: --shm-size)"
         ) from None
 
 
@@ -300,8 +305,8 @@ class Growth:
     """A request for more loader processes.
 
     Attributes:
-        workers: wanted number of processes.
-        waited: fraction of the time that the rank waits for samples.
+        workers: requested number of processes.
+        waited: fraction of the time in which the rank waits for samples.
     """
 
     workers: int
@@ -311,13 +316,14 @@ class Growth:
 class LoaderGrowth:
     """The decision of one rank, from its finished steps, when to add loader processes.
 
-    One process is added first, then doubles their number. The growth stops for good if an addition
-    has not shortened the wait.
+    The first addition is one process. Each later addition doubles the number of processes. Growth
+    ends if an addition has not shortened the wait for samples.
 
     Args:
         workers: present number of processes.
         most: largest number of processes.
-        idle_cores: returns how many of the rank's cores were idle since its last call.
+        idle_cores: function that returns how many of the rank's cores were idle since its last
+            call.
     """
 
     def __init__(

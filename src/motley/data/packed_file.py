@@ -4,12 +4,13 @@
     images      one after another: RGB pixels, row by row, or image files that PIL reads
     tail        bytes of the JSON that follows; the JSON; int64 [images, 5], one row per image
 
-A row has the offset of an image, its bytes, height, width and label. An image that could not be
-read when it was packed has 0 bytes, and the JSON has the reason. The first 64 bytes are written
-last, and a file gets its name when it is complete. No content of the file is run or unpickled.
+A row has the offset of an image, its size in bytes, height, width and label. An image that could
+not be read when it was packed has 0 bytes, and the JSON has the reason. The first 64 bytes are
+written last, and a file gets its name when it is complete. No content of the file is executed or
+unpickled.
 
-PIL is the reference: an image that is not shrunk has the same pixels as with ``--dataset folder``,
-and so have the samples that are made from it.
+PIL decodes the images. An image that is not shrunk has the same pixels as with ``--dataset
+folder``, and gives the same samples.
 """
 
 import fcntl
@@ -54,11 +55,11 @@ class About:
         kept: form of the images, ``pixels`` or ``jpeg``.
         longest: limit of the longest side in pixels; None: images have their original size.
         classes: names of the classes, by label.
-        train: number of training images, which come first. All images after them are held out.
-        unreadable: reasons why images have no bytes, by the image's number.
+        train: number of training images, which come first. All later images are held out.
+        unreadable: reason why an image has no bytes, by the image's number.
         source: path of the folder that was packed.
-        files: fingerprint of the paths, sizes and times of the image files.
-        folders: times of the folders in ns, by their paths in ``source``.
+        files: fingerprint of the paths, sizes and modification times of the image files.
+        folders: modification times of the folders in ns, by their paths in ``source``.
         images_sha256: SHA-256 of the bytes of all images.
     """
 
@@ -81,9 +82,9 @@ class Packed:
         path: path of the file.
         about: description of the content.
         rows: int64 [images, 5]; see this module.
-        content: uint8 [bytes], mapped copy-on-write: changes stay in this process.
-        identity: SHA-256 of the images, labels and classes. The hash does not depend on the
-            path or the time of the source.
+        content: uint8 [bytes], mapped copy-on-write, so that changes stay in this process.
+        identity: SHA-256 of the images, labels and classes. The hash does not depend on the path or
+            the modification times of the source.
     """
 
     path: Path
@@ -105,7 +106,7 @@ def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
 
 
 def is_packed(path: Path) -> bool:
-    """Return True if a file is a packed one, of any version, complete or not.
+    """Return True if a file is a packed file of any version, complete or not.
 
     Raises:
         OSError: the file is unreadable.
@@ -118,8 +119,8 @@ def open_packed(path: Path) -> Packed:
     """Open a packed file, and read its tail. No image is read.
 
     Raises:
-        MotleyError: the file is not a packed one, has another version, is cut short, or its tail is
-            damaged.
+        MotleyError: the file is not a packed file, has another version, is truncated, or its tail
+            is damaged.
     """
     try:
         size = path.stat().st_size
@@ -127,7 +128,7 @@ def open_packed(path: Path) -> Packed:
             begin, tail = _tail(path, file, size)
         about, rows = _parse(tail)
         if not _fits(about, rows, begin):
-            raise ValueError("its rows lie outside of it")
+            raise ValueError("its rows lie outside of the file")
         content = np.asarray(np.memmap(path, np.uint8, mode="c", shape=(begin,)))
     except OSError as error:
         raise MotleyError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from None
@@ -140,28 +141,32 @@ def _tail(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
     """Return the offset and the content of the tail.
 
     Raises:
-        MotleyError: the file is not a packed one, has another version, or has the wrong size.
+        MotleyError: the file is not a packed file, has another version, or has the wrong size.
         ValueError: the tail does not match its hash.
     """
     first = file.read(BEGIN)
     if first[: len(_MAGIC)] != _MAGIC:
-        raise MotleyError(f"{path} is no packed data set; {_AGAIN}")
+        raise MotleyError(f"{path} is not a packed data set; {_AGAIN}")
     if len(first) < BEGIN:
-        raise MotleyError(f"{path} is cut short, to {size} bytes; copy it anew, or {_AGAIN}")
+        raise MotleyError(
+            f"{path} is cut short: it has only {size} bytes. Copy it again, or {_AGAIN}"
+        )
     _, version, begin, length, digest = _FIRST.unpack(first)
     if version != VERSION:
         raise MotleyError(
-            f"{path} is of version {version}, and this Motley reads version {VERSION}; {_AGAIN}"
+            f"{path} has version {version} of the file format, and this Motley reads version "
+            f"{VERSION}; {_AGAIN}"
         )
     if size != begin + length:
-        short = "cut short" if size < begin + length else "longer than it was"
+        short = "cut short" if size < begin + length else "longer than recorded"
         raise MotleyError(
-            f"{path} is {short}: {size:,} bytes of {begin + length:,}; copy it anew, or {_AGAIN}"
+            f"{path} is {short}: it has {size:,} bytes, and should have {begin + length:,}. Copy "
+            f"it again, or {_AGAIN}"
         )
     file.seek(begin)
     tail = file.read(length)
     if hashlib.sha256(tail).digest() != digest:
-        raise ValueError("what it says of its images has another hash than it had")
+        raise ValueError("the hash of its description of the images has changed")
     return begin, tail
 
 
@@ -172,7 +177,7 @@ def _parse(tail: bytes) -> tuple[About, NDArray[np.int64]]:
     header["classes"] = tuple(header["classes"])
     header["unreadable"] = {int(number): str(why) for number, why in header["unreadable"].items()}
     if header["kept"] not in (PIXELS, JPEG):
-        raise ValueError(f"it keeps images as {header['kept']!r}")
+        raise ValueError(f"it stores images as {header['kept']!r}, which this Motley does not read")
     rows = np.frombuffer(tail, "<i8", offset=_LENGTH.size + length).astype(np.int64)
     return About(**header), rows.reshape(-1, _COLUMNS)
 
@@ -207,8 +212,9 @@ class Folder:
         labels: label of each image.
         classes: names of the classes, by label.
         train: number of training images.
-        files: fingerprint of all images' paths, sizes and times.
-        folders: times of all folders with images, in ns, by their paths below ``root``.
+        files: fingerprint of all images' paths, sizes and modification times.
+        folders: modification times of all folders with images, in ns, by their paths below
+            ``root``.
     """
 
     root: Path
@@ -245,7 +251,7 @@ def list_folder(root: Path) -> Folder:
     """Return the images of a folder.
 
     Raises:
-        MotleyError: ``--dataset folder`` would refuse the folder.
+        MotleyError: the folder is not valid for ``--dataset folder``.
     """
     images = find_dataset("folder").open(root, 0)
     samples = [*images.train.samples, *images.test.samples]  # type: ignore[attr-defined]
@@ -268,8 +274,8 @@ def list_folder(root: Path) -> Folder:
 def has_changed(about: About) -> bool:
     """Return True if the source folder exists on this host, and its images have changed.
 
-    Files are compared only if the time of a folder has changed. An image that was overwritten in
-    place is therefore not noticed.
+    Files are compared only if the modification time of a folder has changed. An image that was
+    overwritten in place is therefore not detected.
     """
     root = Path(about.source)
     try:
@@ -285,7 +291,10 @@ def has_changed(about: About) -> bool:
 
 
 def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
-    """Return width and height, reduced in proportion to at most ``longest`` and at least 1."""
+    """Return width and height, reduced so that the longer side is at most ``longest``.
+
+    Both keep their ratio, and are at least 1.
+    """
     most = max(size)
     if longest is None or most <= longest:
         return size
@@ -327,7 +336,7 @@ def _read_reduced(path: Path, keep: Keep) -> _Image:
         image = load_image(str(path))
     except MemoryError:
         raise
-    except Exception as error:  # of any type, see motley.data.source.read
+    except Exception as error:  # errors have any type; see motley.data.source.read
         return _Image(b"", why=str(error) or type(error).__name__)
     size = shrunk(image.size, keep.longest)
     small = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
@@ -350,10 +359,10 @@ def pack(
         keep: form in which images are stored.
         path: path of the file.
         processes: number of processes that read images.
-        tell: called with the bytes written so far.
+        tell: function that is called with the number of bytes written so far.
 
     Returns:
-        The names of images that could not be read, with the reason.
+        The names of images that could not be read, each with the reason.
 
     Raises:
         MotleyError: the disk is full, or another process packs into the same file.
@@ -378,7 +387,7 @@ def pack(
 
 
 def _take(file: IO[bytes], part: Path) -> None:
-    """Lock a file and empty it, in case a process that was killed left a part of it.
+    """Lock a file, and truncate it if a killed process has left a part of it.
 
     Raises:
         MotleyError: another process has locked the file.
@@ -386,14 +395,14 @@ def _take(file: IO[bytes], part: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise MotleyError(f"another process writes {part}; wait until it ends") from None
+        raise MotleyError(f"another process is writing {part}; wait until it ends") from None
     file.truncate(0)
 
 
 def _write(
     file: IO[bytes], folder: Folder, keep: Keep, processes: int, tell: Callable[[int], None]
 ) -> dict[int, str]:
-    """Write all images and their rows. Return reasons for missing images, by their numbers."""
+    """Write all images and their rows. Return the reason for each missing image, by number."""
     rows = np.zeros((len(folder.paths), 5), np.int64)
     unreadable: dict[int, str] = {}
     digest, at = hashlib.sha256(), BEGIN

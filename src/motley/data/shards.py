@@ -1,7 +1,7 @@
-"""Images in .tar shards of webdataset, by index.
+"""Access by index to images in .tar shards of webdataset.
 
-The position of each image is found once, from the tar's headers, and the image is read from there.
-No member is unpacked, so a hostile name or link in a tar has no effect.
+The position of each image is found once, from the tar's headers. Later the image is read from this
+position. No member is unpacked, so a hostile name or link in a tar has no effect.
 """
 
 import json
@@ -32,8 +32,8 @@ class Shards:
 
     Args:
         paths: paths of the files.
-        label_key: another key in ``.json`` that has the label. Samples with a label below 0 under
-            that key are left out, as in timm.
+        label_key: key of the label in ``.json``, in place of ``label``. Samples with a label below
+            0 under such a key are left out, as in timm.
 
     Raises:
         MotleyError: a file cannot be read, is cut short, or an image in it has no label.
@@ -83,7 +83,7 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
             # tarfile takes a damaged or missing header for the end of the tar.
             file.seek(tar.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"no tar goes on like this at byte {tar.offset}")
+                raise tarfile.ReadError(f"byte {tar.offset} is not the beginning of a member")
             result = []
             for key, parts in samples.items():
                 image = next((parts[each] for each in _IMAGES if each in parts), None)
@@ -96,14 +96,14 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
         raise
     except Exception as error:  # tarfile raises many types of error for damaged headers
         raise MotleyError(
-            f"{path} cannot be read: it is cut short, damaged, or no .tar that is not compressed "
-            f"({type(error).__name__}: {error}); copy it anew"
+            f"{path} cannot be read: it is cut short, damaged, or not an uncompressed .tar file "
+            f"({type(error).__name__}: {error}); copy it again"
         ) from None
     return np.array(result, np.int64).reshape(-1, 4)
 
 
 def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
-    """Return the members of each sample by their endings.
+    """Return for each sample its members by their endings.
 
     A later member replaces an earlier one of the same name.
     """
@@ -137,7 +137,7 @@ def _label(
         if key and label < 0:
             return None
         if not 0 <= label < _MOST_CLASSES:
-            raise ValueError(f"{label} is no class; they are counted from 0")
+            raise ValueError(f"{label} is not a class; classes are counted from 0")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else error
         beside = "" if key else "a .cls with the number of its class, or "

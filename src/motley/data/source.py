@@ -2,10 +2,10 @@
 
 Every rank reads its own share of the order. Any process can read the sample of a key.
 
-An epoch is one permutation drawn from (seed, epoch). A step takes N consecutive entries of it, and
-the ranks take consecutive slices of these. Augmentation draws from (seed, epoch, sample index). The
-samples of a step and their augmentation therefore depend neither on the number of ranks nor on
-their shares. A run may continue on other hosts.
+An epoch is a permutation of the samples, drawn from (seed, epoch). A step takes the next N entries
+of the permutation, and each rank takes a consecutive slice of the N entries. Augmentation draws
+from (seed, epoch, sample index). The samples of a step and their augmentation therefore depend
+neither on the number of ranks nor on their shares. A run may continue on other hosts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,9 +51,9 @@ class Order:
     Attributes:
         samples: number of samples in the training set.
         seed: seed of the permutations.
-        fraction: fraction of the samples that is used, the same samples in every epoch.
-        classes: class of each sample, if an epoch has equally many of each class; None: an epoch
-            has each sample once.
+        fraction: fraction of the samples that is used. Every epoch uses the same samples.
+        classes: class of each sample, if epochs are balanced to have equally many samples of each
+            class. None: an epoch has each sample once.
     """
 
     samples: int
@@ -67,7 +67,7 @@ class Order:
         return max(1, round(self.samples * self.fraction))
 
     def epoch(self, epoch: int) -> list[int]:
-        """Return the indices of one epoch in the order in which all ranks together use them."""
+        """Return the sample indices of one epoch, in the order in which all ranks use them."""
         chosen = self._permutation(self.samples, self.seed)[: self.epoch_samples]
         if self.fraction == 1.0:
             chosen = list(range(self.samples))
@@ -76,10 +76,11 @@ class Order:
         return [chosen[at] for at in self._permutation(len(chosen), self.seed, epoch)]
 
     def _balance(self, chosen: list[int], classes: Sequence[int], epoch: int) -> list[int]:
-        """Return as many samples, with equally many of each class, give or take one.
+        """Return as many samples as ``chosen`` has, with equally many of each class.
 
-        A class repeats all of its samples before it repeats one of them again. A large class
-        leaves out other samples in each epoch.
+        The numbers of samples of two classes differ by one at most. A small class repeats all of
+        its samples before it repeats one of them again. A large class leaves out different samples
+        in each epoch.
         """
         members: dict[int, list[int]] = {}
         for index in chosen:
@@ -110,7 +111,7 @@ def slices(order: Sequence[int], plan: Plan, rank: int) -> list[list[int]]:
 
     Args:
         order: indices of the global batch.
-        plan: plan, which divides the batch among ranks and micro-batches.
+        plan: division of the batch among ranks and micro-batches.
         rank: number of the rank.
     """
     start, cuts = plan.starts[rank], []
@@ -123,7 +124,7 @@ def slices(order: Sequence[int], plan: Plan, rank: int) -> list[list[int]]:
     return cuts
 
 
-Tensors = dict[str, Tensor]  # by name; each has one row per sample
+Tensors = dict[str, Tensor]  # tensors by name; each has one row per sample
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Batch:
         data: the task's tensors by name, one row per sample; empty without samples. For images:
             ``images``, uint8 [n, C, H, W], and ``labels``, int64 [n].
         indices: indices of the n samples in the data set; n may be 0.
-        weights: weight of each sample in the mean, [n], on the CPU; None: 1 each.
+        weights: weight of each sample in the mean loss, [n], on the CPU; None: 1 each.
         unreadable: names of samples that could not be read.
     """
 
@@ -160,7 +161,7 @@ class Batch:
         return self._changed(lambda tensor: tensor.to(device, non_blocking=True))
 
     def __getitem__(self, part: slice) -> "Batch":
-        """Return a part of the batch. Names of unreadable samples stay with the first part."""
+        """Return a part of the batch. Only the first part has names of unreadable samples."""
         return replace(
             self._changed(lambda tensor: tensor[part]), indices=self.indices[part],
             weights=None if self.weights is None else self.weights[part],
@@ -186,15 +187,15 @@ class Source(Protocol):
         """Return the number of samples."""
 
     def __getitem__(self, index: int) -> Any:
-        """Return one sample, as it is stored; see :func:`read`."""
+        """Return one sample in the form in which the source stores it; see :func:`read`."""
 
 
 class Samples(Protocol):
-    """The part of motley.tasks.task.Task that the loader needs."""
+    """The methods of motley.tasks.task.Task that the loader uses."""
 
     @property
     def needs_workers(self) -> bool:
-        """Reading a sample takes longer than passing it between processes."""
+        """True if reading a sample takes longer than passing it between processes."""
 
     @property
     def weight(self) -> float:
@@ -210,25 +211,22 @@ class Samples(Protocol):
         """Return the tensors of an item of the source."""
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
-        """Return one batch of samples, of which there is at least one."""
+        """Return a batch of one or more samples."""
 
     def weights(self, batch: Tensors) -> Tensor | None:
-        """Return the weight of each sample in the mean, [n]; None: ``weight`` each."""
+        """Return the weight of each sample in the mean loss, [n]; None: ``weight`` each."""
 
     def balanced_classes(self) -> Sequence[int] | None:
-        """Return the class of each training sample for a balanced order. None: no balance."""
+        """Return the class of each training sample for a balanced order; None: do not balance."""
 
     def on(self, device: torch.device) -> "Samples":
-        """Return the samples as a rank with this device reads them."""
+        """Return an object that reads the same samples for a rank with this device."""
 
     def complete(self, batch: Tensors) -> Tensors:
-        """Return a batch on the rank's device, after the device's part of the work.
-
-        :meth:`collate` leaves this work to the device.
-        """
+        """Do the work on a batch that :meth:`collate` leaves to the device; return the batch."""
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
-        """Return the relative compute time of training samples. None: all are equal."""
+        """Return the relative compute time of training samples; None: all samples cost the same."""
 
     def name_of(self, source: Source, index: int) -> str:
         """Return the name of a sample for an error message."""
@@ -239,7 +237,8 @@ def read(source: Source, index: int) -> Any:
 
     Pillow has no error type of its own. Its decoders raise OSError, SyntaxError, ValueError,
     DecompressionBombError, TypeError and other types for damaged or hostile files, and other
-    libraries do the same. A lack of memory is not the sample's fault, and is raised as it is.
+    libraries do the same. An out-of-memory error does not come from the sample, and is not
+    converted.
 
     Raises:
         UnreadableSample: the decoder raised any other error.
@@ -258,9 +257,9 @@ class Key:
 
     Attributes:
         index: index of the sample.
-        seed: seed of its augmentation.
-        held_out: the sample is a held-out one.
-        part: name of the set of held-out samples; empty: the usual one.
+        seed: seed of the sample's augmentation.
+        held_out: True for a held-out sample.
+        part: name of an additional set of held-out samples; empty: the usual held-out samples.
     """
 
     index: int
@@ -275,9 +274,9 @@ class Answer:
 
     Attributes:
         content: tensors of the sample by name; None: a held-out sample could not be read.
-        index: index of the sample that was read. In training the next readable sample stands in
-            for an unreadable one.
-        unreadable: names of samples that could not be read, with the reason.
+        index: index of the sample that was read. In training, the next readable sample replaces an
+            unreadable sample.
+        unreadable: names of samples that could not be read, each with the reason.
     """
 
     content: Mapping[str, Any] | None
@@ -293,8 +292,8 @@ class Keyed(Dataset[Answer]):
 
     Args:
         samples: the object that reads samples.
-        training: True for training samples, False for held-out ones.
-        source: source of the samples; None: that of ``samples``.
+        training: True for training samples, False for held-out samples.
+        source: source of the samples; None: the source that ``samples.data()`` returns.
     """
 
     def __init__(self, samples: Samples, training: bool, source: Source | None = None) -> None:
@@ -324,11 +323,12 @@ class Keyed(Dataset[Answer]):
             content = self._samples.sample(item, self._training)
             if not isinstance(content, Mapping):
                 raise MotleyError(
-                    f"sample() of {type(self._samples).__name__} gives a {type(content).__name__}; "
-                    'a sample is what the model gets by name, as in {"x": ..., "y": ...}'
+                    f"sample() of {type(self._samples).__name__} returns a "
+                    f"{type(content).__name__}; return a dictionary of the model's inputs by "
+                    'name, as in {"x": ..., "y": ...}'
                 )
             return Answer(content, index, tuple(unreadable))
-        raise MotleyError(f"no sample can be read; the first: {unreadable[0]}")
+        raise MotleyError(f"no sample can be read; the first one is {unreadable[0]}")
 
     def batch(self, samples: list[Answer]) -> Batch:
         """Return a batch of the samples that could be read.
@@ -355,8 +355,9 @@ class Keyed(Dataset[Answer]):
             if rows != n:
                 kind = f"shape {tuple(value.shape)}" if rows is not None else "no rows"
                 raise MotleyError(
-                    f"collate() of {type(self._samples).__name__} gives {name!r} with {kind} for "
-                    f"{n} samples; a batch is tensors by name, whose first dimension is the sample"
+                    f"collate() of {type(self._samples).__name__} returns {name!r} with {kind} "
+                    f"for {n} samples; return a dictionary of tensors whose first dimension is "
+                    "the sample"
                 )
 
 
@@ -398,24 +399,24 @@ def check_length(samples: Samples, length: int, held_out: bool, part: str = "") 
 
     Args:
         samples: the object that reads samples.
-        length: number of its samples.
+        length: number of samples in the set.
         held_out: True for held-out samples.
-        part: name of a further set of held-out samples.
+        part: name of an additional set of held-out samples; empty: the usual held-out samples.
     """
     if not length and part:
         raise MotleyError(
-            f"the held-out set {part} of {type(samples).__name__} has no samples; does it look in "
-            "the right place?"
+            f"the held-out set {part} of {type(samples).__name__} has no samples; check where the "
+            "task looks for its data"
         )
     if not length:
         raise MotleyError(
-            f"{type(samples).__name__} has no {'held-out' if held_out else 'training'} samples: "
-            f"data(held_out={held_out}) is empty; does it look in the right place?"
+            f"{type(samples).__name__} has no {('held-out' if held_out else 'training')} samples: "
+            f"data(held_out={held_out}) returns none; check where the task looks for its data"
         )
 
 
 def first_sample(samples: Samples) -> Mapping[str, Any]:
     """Return the first training sample, before collation."""
     (result,) = Keyed(samples, training=True).__getitems__([Key(0, 0)])
-    assert result.content is not None  # in training another sample replaces an unreadable one
+    assert result.content is not None  # training replaces an unreadable sample
     return result.content

@@ -4,17 +4,17 @@ Transforms of torchvision and timm change single images. Mixup and CutMix combin
 global order. Images that lie on the GPU are shifted and mirrored there.
 
 All transforms draw from generators that are seeded for the sample. The loader seeds torch's
-generator. This module seeds Python's and NumPy's, from which timm's transforms draw. Samples 2k and
-2k + 1 of a global batch are mixed with one another, by numbers drawn for the first of them. Each
-image is therefore decoded once, both images of a pair are in one micro-batch, and the result does
-not depend on the ranks.
+generator. This module seeds the generators of Python and NumPy, which timm's transforms use.
+Samples 2k and 2k + 1 of a global batch are mixed with each other, by numbers drawn for the first
+sample. Each image is therefore decoded once, both images of a pair are in one micro-batch, and the
+result does not depend on the ranks.
 
 Sources: Zhang et al., "mixup", 2018; Yun et al., "CutMix", 2019; timm.data.mixup for the choice
 between them.
 
-A rank with a part of one core cannot read as fast as its GPU computes. If images in memory are only
-shifted and mirrored, the GPU can do that instead. The host draws three numbers per image, and the
-GPU copies the pixels. The result equals the host's bit by bit.
+A rank that shares one core with other ranks cannot read as fast as its GPU computes. If images in
+memory are only shifted and mirrored, the GPU can do this work instead. The host draws three numbers
+per image, and the GPU copies the pixels. The result is equal to that of the host, bit by bit.
 """
 
 import math
@@ -53,17 +53,17 @@ class Look:
         interpolation: interpolation for resizing.
         crop: fraction of a held-out image's side that is used.
         crop_mode: timm's way to make an image square: center, border or squash.
-        augment: random crops and flips are applied, if they keep the class of the images.
-        auto: timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; empty: none.
+        augment: True: apply random crops and flips, if these keep the class of the images.
+        auto: timm's RandAugment or AutoAugment, such as rand-m9-mstd0.5; empty: none.
         jitter: strength of random changes in brightness, contrast and saturation.
         erase: probability that a rectangle is replaced by noise.
-        boxes: training images exchange boxes, as in CutMix.
-        scale: least and largest part of a training image that a random crop takes.
-        ratio: least and largest width of a random crop over its height.
+        boxes: True if pairs of training images exchange boxes, as in CutMix.
+        scale: smallest and largest fraction of a training image's area that a random crop takes.
+        ratio: smallest and largest ratio of a random crop's width to its height.
         mirror: probability that a training image is mirrored.
-        turn: probability that a training image is turned upside down.
-        erase_mode: timm's content of erased rectangles: pixel, const or rand.
-        erase_count: most rectangles that are erased in an image.
+        turn: probability that a training image is flipped upside down.
+        erase_mode: timm's name of the content of erased rectangles: pixel, const or rand.
+        erase_count: largest number of rectangles that are erased in an image.
     """
 
     size: int
@@ -90,7 +90,7 @@ class Look:
 
     @property
     def _changes_enlarged(self) -> bool:
-        """True if augmentation works at the model's size, so that images are enlarged before it."""
+        """True if images are enlarged to the model's size before augmentation."""
         return bool(self.auto or self.jitter or self.erase or self.boxes)
 
     def for_training(self, images: Images) -> Transform:
@@ -112,7 +112,7 @@ class Look:
     def for_evaluation(self, images: Images) -> Transform:
         """Return the transform of a held-out image: timm's own, bit by bit.
 
-        Small images of a known size only become tensors.
+        Small images of a known size are only converted to tensors.
         """
         if images.native_size is not None and images.native_size <= self.size:
             return v2.ToImage()  # type: ignore[no-any-return]
@@ -134,9 +134,9 @@ class Look:
     def for_crops(self, count: int) -> Transform:
         """Return the transform of a held-out image to several crops, uint8 [count, C, size, size].
 
-        The shorter side is resized as for one crop, or to 1 / 0.875 of the size if one crop would
-        take all of it. The crops are torchvision's: four corners and the middle, and with 10 crops
-        also their mirror images.
+        The shorter side is resized as for one crop. If one crop would take the whole side, the side
+        is resized to 1 / 0.875 of the size instead. The crops are torchvision's: four corners and
+        the middle, and with 10 crops also their mirror images.
 
         Args:
             count: 5 or 10.
@@ -152,10 +152,11 @@ class Look:
         return changed
 
     def enlarged(self, pixels: Tensor) -> Tensor:
-        """Return a batch in the model's size, [n, C, size, size]; float if it was smaller.
+        """Return a batch in the model's size, [n, C, size, size].
 
-        Pixels are not rounded: devices differ in the last bit, and rounding could turn that into a
-        full level. Overshoot of a cubic filter is clipped, as for uint8.
+        Enlarged pixels are floats, and are not rounded. Devices differ in the last bit, and
+        rounding could turn this difference into a full level. Overshoot of a cubic filter is
+        clipped to the range of uint8.
 
         Args:
             pixels: 0 to 255, [n, C, H, W], on any device.
@@ -169,12 +170,12 @@ class Look:
     def _fit(self, native: int, whole: bool = False) -> list[Transform]:
         """Return the transforms from images of a known size to the model's size.
 
-        The device enlarges small images. Enlarged here from 32 to 224 pixels per side, an image
-        would be 50 times the bytes to transfer.
+        By default the device enlarges small images later. Enlarging an image here from 32 to 224
+        pixels per side would multiply the bytes to transfer by 50.
 
         Args:
             native: pixels per side of the images.
-            whole: enlarge small images here nevertheless.
+            whole: True: enlarge small images here.
         """
         if native == self.size or (native < self.size and not whole):
             return []
@@ -189,8 +190,9 @@ class Look:
         parts = (self.scale, self.ratio, self.turn)
         if self.augment and parts != (Look.scale, Look.ratio, Look.turn):
             raise MotleyError(
-                f"--scale, --ratio and --vflip are for images of several sizes, and these have "
-                f"{native} pixels a side, which are shifted and mirrored; leave them out"
+                "--scale, --ratio and --vflip apply to images of several sizes, and all of these "
+                f"have {native} pixels a side and are only shifted and mirrored; leave the "
+                "options out"
             )
         if self.augment and images.augment:
             return ShiftAndFlip(native, fit, self.mirror)
@@ -208,8 +210,8 @@ class Look:
             result: Any = make(self.auto, known)
         except (AssertionError, ValueError, KeyError) as error:
             raise MotleyError(
-                f"--aa {self.auto}: timm has no such augmentation ({error}); take one as in "
-                "rand-m9-mstd0.5, original or v0"
+                f"--aa {self.auto}: timm does not know this augmentation ({error}); use one such "
+                "as rand-m9-mstd0.5, original or v0"
             ) from None
         for op in getattr(result, "ops", None) or chain.from_iterable(result.policy):
             if op.aug_fn is auto_augment.posterize:
@@ -237,7 +239,7 @@ class ShiftAndFlip:
 
     Args:
         size: pixels per side.
-        between: transforms between the two, which draw no random numbers.
+        between: transforms between shift and flip, which draw no random numbers.
         mirror: probability that an image is mirrored.
     """
 
@@ -248,8 +250,8 @@ class ShiftAndFlip:
         """Draw a random shift and mirroring of an image from torch's generator.
 
         Returns:
-            The pixels by which the image is shifted down and to the right, and True if it is
-            mirrored after that.
+            The numbers of pixels by which the image is shifted down and to the right. Third value:
+            True if the image is mirrored afterwards.
         """
         down, right = (
             self.padding - int(torch.randint(2 * self.padding + 1, ())) for _ in range(2)
@@ -274,7 +276,7 @@ class ShiftAndFlip:
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:
-    """Return the slices to which and from which the pixels of a shifted row are copied."""
+    """Return the target slice and the source slice for copying a shifted row of pixels."""
     return (
         slice(max(0, shift), size + min(0, shift)),
         slice(max(0, -shift), size - max(0, shift)),
@@ -286,8 +288,8 @@ class RandomCropAndFlip:
 
     The random numbers are equal to torchvision's, and so are the pixels, bit by bit.
 
-    Only the crop is copied, into channels-last order, which the fastest of torch's kernels needs.
-    The type of an image is checked once, and not at every step.
+    Only the crop is copied, into channels-last order, which torch's fastest resize kernel needs.
+    The type of an image is checked once, and not in each operation.
     """
 
     def __init__(self, look: Look) -> None:
@@ -318,10 +320,10 @@ class RandomCropAndFlip:
         return result.flip(-1) if mirrored else result
 
     def _box(self, image: Image.Image | Tensor) -> tuple[int, int, int, int]:
-        """Return top, left, height and width of a random part of an image.
+        """Return top, left, height and width of a random crop of an image.
 
-        torchvision draws the part if the first part that this method draws does not fit into the
-        image.
+        If the first crop does not fit into the image, torchvision's own method repeats the draw
+        and returns a crop.
         """
         height, width = image.shape[1:] if isinstance(image, Tensor) else image.size[::-1]
         before = torch.default_generator.get_state()
@@ -337,18 +339,18 @@ class RandomCropAndFlip:
 
 
 def _posterize(image: Any, bits: int, **known: Any) -> Any:
-    """Reduce an image to ``bits`` bits per channel, but to one at least.
+    """Reduce an image to ``bits`` bits per channel, and to at least one bit.
 
-    For the largest change timm passes 0 bits, which Pillow 12 refuses. Earlier versions made the
-    image all black.
+    For the strongest change timm passes 0 bits, which Pillow 12 refuses. Earlier versions of Pillow
+    made the image all black.
     """
     return auto_augment.posterize(image, max(1, bits), **known)  # type: ignore[no-untyped-call]
 
 
 def seeded(transform: Transform) -> Transform:
-    """Return the transform, with Python's and NumPy's generators seeded from torch's.
+    """Return a transform that first seeds Python's and NumPy's generators from torch's.
 
-    The loader seeds torch's generator for the sample.
+    The loader has seeded torch's generator for the sample.
     """
 
     def changed(image: Any) -> Any:
@@ -379,7 +381,7 @@ class Mixing:
         mixup: alpha of the Beta distribution of mixup's weights; 0: no mixup.
         cutmix: alpha of the Beta distribution of CutMix's weights; 0: no CutMix.
         probability: probability that a pair is mixed.
-        switch: probability that a mixed pair is mixed by CutMix, if both methods are used.
+        switch: probability that CutMix mixes a pair, if both methods are in use.
     """
 
     mixup: float = 0.0
@@ -391,8 +393,8 @@ class Mixing:
         """Draw the mixing of a sample and its neighbour from torch's generator.
 
         Returns:
-            Four numbers, fp32 [4]: 1 for CutMix and 0 for mixup, the weight of the sample's own
-                image, and the y and x of a box's middle, 0 to 1.
+            Four numbers, fp32 [4]: 1 for CutMix or 0 for mixup, the weight of the sample's own
+                image, and the y and x coordinates of the box's centre, from 0 to 1.
         """
         chance, kind, y, x = torch.rand(4).tolist()
         if chance >= self.probability:
@@ -404,11 +406,11 @@ class Mixing:
 
 
 def pairs(n: int, grain: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs of rows of a micro-batch that are mixed. One row of an odd batch may be left.
+    """Yield the pairs of rows of a micro-batch to be mixed. An odd row is in no pair.
 
     Args:
         n: number of rows.
-        grain: samples per interleaved group; see motley.data.source.
+        grain: number of samples per interleaved group; see motley.data.source.
     """
     groups = n // grain if n % grain == 0 else 1
     for group in range(groups):
@@ -423,7 +425,7 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, 
         images: uint8 [n, C, H, W], changed in place.
         labels: label of each image, [n].
         drawn: numbers of :meth:`Mixing.draw` for each image, [n, 4].
-        grain: samples per interleaved group; see motley.data.source.
+        grain: number of samples per interleaved group; see motley.data.source.
 
     Returns:
         ``images``, ``labels``, ``partners``, the label of each other image, and ``own``, the weight
@@ -444,7 +446,7 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, 
 
 
 def _exchange_box(one: Tensor, other: Tensor, weight: float, y: float, x: float) -> float:
-    """Exchange a box of two images, in place; return the fraction of an image that stays."""
+    """Exchange a box between two images, in place; return the fraction of each image that stays."""
     height, width = one.shape[-2:]
     side = math.sqrt(1 - weight)
     rows, columns = _span(y, side, height), _span(x, side, width)
@@ -466,10 +468,10 @@ _MOST = 2**28  # bytes of images on a GPU, including the margin for shifts
 def resident(
     samples: Samples, source: Source, transform: Transform, device: torch.device
 ) -> "ResidentImages | None":
-    """Return the object that reads these training images from the device's memory, or None.
+    """Return an object that reads these training images from the device's memory, or None.
 
-    None is returned if the images are too large for the device, or if the transform is not a shift
-    and flip alone.
+    The result is None if the images do not fit into the device's memory, or if the transform does
+    more than shift and flip.
     """
     if not isinstance(source, InMemory) or not isinstance(transform, ShiftAndFlip):
         return None
@@ -507,7 +509,7 @@ class ResidentImages:
             torch.cuda.synchronize(device)
 
     def data(self, held_out: bool) -> Source:
-        """See Samples. A training sample is the position of its image, and its label."""
+        """See Samples. The item of a training sample is the index of its image, and its label."""
         return self._samples.data(held_out=True) if held_out else self._source.places
 
     def balanced_classes(self) -> Sequence[int] | None:
@@ -519,7 +521,7 @@ class ResidentImages:
         return self._samples.held_out_sets()
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """See Samples. ``cut`` is position, shift down, shift right, and 1 if mirrored."""
+        """See Samples. ``cut`` is the image's index, shift down, shift right, and 1 if mirrored."""
         if not training:
             return self._samples.sample(item, training)
         place, label = item

@@ -1,1 +1,1 @@
-"""Engines: the work between a micro-batch and a changed parameter."""
+"""Engines, which turn micro-batches into optimizer steps: DDP, FSDP, ZeRO and Local SGD."""

@@ -1,4 +1,4 @@
-"""The part of an engine outside of its step: model, optimizer, evaluation, and state."""
+"""Base class of engines, with everything except the step: optimizer, evaluation and state."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,13 +36,14 @@ from motley.tasks.task import LABEL, PREDICTED
 
 @contextlib.contextmanager
 def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
-    """Set all gradients of a forward and backward pass to zero, if the rank has no samples.
+    """Set all gradients of passes within the context to zero, if the rank has no samples.
 
-    The gradients are replaced, because a factor of 0 would leave NaN where values are not finite.
+    The gradients are replaced by zeros. Multiplying by 0 would turn values that are not finite into
+    NaN.
 
     Args:
         net: the network.
-        empty: the rank has no samples. False: nothing is changed.
+        empty: True if the rank has no samples. False: nothing is changed.
     """
     hooks: list[RemovableHandle] = []
 
@@ -63,26 +64,26 @@ def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
 
 
 def check_types(model: TaskModel, known: Sequence[torch.dtype], engine: str, instead: str) -> None:
-    """Raise MotleyError if a trained parameter has a type that an engine cannot add up.
+    """Raise MotleyError if a trained parameter has a dtype whose gradients an engine cannot sum.
 
     Args:
         model: the model that is trained.
-        known: types that the engine can add up.
+        known: dtypes that the engine can sum over ranks.
         engine: name of the engine for the message.
-        instead: name of an engine that takes any type, for the message.
+        instead: name of an engine that accepts any dtype, for the message.
     """
     for name, parameter in model.net.named_parameters():
         if parameter.requires_grad and parameter.dtype not in known:
             others = name_types(known)
             raise MotleyError(
-                f"{engine} adds up gradients of {others}, and {name} is of "
-                f"{name_types([parameter.dtype])}: take {instead}, or make the parameter one of "
-                f"{others}"
+                f"{engine} sums gradients of the types {others}, and the parameter {name} has the "
+                f"type {name_types([parameter.dtype])}: take {instead}, or give the parameter one "
+                "of these types"
             )
 
 
 def name_types(dtypes: Iterable[torch.dtype]) -> str:
-    """Return the names of types, as in ``float32, bfloat16``."""
+    """Return the names of dtypes, as in ``float32, bfloat16``."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
@@ -90,14 +91,14 @@ def name_types(dtypes: Iterable[torch.dtype]) -> str:
 def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
     """Return the sums of the task's scores, in order of ``model.score_names``, float64 [k + 2].
 
-    The last two numbers are the weight and the number of the samples.
+    The last two entries are the total weight and the number of the samples.
 
     Args:
         model: the model.
         batch: held-out samples.
-        counts: add their labels and predicted classes to ``model.class_pairs``, if there are any,
-            the rows that the task gathers to ``model.gathered``, and those with the largest loss to
-            ``model.worst``.
+        counts: True: also add the samples' labels and predicted classes to ``model.class_pairs``,
+            their gathered scores to ``model.gathered``, and the samples with the largest loss to
+            ``model.worst``, as far as the task has these.
     """
     model.eval()
     scores = model(batch.data, scored=True)
@@ -115,7 +116,7 @@ def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
 
 
 class EngineBase:
-    """The model, the optimizer, evaluation and state of an engine, whatever its step."""
+    """Base class of all engines: model, optimizer, evaluation and state, without a step."""
 
     replicated = True
     _sharding: Sharding | None = None
@@ -135,7 +136,7 @@ class EngineBase:
 
     @cached_property
     def average(self) -> ParameterAverage | None:
-        """Moving average of the parameters, None without ``--model-ema``. See :class:`Engine`.
+        """Moving average of the parameters; None without ``--model-ema``. See :class:`Engine`.
 
         The average is created at the first access, because an engine may still replace the
         parameters' tensors while it is built.
@@ -177,13 +178,13 @@ class EngineBase:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Report a change of the state that is not a step."""
+        """Report within the context that the state changes outside of a step."""
         self.on_change()
         yield
         self.on_same()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See :class:`Engine`. The batch is divided in halves if memory is too small for it."""
+        """See :class:`Engine`. If memory runs out, the batch is evaluated in halves."""
         if not self.replicated:
             return self._evaluate_together(batch)
         if not len(batch):
@@ -250,7 +251,7 @@ class EngineBase:
         self._go_on_beside(state)
 
     def _go_on_beside(self, state: State) -> None:
-        """Load the state besides the parameters, once the parameters are loaded."""
+        """Load all state except the parameters, which must be loaded already."""
         if self._model.statistics:
             self._model.statistics.reset()
         if self.average:
@@ -301,4 +302,4 @@ class EngineBase:
         return []
 
     def reconfigure(self, plan: Plan) -> None:
-        """See :class:`Engine`. Micro-steps get all that they need of a plan as arguments."""
+        """See :class:`Engine`. Nothing to do, since :meth:`accumulate` gets a plan's values."""

@@ -1,11 +1,11 @@
 """The FSDP engine: torch's fully_shard, a few blocks at a time, with unequal shares.
 
-Each rank keeps a part of every parameter, of its gradient and of the optimizer's state. The
-parameters of blocks are gathered before the blocks compute, and their gradient is scattered
-afterwards. Every micro-batch therefore communicates, and all ranks have the same number of
-micro-batches. The optimizer steps this rank's own part of each parameter as a plain tensor. For a
-DTensor, Python dispatches each operation, which takes ten times as long as the step of AdamW for a
-ViT-B itself (pytorch#134191).
+Each rank keeps a shard of every parameter, of its gradient and of the optimizer's state. The
+parameters of blocks are gathered before the blocks compute, and their gradients are
+reduce-scattered afterwards. Every micro-batch therefore communicates, and all ranks have the same
+number of micro-batches. The optimizer steps this rank's shard of each parameter as a plain tensor.
+For a DTensor, Python dispatches each operation. For a ViT-B this takes ten times as long as the
+step of AdamW itself (pytorch#134191).
 """
 
 import contextlib
@@ -50,15 +50,15 @@ from motley.text import name_some
 
 
 class LocalShards:
-    """Plain tensors in place of an optimizer's DTensors, with which they share memory.
+    """Plain tensors that replace the DTensors of an optimizer, and share their memory.
 
     Args:
-        optimizer: optimizer that steps each number, or each row, independently of the rest of the
-            tensor.
+        optimizer: optimizer whose step of an element, or of a row, does not depend on the rest of
+            the tensor.
 
     Attributes:
         whole: the DTensors.
-        own: the plain tensors, in the same order.
+        own: this rank's shard of each DTensor as a plain tensor, in the same order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,20 +68,20 @@ class LocalShards:
         self._exchange(self.whole, self.own)
 
     def with_gradients(self) -> Sequence[Tensor]:
-        """Return the parts, each with its gradient."""
+        """Return this rank's shards, each with its gradient."""
         with torch.no_grad():  # makes to_local() of a DTensor cheap
             for whole, own in zip(self.whole, self.own, strict=True):
                 own.grad = None if whole.grad is None else own_rows(whole.grad)
         return self.own
 
     def zero_gradients(self) -> None:
-        """Drop the gradients of both DTensors and plain tensors."""
+        """Set the gradients of the DTensors and of the plain tensors to None."""
         for each in (*self.whole, *self.own):
             each.grad = None
 
     @contextlib.contextmanager
     def put_together(self) -> Iterator[None]:
-        """Give the optimizer DTensors for the time of the context, to save or load its state."""
+        """Give the optimizer its DTensors within the context, to save or load its state."""
         self._exchange(self.own, self.whole)
         try:
             yield
@@ -103,7 +103,7 @@ class LocalShards:
 
 
 def _like(value: Any, old: Tensor, new: Tensor) -> Any:
-    """Convert an optimizer's value for one parameter to the form of another parameter."""
+    """Convert a tensor of the optimizer's state from a plain shard to a DTensor, or back."""
     if not isinstance(value, Tensor) or not is_by_rows(value.shape, old.shape):  # such as a step
         return value
     return rows_as(value, new) if isinstance(new, DTensor) else own_rows(value)
@@ -118,18 +118,19 @@ def check_parts(net: nn.Module, engine: str, instead: str) -> None:
     Args:
         net: the network.
         engine: name of the engine for the message.
-        instead: name of an engine that takes any parameter, for the message.
+        instead: name of an engine that accepts any parameter, for the message.
     """
     if scalars := [name for name, each in net.named_parameters() if each.dim() == 0]:
         raise MotleyError(
-            f"{engine} cuts parameters into rows, and {name_some(scalars)} has none: give it the "
-            f"shape [1], as nn.Parameter(torch.ones(1)) has, or take {instead}"
+            f"{engine} cuts parameters into rows, and {name_some(scalars)} has no dimension: give "
+            f"it the shape [1], as nn.Parameter(torch.ones(1)) has, or take {instead}"
         )
     kinds = {each.dtype for each in net.parameters()}
     if len(kinds) > 1:
         raise MotleyError(
-            f"{engine} gathers parameters of one type, and the model has "
-            f"{name_types(sorted(kinds, key=str))}: take {instead}, or make them all float32"
+            f"{engine} gathers parameters of one type, and the model has several "
+            f"({name_types(sorted(kinds, key=str))}): take {instead}, or make all parameters "
+            "float32"
         )
 
 
@@ -140,13 +141,15 @@ def shard_net(
     wire: torch.dtype | None,
     **options: Any,
 ) -> Callable[[nn.Module], object]:
-    """Divide a network among ranks: its blocks, a few at a time, and then all around them.
+    """Divide a network among the ranks: its blocks, a few at a time, and then the other modules.
 
     Args:
         net: the network.
-        blocks: its blocks, in order.
-        fill: called with the modules that are sharded next, to give their parameters values.
-        wire: type in which gradients are scattered; None: float32, or float64 for such parameters.
+        blocks: blocks of the network, in order.
+        fill: function that gives the parameters of modules their values. The modules to be sharded
+            next are its arguments.
+        wire: dtype in which gradients are reduce-scattered; None: float64 for float64 parameters,
+            else float32.
         options: arguments of torch's fully_shard, and ``param_dtype`` of its MixedPrecisionPolicy.
 
     Returns:
@@ -171,11 +174,12 @@ def shard_net(
 
 
 def share_tensor(value: Tensor, own: Tensor | None) -> Tensor:
-    """Return this rank's part of a whole tensor, sharded as a parameter is.
+    """Return this rank's shard of a whole tensor, which is sharded like a parameter.
 
     Args:
         value: the whole tensor, equal on all ranks.
-        own: the parameter to which it belongs; None, or an unsharded one: the value is returned.
+        own: the parameter to which the tensor belongs. If it is None or not sharded, the whole
+            tensor is returned.
     """
     if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.shape):
         return value
@@ -184,14 +188,14 @@ def share_tensor(value: Tensor, own: Tensor | None) -> Tensor:
 
 
 def reshard(net: nn.Module) -> None:
-    """Release parameters that remain gathered after a forward pass without a backward pass."""
+    """Free gathered parameters that a forward pass without a backward pass has left."""
     for part in net.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 class BlockCalls:
-    """The blocks that a pass has called, all of which every rank must gather.
+    """A record of the blocks that a pass has called. All ranks must gather each block together.
 
     Args:
         blocks: the blocks by name.
@@ -219,12 +223,12 @@ class BlockCalls:
 
 
 class FsdpEngine(SynchronousEngine):
-    """The engine that wraps torch's fully_shard. Implements Engine and HoldsParts.
+    """The engine that wraps torch's fully_shard; implements Engine and HoldsParts.
 
-    FSDP averages gradients over ranks, so each loss has a factor W/N. Gradients are scattered in
-    the wire mode's dtype. Parameters are gathered in 16 bits if all ranks compute in the same
-    16-bit type, otherwise in fp32. In 16 bits, values are rounded that autocast would not round,
-    such as a norm's scale.
+    FSDP averages gradients over W ranks, so each loss has a factor W/N for N samples. Gradients are
+    reduce-scattered in the wire mode's dtype. Parameters are gathered in 16 bits if all ranks
+    compute in the same 16-bit type, otherwise in fp32. Gathering in 16 bits also rounds values that
+    autocast would not round, such as a norm's scale.
     """
 
     traits = TRAITS
@@ -240,7 +244,7 @@ class FsdpEngine(SynchronousEngine):
         if context.config.clip_grad is not None and context.config.clip_mode == "agc":
             raise MotleyError(
                 "--clip-mode agc needs whole parameters, and --strategy fsdp gives each rank a "
-                "part of them: take --strategy ddp, or --clip-mode norm"
+                "part of each parameter: take --strategy ddp, or --clip-mode norm"
             )
         self.loss_weight = context.size
         options: dict[str, Any] = {"reshard_after_forward": own.reshard_after_forward}
@@ -351,17 +355,17 @@ class FsdpEngine(SynchronousEngine):
             self.memory.load(shared(("optimizer",)))
 
     def _as_held(self, value: Tensor, own: Tensor | None) -> Tensor:
-        """Return the rows of a parameter as a DTensor, if this rank holds the parameter as one."""
+        """Return rows as a DTensor if this rank holds their parameter as a DTensor."""
         if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.to_local().shape):
             return value
         return rows_as(value.to(own.device), own)
 
     def _put_together(self) -> contextlib.AbstractContextManager[None]:
-        """Give the optimizer DTensors for the time of the context."""
+        """Give the optimizer its DTensors within the context."""
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:
-        """Return the state with whole tensors sharded as the parameters of ``net`` are."""
+        """Return the state with each whole tensor sharded like its parameter in ``net``."""
         tensors = {
             key: share_tensor(value, find_parameter(key, net))
             for key, value in state.tensors.items()

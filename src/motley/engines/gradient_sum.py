@@ -18,7 +18,7 @@ class GradientSum:
 
     Args:
         parameters: the parameters, equal on all ranks.
-        begin: starts to sum a bucket over all ranks in place, and returns a future.
+        begin: function that starts to sum a bucket over all ranks in place, and returns a future.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class GradientSum:
         self._groups = grouped(self._parameters, _BUCKET)
 
     def make_bucket(self, place: int, dtype: torch.dtype | None = None) -> Bucket:
-        """Return room for the gradients of a bucket.
+        """Return a bucket with uninitialised memory for its gradients.
 
         Args:
             place: number of the bucket.
-            dtype: dtype of the bucket; None: that of the parameters.
+            dtype: dtype of the bucket; None: dtype of the parameters.
         """
         final = place == len(self._groups) - 1
         return empty_bucket(place, self._groups[place], final, dtype)
@@ -50,9 +50,10 @@ class GradientSum:
         gradient on every rank.
 
         Args:
-            room: returns the bucket of a number; None: :meth:`make_bucket`.
-            note: called with the parameters of each bucket while the bucket is sent. Their
-                gradients are still this rank's own.
+            room: function that returns memory for the bucket of a given number; None:
+                :meth:`make_bucket`.
+            note: function that is called with the parameters of each bucket while the bucket is
+                sent. Their gradients are still this rank's own.
 
         Returns:
             The indices of the parameters that had no gradient on this rank.
@@ -81,8 +82,8 @@ class _Sent:
 
     Attributes:
         bucket: the bucket.
-        future: future of its sum.
-        absent: indices of its parameters that had no gradient on this rank.
+        future: future of the bucket's sum.
+        absent: indices of the bucket's parameters that had no gradient on this rank.
     """
 
     bucket: Bucket
@@ -93,13 +94,13 @@ class _Sent:
 class EarlySum:
     """The sum of some parameters' gradients over all ranks, sent while a backward pass computes.
 
-    All ranks send the buckets in one order, that of the parameters from the last to the first. A
-    bucket is sent when it and those before it are complete. The gradients themselves stay until
-    :meth:`take`, so that :meth:`forget` can give a sum up.
+    All ranks send the buckets in one order, from the last parameter to the first. A bucket is sent
+    when the bucket and all earlier buckets are complete. The gradients themselves stay unchanged
+    until :meth:`take`, so that :meth:`forget` can discard a sum.
 
     Args:
         parameters: the parameters, equal on all ranks.
-        begin: starts to sum a bucket over all ranks in place, and returns a future.
+        begin: function that starts to sum a bucket over all ranks in place, and returns a future.
 
     Attributes:
         parameters: the parameters, in the order of their indices.
@@ -124,12 +125,12 @@ class EarlySum:
         self.forget()
 
     def close(self) -> None:
-        """Watch the parameters no longer."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def forget(self) -> None:
-        """Drop a sum that has begun. The gradients are this rank's own."""
+        """Discard a sum that has begun. The gradients stay this rank's own."""
         self._sent: list[_Sent] = []
         self._missing = list(map(len, self._groups))  # gradients that each bucket waits for
         self._is_open = self.is_late = False
@@ -145,7 +146,7 @@ class EarlySum:
         self._is_open = True
 
     def _note(self, parameter: Tensor) -> None:
-        """Send the buckets that are complete with a gradient; autograd calls it."""
+        """Send each bucket that a new gradient completes; autograd calls it."""
         if not self._is_open:
             return
         place = self._place[id(parameter)]
@@ -156,7 +157,7 @@ class EarlySum:
                 return
 
     def _send(self) -> bool:
-        """Send the next bucket; return False if that fails, as after a lost rank."""
+        """Send the next bucket; return False if sending fails, as after a lost rank."""
         place = len(self._sent)
         group = self._groups[place]
         try:
@@ -176,7 +177,7 @@ class EarlySum:
             self._send()
 
     def wait(self) -> list[int]:
-        """Send what is left, and wait for the sums. All ranks call it.
+        """Send the remaining buckets, and wait for all sums. All ranks call it.
 
         A rank without a gradient of a parameter sends zeros.
 
@@ -192,7 +193,7 @@ class EarlySum:
 
     @property
     def sums(self) -> list[Tensor]:
-        """The sums after :meth:`wait`, one per parameter; complex ones as real numbers."""
+        """The sums after :meth:`wait`, one per parameter. Complex sums are viewed as real."""
         return [each for sent in self._sent for each in sent.bucket.grads]
 
     def take(self) -> None:
@@ -203,13 +204,13 @@ class EarlySum:
 
 
 def drop_absent(parameters: Sequence[Tensor], absent: Sequence[int], wire: torch.device) -> None:
-    """Remove the gradients of parameters for which no rank has one. All ranks call it.
+    """Set the gradients of parameters that have none on any rank to None. All ranks call it.
 
-    Neither momentum nor weight decay then moves these parameters, just as on one host.
+    Momentum and weight decay then do not change these parameters, just as on one host.
 
     Args:
         parameters: the parameters, equal on all ranks.
-        absent: indices of those that had no gradient on this rank.
+        absent: indices of the parameters that had no gradient on this rank.
         wire: device of the tensors that the process group can send.
     """
     count = torch.zeros(len(parameters), device=wire)

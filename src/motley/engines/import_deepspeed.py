@@ -1,7 +1,8 @@
-"""The only module that imports DeepSpeed, and it suppresses DeepSpeed's messages.
+"""The import of DeepSpeed, without the messages of DeepSpeed. No other module imports it.
 
-By default DeepSpeed prints warnings on every rank that do not apply here. On a CPU it compiles code
-for inference, which takes half a minute and headers that a host may lack.
+By default DeepSpeed prints warnings that do not apply here, and does so on every rank. On a CPU,
+DeepSpeed also compiles code for inference. This takes half a minute, and needs headers that a host
+may lack.
 
 Importing this module raises MotleyError if DeepSpeed is absent, or is a version that trains
 wrongly.
@@ -29,8 +30,8 @@ except importlib.metadata.PackageNotFoundError:
     raise MotleyError(f"DeepSpeed is not installed here; {_INSTALL}") from None
 if Version(_installed) < Version(_LEAST):
     raise MotleyError(
-        f"DeepSpeed {_installed} is silently wrong in some steps (before {_LEAST} it does not wait "
-        f"for all that it gathers); {_INSTALL}"
+        f"DeepSpeed {_installed} computes wrong results in some steps, without an error (versions "
+        f"before {_LEAST} do not wait for all parameters that they gather); {_INSTALL}"
     )
 
 if not torch.cuda.is_available():

@@ -7,9 +7,10 @@ rank i and n_i its samples,
 
     x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one averaging round later,
 
-which hides the wire if a transfer takes no longer than the steps between two rounds. A rank that is
-late by less time does not delay the others. Losses and times travel with the progress. A gradient
-is computed from a rank's own samples alone, so the result differs from training on one host.
+The transfer costs no time if it takes no longer than the steps between two rounds. A rank that is
+late by less than this time does not delay the other ranks. Losses and times are sent with the
+progress. A gradient is computed from a rank's own samples alone, so the result differs from
+training on one host.
 """
 
 import math
@@ -36,7 +37,7 @@ _TOLD = 4  # numbers that each rank sends at an averaging round
 
 
 class LocalEngine(StepEngine):
-    """The engine for Local SGD. Implements Engine."""
+    """The engine for Local SGD; implements Engine."""
 
     traits = EngineTraits(additions=(Addition.LOCAL_STEPS,), spares_slow_rank=False)
     loss_weight = 1
@@ -47,8 +48,9 @@ class LocalEngine(StepEngine):
         super().__init__(model, context)
         if self.optimizer_traits.nests:
             raise MotleyError(
-                f"--opt {context.config.opt} keeps what cannot be averaged over ranks, as --wire "
-                f"{context.plan.wire} does; choose another --wire, or an optimizer such as adamw"
+                f"--opt {context.config.opt} has state that cannot be averaged over ranks, which "
+                f"--wire {context.plan.wire} needs; choose another --wire, or an optimizer such "
+                "as adamw"
             )
         self._plan, self._sync_every = context.plan, context.plan.wire.sync_every
         self._heard: Tensor | None = None  # received table that is not yet returned to the loop
@@ -173,7 +175,7 @@ class LocalEngine(StepEngine):
     def sync_parameters(self) -> None:
         """Run an averaging round, and wait for its sum. See Engine.
 
-        The optimizer's state is averaged too, for a run that continues from a checkpoint.
+        The optimizer's state is averaged too, so that a checkpoint has one state for all ranks.
         """
         super().sync_parameters()
         if self._steps == 0 and self._sum is None:
@@ -246,11 +248,11 @@ class LocalEngine(StepEngine):
                 each[key] = type(each[key])(max(column))
 
     def _step_of_size_0(self, names: set[str], counts: bool) -> None:
-        """Create missing state of the optimizer by a step of size 0.
+        """Create missing state of the optimizer by a step with learning rate 0.
 
         Args:
             names: names of the parameters that the optimizer has not stepped yet.
-            counts: True if a parameter group that counts its steps counts this one.
+            counts: True if a step counter in a parameter group is to count this step.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -289,6 +291,6 @@ def _copy_into(tensors: Sequence[Tensor], vector: Tensor) -> None:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """Return a tensor's numbers as a real vector, [numbers], in fp32 or fp64."""
+    """Return a tensor's elements as a real vector, [elements], in fp32 or fp64."""
     real = as_real(value).flatten()
     return real if real.dtype == torch.float64 else real.float()

@@ -5,10 +5,12 @@ first dimension, and of an exponential moving average.
 
 Most optimizers have only tensors as state, a few per parameter. Some store a step in a parameter
 group (LAMB, Adan, Lookahead), Python numbers (RAdam, MARS), lists of tensors, or their own random
-numbers (Kron). A checkpoint contains all of it: tensors under names, and other values as JSON,
-which preserves types.
+state (Kron). A checkpoint contains all state: tensors by name, and other values as JSON, which
+preserves types.
 
-    average <- d * average + (1 - d) * parameters    after each step that was taken.
+The moving average with decay d is updated after each step that was taken:
+
+    average <- d * average + (1 - d) * parameters
 
 Only parameters are averaged, as in torch.optim.swa_utils. The running statistics of batch norms are
 averages already. Source of the decay d and its warm-up: timm.utils.ModelEmaV3.
@@ -31,8 +33,8 @@ from motley.errors import MotleyError
 def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
     """Return True if an optimizer's tensor for a parameter is sharded along with the parameter.
 
-    This holds if the tensor has the parameter's shape, or is a matrix with as many rows, such as
-    the scales of blocks of numbers.
+    This holds if the tensor has the parameter's shape, or is a matrix with as many rows. An example
+    of such a matrix are the scales of an 8-bit optimizer.
     """
     if torch.Size(shape) == torch.Size(parameter):
         return True
@@ -55,10 +57,9 @@ def own_rows(value: Tensor) -> Tensor:
 
 
 def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
-    """Return this rank's rows as a DTensor that is sharded as the parameter is.
+    """Return this rank's rows as a DTensor that is sharded like a parameter.
 
-    The result is on the device of the rows. This is the host's memory if parameters of a GPU are
-    offloaded.
+    The result is on the device of the rows, which is the CPU if parameters are offloaded.
     """
     shape = torch.Size((parameter.shape[0], *value.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
@@ -70,7 +71,7 @@ def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Return a whole tensor on the CPU. For a sharded tensor all ranks must call it."""
+    """Copy a tensor to the CPU. A sharded tensor is gathered first, and all ranks must call it."""
     return _gather_tensor(value).cpu()
 
 
@@ -81,8 +82,8 @@ def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
 
     Args:
         value: the tensor. A DTensor is gathered first.
-        pinned: use pinned memory, to which a GPU writes several times as fast. Allocating it waits
-            for all work that the GPU has queued.
+        pinned: True: use pinned memory, to which a GPU writes several times as fast. Its allocation
+            waits for all work that is queued on the GPU.
     """
     whole = _gather_tensor(value)
     if not whole.is_cuda:
@@ -94,7 +95,7 @@ def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
 
 
 def _gather_tensor(value: Tensor) -> Tensor:
-    """Return a whole tensor on the device that computes with it."""
+    """Return a tensor, gathered from all ranks if it is sharded, on the device that uses it."""
     if isinstance(value, DTensor):
         value = value.to(value.device_mesh.device_type)
         whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
@@ -121,15 +122,15 @@ def model_state(net: nn.Module, keep: Callable[[Tensor], Tensor] = on_cpu) -> di
 
     Args:
         net: the network.
-        keep: returns the value to store for each tensor.
+        keep: function that returns the value to store for each tensor.
     """
     return {f"model.{name}": keep(value) for name, value in net.state_dict().items()}
 
 
 def fill_tied(net: nn.Module, state: dict[str, Tensor]) -> None:
-    """Store a tied parameter under all its names in a :func:`model_state`.
+    """Store a tied parameter's value under all its names in a result of :func:`model_state`.
 
-    A state that was gathered under the first name alone has old values under the other names.
+    A state that was gathered under only the first name has old values under the other names.
     """
     first: dict[nn.Parameter, str] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
@@ -152,16 +153,19 @@ def other_model_error(said: str) -> MotleyError:
     """Return the error for a checkpoint of another model.
 
     Args:
-        said: the difference that was found.
+        said: text that describes the difference that was found.
     """
     return MotleyError(
-        f"the checkpoint is of another model: {' '.join(said.split())[:300]}; give the --model, "
-        "--dataset and --img-size that it was made with"
+        f"the checkpoint is of another model: {' '.join(said.split())[:300]}. Give the --model, "
+        "--dataset and --img-size that it was trained with"
     )
 
 
 def find_parameter(key: str, net: nn.Module) -> nn.Parameter | None:
-    """Return the parameter to which a tensor of a state belongs, by any of its names, or None."""
+    """Return the parameter to which a tensor of a state belongs, or None.
+
+    A tied parameter is found by any of its names.
+    """
     kind, _, name = key.partition(".")
     try:
         return net.get_parameter(name.rpartition(".")[0] if kind == "optimizer" else name)
@@ -207,8 +211,9 @@ class State:
 
     Attributes:
         tensors: ``model.<name>`` and ``optimizer.<name>.<slot>``, on the CPU.
-        plain: other values of the optimizer, as JSON: ``slots`` of each parameter by name,
-            ``groups`` of parameters, and ``own`` values that belong to no parameter.
+        plain: values of the optimizer that are not tensors, as JSON. The keys are ``slots`` (by
+            parameter name), ``groups`` (parameter groups), and ``own`` (values that belong to no
+            parameter).
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -216,10 +221,10 @@ class State:
 
 
 class OptimizerMemory:
-    """Reader and writer of an optimizer's state, to be created before its first step.
+    """Reader and writer of an optimizer's state. Create it before the optimizer's first step.
 
-    At that time the options decide the values in a parameter group, also after a resume. Only
-    values that change later are saved.
+    Before the first step, options of the run set all values in a parameter group. Only values that
+    change afterwards are saved.
     """
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -232,10 +237,10 @@ class OptimizerMemory:
         ]
 
     def slots(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's own slots by parameter; they may be changed.
+        """Return the slots of each parameter in the optimizer, without a copy.
 
-        They are empty before the first step. Do not call this method while an engine has replaced
-        the optimizer's parameters by other tensors.
+        The slots are empty before the first step. Do not call this method while an engine has
+        replaced the optimizer's parameters by other tensors.
         """
         state = self._optimizer.state_dict()["state"]  # the attribute of a wrapper lacks it
         names = [name for group in self._names for name in group]
@@ -250,12 +255,12 @@ class OptimizerMemory:
         ]  # fmt: skip
 
     def state(self, keep: Callable[[Tensor], Tensor] = on_cpu) -> State:
-        """Return ``optimizer.<parameter>.<slot>`` and the plain values.
+        """Return the tensors ``optimizer.<parameter>.<slot>`` and the values that are not tensors.
 
         If parameters are sharded, all ranks must call this method.
 
         Args:
-            keep: returns the value to store for each tensor.
+            keep: function that returns the value to store for each tensor.
         """
         tensors: dict[str, Tensor] = {}
         plain: JsonDict = {}
@@ -273,10 +278,10 @@ class OptimizerMemory:
         return State({name: keep(tensor) for name, tensor in tensors.items()}, plain)
 
     def groups(self, tensors: dict[str, Tensor]) -> list[JsonDict]:
-        """Return :meth:`changed` as JSON, each with the names of the parameters in its group.
+        """Return :meth:`changed` as JSON. Each entry has the names of the group's parameters.
 
         Args:
-            tensors: receives the tensors among the values.
+            tensors: dictionary to which the tensors among the values are added.
         """
         return [
             {"parameters": names,
@@ -288,8 +293,8 @@ class OptimizerMemory:
     def load(self, state: State) -> None:
         """Restore the result of :meth:`state`.
 
-        Tensors keep their type, and move to the device of their parameter. Slots of other precision
-        are converted; see motley.engines.optimizers.
+        Tensors keep their dtype, and move to the device of their parameter. Slots in the format of
+        a convertible optimizer are converted; see motley.engines.optimizers.
         """
         state = State(convert(state.tensors, self._optimizer), state.plain)
         names = [name for group in self._names for name in group]
@@ -308,7 +313,7 @@ class OptimizerMemory:
             result.update({slot: _like(value, saved[slot]) for slot, value in result.items()})
 
     def load_groups(self, state: State) -> None:
-        """Restore only the values of parameter groups in the result of :meth:`state`."""
+        """Restore only the values of parameter groups, from a result of :meth:`state`."""
         groups = zip(self._optimizer.param_groups, self._get_groups(state), strict=True)
         for group, saved in groups:
             group.update(saved)
@@ -324,7 +329,7 @@ class OptimizerMemory:
         ]
 
     def _convert_slots(self, name: str, state: State) -> dict[str, Any]:
-        """Return the slots of one parameter in the form that the optimizer takes."""
+        """Return the saved slots of one parameter in the format of this optimizer."""
         plain: JsonDict = state.plain.get("slots", {}).get(name, {})
         result: dict[str, Any] = {
             slot: value
@@ -335,12 +340,12 @@ class OptimizerMemory:
 
 
 def select_slots(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of one parameter by slot; those of a list as ``<slot>.<place>``."""
+    """Return the tensors of one parameter by slot; tensors of a list are ``<slot>.<index>``."""
     return select_part(tensors, f"optimizer.{name}")
 
 
 def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON. Its tensors are added to ``tensors`` under names."""
+    """Return a value as JSON, and add its tensors to ``tensors`` by name."""
     if isinstance(value, Tensor):
         tensors[key] = value
         return {"tensor": key}
@@ -353,7 +358,7 @@ def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         pairs = [[_describe(k, key, {}), _describe(v, f"{key}.{k}", tensors)]
                  for k, v in value.items()]  # fmt: skip
         return {"dict": pairs}
-    raise TypeError(f"{key} is of a type that no checkpoint holds, {type(value).__name__}")
+    raise TypeError(f"{key} has the type {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -370,7 +375,7 @@ def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _like(value: Any, saved: Any) -> Any:
-    """Return the loaded value with the types that were saved, on its present device."""
+    """Convert a loaded value back to the types that were saved, on its present device."""
     if isinstance(saved, Tensor):
         return value.to(saved.dtype)
     if isinstance(saved, list | tuple):
@@ -392,14 +397,14 @@ class ParameterAverage:
     """An exponential moving average of the tensors that this rank holds, whole or sharded.
 
     Args:
-        held: returns the tensors that the optimizer changes, by the names of their parameters.
+        held: function that returns the tensors that the optimizer changes, by parameter name.
         decay: decay d of the average.
         warmup: True: start with a smaller decay, 1 - (1 + step) ^ (-2/3).
 
     Attributes:
         tensors: the average, by name.
-        numbers: ``updates``, the number of averaged steps, int64 [].
-        exchanged: True while the average is in the parameters' place.
+        numbers: dictionary with ``updates``, the number of averaged steps, int64 [].
+        exchanged: True while the parameters have the values of the average.
     """
 
     def __init__(self, held: Callable[[], Named], decay: float, warmup: bool) -> None:
@@ -415,7 +420,7 @@ class ParameterAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the average by the current parameters, after a step."""
+        """Update the average with the current parameters, after a step."""
         self.numbers["updates"] += 1
         decay, updates = self._decay, int(self.numbers["updates"])
         if self._warmup:
@@ -429,7 +434,7 @@ class ParameterAverage:
     def exchange(self) -> None:
         """Exchange the values of the average and the parameters.
 
-        A second exchange restores both to the bit.
+        A second exchange restores both exactly.
         """
         for name, parameter in self._held().items():
             average = self.tensors[name]
@@ -445,16 +450,16 @@ class ParameterAverage:
             state[model], state[ema] = state[ema], state[model]
 
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return ``ema.<name>``, and ``ema_numbers.updates``; all ranks must call it.
+        """Return the tensors ``ema.<name>`` and ``ema_numbers.updates``; all ranks must call it.
 
         Args:
-            keep: returns the value to store for each tensor.
+            keep: function that returns the value to store for each tensor.
         """
         return _prefixed("ema", self.tensors, keep) | _prefixed("ema_numbers", self.numbers, keep)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the result of :meth:`state`, sharded as this rank holds the parameters.
+        """Restore the result of :meth:`state`. Tensors are sharded like this rank's parameters.
 
         If the state has no average, the average starts from the parameters.
         """

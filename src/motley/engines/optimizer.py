@@ -43,8 +43,8 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
     Args:
         net: the network, whose parameters are optimised.
         config: the options.
-        fused: use a fused kernel if the optimizer has one, which is 3.6 times faster on a CPU too.
-            Complex parameters have no such kernel.
+        fused: True: use a fused kernel if the optimizer has one. On a CPU, too, it is 3.6 times
+            faster. Complex parameters have no fused kernel.
 
     Raises:
         MotleyError: timm has no such optimizer, or it cannot be built.
@@ -70,7 +70,7 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
         return timm.optim.create_optimizer_v2(net, opt=config.opt, **options)
     except (KeyError, ValueError, AssertionError, TypeError) as error:
         if _plain_name(config) in _list_names():
-            raise MotleyError(f"--opt {config.opt} cannot be made here: {error}") from None
+            raise MotleyError(f"--opt {config.opt} cannot be created: {error}") from None
         raise _unknown_optimizer(config) from None
 
 
@@ -85,25 +85,26 @@ def _list_names() -> list[str]:
 
 def _unknown_optimizer(config: Config) -> MotleyError:
     return MotleyError(
-        f"--opt {config.opt}: timm has no such optimizer"
-        f"{did_you_mean(_plain_name(config), _list_names())}; see timm.optim.list_optimizers()"
+        f"--opt {config.opt}: timm has no such "
+        f"optimizer{did_you_mean(_plain_name(config), _list_names())}; "
+        "timm.optim.list_optimizers() returns all names"
     )
 
 
 def name_optimizer(config: Config) -> str:
-    """Return the name of the optimizer in messages."""
+    """Return the name of the optimizer for messages."""
     task = get_task(config)
     return f"optimizer() of {type(task).__name__}" if has_optimizer(task) else f"--opt {config.opt}"
 
 
 def has_optimizer(task: Task) -> bool:
-    """Return True if a task has :meth:`Task.optimizer`, and not an option of this name."""
+    """Return True if a task overrides :meth:`Task.optimizer`, and has no option of this name."""
     own = type(task).optimizer
     return callable(own) and own is not Task.optimizer
 
 
 def _make_own(task: Task, net: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Return the optimizer of a task, from timm's groups with and without weight decay."""
+    """Return the task's own optimizer, for timm's groups with and without weight decay."""
     spared: Collection[str] = getattr(net, "no_weight_decay", set)()
     groups: list[dict[str, Any]] = timm.optim.param_groups_weight_decay(
         net, config.weight_decay, no_weight_decay_list=spared
@@ -111,8 +112,8 @@ def _make_own(task: Task, net: nn.Module, config: Config) -> torch.optim.Optimiz
     made = task.optimizer([{**group, "lr": config.lr} for group in groups])
     if not isinstance(made, torch.optim.Optimizer):
         raise MotleyError(
-            f"{name_optimizer(config)} gives {type(made).__name__}; return a torch.optim.Optimizer "
-            "of the groups"
+            f"{name_optimizer(config)} returns a {type(made).__name__}, and has to return a "
+            "torch.optim.Optimizer that has the given groups"
         )
     return made
 
@@ -138,7 +139,7 @@ def _list_keywords(config: Config) -> list[str]:
 def _read_keywords(config: Config) -> dict[str, Any]:
     """Return the values of ``--opt-kwargs``.
 
-    A task's own default is for Adam and its relatives, and leaves other optimizers as they are.
+    A task's own default applies only to Adam and similar optimizers.
     """
     if config.opt_kwargs is None:
         return {}
@@ -155,7 +156,7 @@ def check_optimizer(config: Config) -> None:
             if name in typed:
                 raise MotleyError(
                     f"--{name.replace('_', '-')} has no effect, since {name_optimizer(config)} "
-                    "makes the optimizer; leave it out"
+                    "creates the optimizer; leave it out"
                 )
         return
     if _plain_name(config) not in _list_names():
@@ -163,14 +164,14 @@ def check_optimizer(config: Config) -> None:
     has_momentum = timm.optim.get_optimizer_info(_plain_name(config)).has_momentum
     if config.momentum is not None and not has_momentum:
         raise MotleyError(
-            f"--momentum: --opt {config.opt} has none; leave it out, or write --opt-kwargs "
-            "betas=0.9,0.999 for one with betas"
+            f"--momentum has no effect, since --opt {config.opt} has no momentum; leave it out, "
+            "or set the betas of an optimizer that has betas, as in --opt-kwargs betas=0.9,0.999"
         )
     if config.opt_kwargs and "opt_kwargs" in config.typed_names:
         try:
             known = _list_keywords(config)
         except (AssertionError, ImportError, TypeError) as error:
-            raise MotleyError(f"--opt {config.opt} cannot be made here: {error}") from None
+            raise MotleyError(f"--opt {config.opt} cannot be created: {error}") from None
         for each in config.opt_kwargs:
             _check_keyword(config, each, known)
 
@@ -180,18 +181,18 @@ def _check_keyword(config: Config, given: Keyword, known: list[str]) -> None:
         return
     if given.name in _ELSEWHERE:
         raise MotleyError(
-            f"--opt-kwargs {given}: write {_ELSEWHERE[given.name]} {given.text} in its place"
+            f"--opt-kwargs {given}: write {_ELSEWHERE[given.name]} {given.text} instead"
         )
     raise MotleyError(
-        f"--opt-kwargs {given}: --opt {config.opt} takes no {given.name}"
-        f"{did_you_mean(given.name, known)}; it takes {', '.join(known)}"
+        f"--opt-kwargs {given}: --opt {config.opt} has no argument "
+        f"{given.name}{did_you_mean(given.name, known)}; its arguments are {', '.join(known)}"
     )
 
 
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
-    """Return a module with one parameter of this many numbers, and a gradient of zeros.
+    """Return a module with one parameter of ``numbers`` elements, and a gradient of zeros.
 
-    If the optimizer steps rows, the number is rounded up to whole rows.
+    If the optimizer needs whole rows, the number is rounded up to whole rows.
     """
     row = find_row(config.opt)
     shape = (-(-numbers // row), row) if row > 1 else (numbers,)
@@ -207,7 +208,7 @@ _MORE = 2
 TRIAL_RATE = 0.1  # learning rate at which even the steps of LARS exceed rounding errors
 _USUAL_SLOTS = 2.0  # those of Adam
 _ROWS, _WIDE, _ODD = 32, 64, 61  # rows per rank and columns of the matrix; length of the vector
-_CHOOSE = "choose another one, such as adamw, sgd, lion or muon"
+_CHOOSE = "choose another optimizer, such as adamw, sgd, lion or muon"
 
 
 @dataclass(frozen=True)
@@ -215,10 +216,10 @@ class OptimizerTraits:
     """The properties of an optimizer that matter to an engine.
 
     Attributes:
-        fused: a fused kernel may be requested.
-        wraps: the optimizer steps another optimizer, which has the state.
-        nests: the state contains lists of tensors.
-        counts: the optimizer changes a value of a parameter group, such as a step counter.
+        fused: True if the optimizer has a fused kernel.
+        wraps: True if the optimizer wraps another optimizer, which has the state.
+        nests: True if the state contains lists of tensors.
+        counts: True if a step changes a value of a parameter group, such as a step counter.
     """
 
     fused: bool
@@ -229,13 +230,13 @@ class OptimizerTraits:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The way in which an engine gives each rank a part of every parameter.
+    """The way in which an engine shards parameters over the ranks.
 
     Attributes:
-        words: name of the engine for the user.
+        words: name of the engine for messages.
         ranks: number of ranks.
-        cut: shards the parameters of a module.
-        share: converts a whole state to the form that a sharded module loads.
+        cut: function that shards the parameters of a module.
+        share: function that converts a whole state to the form that a sharded module loads.
     """
 
     words: str
@@ -245,15 +246,15 @@ class Sharding:
 
 
 class _Trial:
-    """A layer of two parameters, and its optimizer.
+    """A layer of two parameters, and its optimizer, which is tried on the layer.
 
     Args:
         config: the options. ``--opt`` names the optimizer.
         device: device of the layer.
-        rows: rows of the layer's matrix. Torch sums equal parts in another way than unequal parts,
-            so the layer has a matrix, which is divided evenly, and a vector.
+        rows: number of rows of the layer's matrix, which is sharded evenly. The layer also has a
+            vector that may be sharded unevenly, because torch sums such shards in another way.
         fused: True: use a fused kernel if the optimizer has one.
-        sharding: how ranks shard tensors; None: whole tensors.
+        sharding: the way in which an engine shards tensors; None: whole tensors.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class _Trial:
         self.memory = OptimizerMemory(self.net, self.optimizer)
 
     def steps(self, first: int, count: int) -> None:
-        """Take steps with gradients that depend only on the step and the parameters."""
+        """Take optimizer steps with gradients that depend only on the step and the parameters."""
         for step in range(first, first + count):
             for parameter in self.net.parameters():
                 parameter.grad = (parameter.detach() * 3 + step).sin()
@@ -307,15 +308,15 @@ def try_optimizer(
     Args:
         config: the options. ``--opt`` names the optimizer.
         device: device of the layer.
-        sharding: how ranks shard tensors. The optimizer is then tried on shards too, and all ranks
-            call this function. None: whole tensors only.
+        sharding: the way in which an engine shards tensors. The optimizer is then tried on shards
+            too, and all ranks call this function. None: try whole tensors only.
 
     Returns:
         The optimizer's traits.
 
     Raises:
         MotleyError: ``--opt`` fails to step, draws random numbers that differ between ranks, does
-            not continue bit by bit from a checkpoint, or computes something else on shards.
+            not continue exactly from a checkpoint, or computes different values on shards.
     """
     rows = _ROWS * (sharding.ranks if sharding else 2)  # Adafactor does not factor small matrices
     config = dataclasses.replace(config, lr=TRIAL_RATE)  # the user's rate may lead to infinities
@@ -331,15 +332,15 @@ def try_optimizer(
         except MotleyError as found:
             error = found
     raise MotleyError(
-        f"{name_optimizer(config)} looks at whole tensors, and {sharding.words} gives it parts of "
-        "them; take --strategy ddp, or an optimizer such as adamw"
+        f"{name_optimizer(config)} computes with whole tensors, and {sharding.words} gives it "
+        "parts of tensors; take --strategy ddp, or an optimizer such as adamw"
     ) from error
 
 
 def _try(
     config: Config, device: torch.device, rows: int, fused: bool, sharding: Sharding | None
 ) -> tuple[dict[str, Tensor], OptimizerTraits]:
-    """Return the whole parameters after the trial, and the optimizer's traits."""
+    """Return the unsharded parameters after the trial, and the optimizer's traits."""
     before = random_state(device)
     try:
         with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the trial
@@ -354,15 +355,16 @@ def _try(
         if isinstance(error, MotleyError) or out_of_memory(error):
             raise
         raise MotleyError(
-            f"{name_optimizer(config)} fails here ({_describe_error(error)}); {_CHOOSE}"
+            f"{name_optimizer(config)} fails in a trial on a small model "
+            f"({_describe_error(error)}); {_CHOOSE}"
         ) from error
     finally:
         load_random_state(before, device)
     one, other = ends
     if one.keys() != other.keys() or not all(torch.equal(one[key], other[key]) for key in one):
         raise MotleyError(
-            f"{name_optimizer(config)} keeps something that no checkpoint holds: a run would go on "
-            f"from one otherwise than without a stop; {_CHOOSE}"
+            f"{name_optimizer(config)} has state that it does not save, so a run that continues "
+            f"from a checkpoint would compute other values than one without a stop; {_CHOOSE}"
         )
     slots = straight.memory.slots().values()
     traits = OptimizerTraits(
@@ -375,7 +377,7 @@ def _try(
 
 
 def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
-    """Step a small copy of each kind of trained parameter that is not fp32, or is a scalar.
+    """Try the optimizer on small copies of trained parameters that are scalars or not fp32.
 
     The random state of this process is left unchanged.
 
@@ -402,8 +404,8 @@ def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
         except Exception as error:
             shape = f"{dtype} of {dim} dimensions".removeprefix("torch.")
             raise MotleyError(
-                f"{name_optimizer(config)} cannot train the parameter {name}, {shape} "
-                f"({_describe_error(error)}); {_CHOOSE}"
+                f"{name_optimizer(config)} cannot train the parameter {name} ({shape}): "
+                f"{_describe_error(error)}; {_CHOOSE}"
             ) from error
     load_random_state(before, device)
 
@@ -416,13 +418,13 @@ def _describe_error(error: Exception) -> str:
 def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     if any(not torch.equal(after[name], value) for name, value in before.items()):
         raise MotleyError(
-            f"{name_optimizer(config)} draws random numbers, others on each rank, whose parameters "
-            f"would drift apart; {_CHOOSE}"
+            f"{name_optimizer(config)} draws random numbers, which differ between ranks, so the "
+            f"parameters of the ranks would become different; {_CHOOSE}"
         )
 
 
 def is_elementwise(config: Config) -> bool:
-    """Return True if ``--opt`` steps each number independently of the tensor around it.
+    """Return True if ``--opt`` steps each element independently of the rest of its tensor.
 
     See :func:`steps_elementwise`.
     """
@@ -437,14 +439,14 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def steps_elementwise(make: MakeOptimizer, make_plain: MakeOptimizer) -> bool:
-    """Return True if an optimizer steps each number independently of the tensor around it.
+    """Return True if an optimizer steps each element independently of the rest of its tensor.
 
     The result comes from a trial on a small tensor, which draws no random numbers. AdamW steps each
-    number independently. LAMB and MARS use whole tensors.
+    element independently. LAMB and MARS use whole tensors.
 
     Args:
-        make: returns the optimizer of a module, with the learning rate TRIAL_RATE.
-        make_plain: returns the same without weight decay.
+        make: function that returns the optimizer of a module, with the learning rate TRIAL_RATE.
+        make_plain: function that returns this optimizer without weight decay.
     """
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
     # In fp64. The two halves differ from each other.
@@ -475,7 +477,7 @@ def steps_elementwise(make: MakeOptimizer, make_plain: MakeOptimizer) -> bool:
 
 
 def kept_numbers(config: Config) -> float:
-    """Return how many numbers of 32 bits the optimizer stores per number of a parameter.
+    """Return the size of the optimizer's state, in 32-bit values per element of a parameter.
 
     The result comes from a trial on a small layer. The trial draws no random numbers, because a
     resumed run continues with the random state of the checkpoint.

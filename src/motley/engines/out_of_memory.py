@@ -34,7 +34,7 @@ def out_of_memory(error: BaseException) -> bool:
 def set_aside() -> None:
     """Exclude all present objects from later garbage collections.
 
-    After a model has been compiled, a garbage collection takes 50 ms, in the middle of a step.
+    Without it, a garbage collection after a model is compiled takes 50 ms, in the middle of a step.
     """
     gc.collect()
     gc.freeze()
@@ -68,7 +68,7 @@ def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
     """Compute a part of a batch in as few pieces as memory allows, and return their results.
 
     Args:
-        compute: computes the rows of a slice.
+        compute: function that computes the rows of a slice.
         part: the rows to compute.
     """
     try:
@@ -95,7 +95,9 @@ def shortage(error: BaseException, device: torch.device) -> str:
         for process in sorted(result, key=lambda process: -(process.mib or 0))
         if process.pid != os.getpid()
     ]
-    return f"{text}; others there: {', '.join(others) or 'none that the driver names'}"
+    return (
+        f"{text}; other processes on the GPU: {', '.join(others) or 'none that the driver names'}"
+    )
 
 
 def get_uuid(device: torch.device) -> str:
@@ -120,13 +122,13 @@ def no_second_try(error: BaseException, device: torch.device, words: str, instea
     Args:
         error: the error of the pass.
         device: device whose memory ran out.
-        words: what the engine does in such a pass, as its traits say.
+        words: description of the communication in a pass, from the engine's traits.
         instead: name of an engine to use instead.
 
     Raises:
         NoMemoryError: always.
     """
     raise NoMemoryError(
-        f"{shortage(error, device)}; the step cannot be repeated with smaller micro-batches, since "
-        f"{words}; lower --micro-batch, add --grad-checkpointing, or take {instead}"
+        f"{shortage(error, device)}. The step cannot be repeated with smaller micro-batches, "
+        f"since {words}. Lower --micro-batch, add --grad-checkpointing, or take {instead}"
     ) from error

@@ -1,8 +1,8 @@
 """The interface between an engine and the training loop.
 
-An engine does everything between a micro-batch and a changed parameter: the forward and backward
-pass, communication, averaging, the loss scale, clipping, and the agreement of all ranks on
-overflow. The loop does data, plan, schedule, records and checkpoints.
+An engine turns micro-batches into changed parameters. This includes the forward and backward pass,
+communication, averaging, the loss scale, clipping, and the agreement of all ranks on overflow. The
+loop handles data, plan, schedule, records and checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,25 +31,26 @@ class StepResult:
     """The outcome of a step, known to all ranks.
 
     Attributes:
-        loss_sum: summed loss of the global batch; None if only this rank's part is known. In Local
-            SGD: the mean loss of the samples between the last two averaging rounds, times the
-            number of samples in the global batch; None in the steps between.
+        loss_sum: summed loss of the global batch; None if only this rank's part is known. Local SGD
+            knows it at averaging rounds only, and None is returned in other steps. The value is
+            then the mean loss of the samples since the last round, times the number of samples in
+            the global batch.
         grad_norm: norm of the unscaled gradient before clipping; None after an overflow.
-        overflow: the gradient was not finite, and no rank stepped. In Local SGD, this rank did not
-            step.
+        overflow: True if the gradient was not finite, so that no rank stepped. In Local SGD, True
+            if this rank did not step.
         loss_scale: factor on this step's losses.
-        ready_s: seconds of data and compute of each rank until its own gradient was ready. They
-            travel with the step's exchange and belong to the step *before* this one, unless all
-            ranks compute on CPUs. After a pause they are 0.0. Empty if they are not exchanged.
-        weight: weight of all samples in ``loss_sum``, such as their number of tokens; None: one
-            each.
-        oom_ranks: ranks that ran out of memory, each with a description. If there is one, no rank
-            stepped, and the parameters and the loss scale are unchanged.
-        retry: the loop must repeat this batch if there are ``oom_ranks``. False for Local SGD,
-            where only those ranks skipped a step, some steps ago.
+        ready_s: for each rank, seconds for data and compute until its own gradient was ready. If a
+            rank has a GPU, the times are those of the *previous* step. After a pause they are 0.0.
+            Empty if the ranks do not exchange times.
+        weight: total weight of the samples in ``loss_sum``, such as their number of tokens; None:
+            each sample has the weight 1.
+        oom_ranks: descriptions of the error by rank, for the ranks that ran out of memory. If there
+            is such a rank, no rank stepped, and the parameters and the loss scale are unchanged.
+        retry: True: the loop must repeat this batch if ``oom_ranks`` is not empty. False for Local
+            SGD, where only the ranks of ``oom_ranks`` skipped a step, some steps ago.
         unsound: ranks whose own gradient was not finite before the sum; empty if unknown.
         losses: loss of each of this rank's samples, fp32 [n], detached.
-        laps: this rank's time by activity.
+        laps: seconds that this rank spent on each activity in the step.
     """
 
     loss_sum: float | None
@@ -70,10 +71,11 @@ class LaunchedStep:
     """A step that was queued on the device, and whose outcome the host has not read yet.
 
     Attributes:
-        read: waits for the outcome and returns it; called once.
-        taken: returns immediately: True if the step was taken, False if it was skipped, None if a
-            rank has not joined the step's exchange yet. With None, nothing has changed.
-        wait: waits until the device has changed the parameters; called once ``taken`` returns True.
+        read: function that waits for the outcome and returns it. Call it once.
+        taken: function that returns immediately: True if the step was taken, False if it was
+            skipped. None: a rank has not joined the step's exchange yet, and no state has changed.
+        wait: function that waits until the device has changed the parameters. Call it after
+            ``taken`` has returned True.
     """
 
     read: Callable[[], StepResult]
@@ -85,18 +87,19 @@ class Scope(Enum):
     """A part of the training state.
 
     Attributes:
-        GLOBAL: all state that does not depend on the number of ranks: whole tensors on the CPU of
-            rank 0, with the optimizer's other values. Empty on other ranks.
-        HELD: the content of GLOBAL, read on one rank without the others, from an engine that is
+        GLOBAL: all state that does not depend on the number of ranks, as whole tensors on the CPU
+            of rank 0, with the optimizer's other values. Empty on other ranks.
+        HELD: the content of GLOBAL, read on one rank without communication. The engine must be
             ``rescuable``.
-        REPLICATED: tensors that should be equal on all ranks, as this rank holds them, on their
+        REPLICATED: this rank's copy of the tensors that should be equal on all ranks, on their
             device, without the loss scale.
-        ROWS: this rank's rows of the tensors of GLOBAL, on the CPU, from an engine that
-            :class:`HoldsParts`. Tensors that are not sharded are on rank 0 alone.
+        ROWS: this rank's rows of the tensors of GLOBAL, on the CPU. The engine must implement
+            :class:`HoldsParts`. Only rank 0 has the tensors that are not sharded.
         RANK: tensors that only this rank has, such as the error feedback of a wire mode.
-        STATISTICS: this rank's sums in batch norms since :meth:`Engine.sync_parameters`.
-        BUFFERS: buffers of batch norms, ``model.<name>``. A rank that cannot reach the others
-            estimates them from its own samples since :meth:`Engine.sync_parameters`.
+        STATISTICS: this rank's changes of batch norm statistics since
+            :meth:`Engine.sync_parameters`.
+        BUFFERS: buffers of batch norms, ``model.<name>``. A rank that cannot reach the other ranks
+            estimates the buffers from its own samples since :meth:`Engine.sync_parameters`.
     """
 
     GLOBAL = auto()
@@ -109,22 +112,23 @@ class Scope(Enum):
 
 
 class Engine(Protocol):
-    """The protocol between the loop and an engine of ``torch_dist/`` or ``deepspeed/``.
+    """The protocol between the training loop and an engine.
 
     Attributes:
-        loss_weight: factor on each loss, besides the scale and 1/N, that undoes the engine's own
-            average over ranks.
-        equal_micro_steps: every micro-batch communicates, so all ranks have the same number of
-            them, and compute and communication are timed together.
-        replicated: each rank holds all parameters. Otherwise each rank holds a part, and a pass
-            through the model needs all ranks.
-        rescuable: each rank holds the whole state between two steps, and :attr:`Scope.HELD` reads
-            it without the other ranks.
-        diverges: ranks hold different parameters between two steps, until they are synchronised.
-        on_change: called when a change of the state starts.
-        on_same: called when the state is again as after the last step; :meth:`step` does not call
-            it.
-        clock: this rank's time by activity in the current step.
+        loss_weight: factor on each loss that undoes the engine's own average over ranks. The loss
+            scale and 1/N, for N samples in the global batch, are further factors.
+        equal_micro_steps: True if every micro-batch communicates. All ranks then have the same
+            number of micro-batches, and compute and communication are timed together.
+        replicated: True if each rank holds all parameters. False: each rank holds a part, and a
+            pass through the model needs all ranks.
+        rescuable: True if each rank holds the whole state between two steps, so that
+            :attr:`Scope.HELD` reads it without the other ranks.
+        diverges: True if ranks hold different parameters between two steps, until
+            :meth:`sync_parameters`.
+        on_change: function that the engine calls when a change of the state starts.
+        on_same: function that the engine calls when the state is again as after the last step.
+            :meth:`step` does not call it.
+        clock: clock that measures this rank's time by activity in the current step.
         optimizer: the optimizer. The schedule writes the learning rate to its ``param_groups``.
         device: device of the parameters.
         scale: this rank's copy of the loss scale.
@@ -149,13 +153,13 @@ class Engine(Protocol):
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """Compute the forward and backward pass of one micro-batch.
 
-        If memory has run out in this step, nothing is computed, but the rank still takes part in
+        If memory has run out in this step, the method computes nothing, but still takes part in
         collectives.
 
         Args:
             batch: the micro-batch.
-            n_global: samples in the global batch.
-            last: this is the rank's last micro-batch of the global batch.
+            n_global: number of samples in the global batch, over all ranks.
+            last: True if this is the rank's last micro-batch of the global batch.
         """
 
     def step(self) -> StepResult:
@@ -169,8 +173,8 @@ class Engine(Protocol):
     def reads_late(self) -> bool:
         """True if the next step may be accumulated before this step's outcome is read.
 
-        The value is the same on all ranks. A host that reads each outcome immediately has no work
-        queued for its GPU, so each delay of the host delays the GPU too.
+        The value is the same on all ranks. A host that reads each outcome immediately cannot queue
+        work for its GPU in advance, so that each delay of the host delays the GPU, too.
         """
 
     def launch_step(self, late: bool) -> LaunchedStep:
@@ -179,11 +183,12 @@ class Engine(Protocol):
         :meth:`step` reads the outcome immediately.
 
         Args:
-            late: the outcome is read after the next step's micro-batches were accumulated.
+            late: True if the caller reads the outcome after accumulating the next step's
+                micro-batches.
         """
 
     def drop_gradients(self) -> None:
-        """Drop the accumulated gradients, because the batch is repeated. All ranks call it."""
+        """Discard the accumulated gradients, to repeat the batch. All ranks call it."""
 
     def sync_parameters(self) -> None:
         """Make the parameters equal on all ranks, if they differ after a step.
@@ -198,7 +203,7 @@ class Engine(Protocol):
         """
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Swap :attr:`average` into the model for the time of the context; all ranks call it."""
+        """Use :attr:`average` as the model's parameters in the context; all ranks call it."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the sums of scores of held-out samples; see motley.engines.base."""
@@ -208,8 +213,8 @@ class Engine(Protocol):
 
         Args:
             scope: the part. All ranks call this method for GLOBAL and ROWS.
-            keep: returns the value to store for a tensor, for HELD, STATISTICS and BUFFERS;
-                default: a copy on the CPU.
+            keep: function that returns the value to store for a tensor, such as a copy on the CPU.
+                Only HELD, STATISTICS and BUFFERS use the function.
         """
 
     def load_state(self, scope: Scope, state: State) -> list[str]:
@@ -217,8 +222,9 @@ class Engine(Protocol):
 
         Args:
             scope: GLOBAL: the same state on all ranks. REPLICATED: the state of another rank. ROWS:
-                this rank's rows. RANK: the state of the same rank out of as many ranks, else empty.
-                STATISTICS, after GLOBAL: the statistics of the surviving ranks are added.
+                this rank's rows. RANK: this rank's saved state, or an empty state if the number of
+                ranks has changed. STATISTICS: after GLOBAL, each surviving rank's statistics, which
+                are added up.
             state: the saved state.
 
         Returns:
@@ -246,7 +252,7 @@ class HoldsParts(Protocol):
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The facts that an engine is built with.
+    """The values with which an engine is built.
 
     Attributes:
         config: the options.
@@ -268,7 +274,7 @@ class EngineContext:
 
 
 class EngineFactory(Protocol):
-    """A factory of engines, which knows their traits before one is built."""
+    """A factory of engines, which knows their traits before it builds an engine."""
 
     @property
     def traits(self) -> EngineTraits:

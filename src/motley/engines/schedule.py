@@ -5,8 +5,9 @@ The rate follows timm's schedules, or the task's own.
 
 import math
 from bisect import bisect_right
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 
+import torch
 from torch.optim import Optimizer
 
 from motley.config.option import Part
@@ -22,7 +23,8 @@ _EPOCHS = 30  # default of --epochs, to which the default of --warmup-epochs rel
 _WARM_PART = 10  # a task's own warm-up takes one in so many steps at most
 _OF_RATE = (
     "sched", "warmup_epochs", "warmup_steps", "warmup_lr", "min_lr", "decay_epochs",
-    "decay_milestones", "decay_rate", "lr_cycle_mul", "lr_cycle_decay", "lr_cycle_limit",
+    "decay_milestones", "decay_rate", "lr_noise", "lr_cycle_mul", "lr_cycle_decay",
+    "lr_cycle_limit",
 )  # fmt: skip
 _CYCLES = _OF_RATE[-3:]
 
@@ -40,10 +42,15 @@ def check_schedule(config: Config) -> None:
             f"{_flag(useless[0])} has no effect with --sched {config.sched}; take --sched "
             f"{', '.join(_FALLS[:-1])} or {_FALLS[-1]}, or leave it out"
         )
+    if config.lr_noise is not None and len(config.lr_noise) > 2:
+        raise MotleyError(
+            f"--lr-noise has {len(config.lr_noise)} numbers; give the part of the epochs at which "
+            "noise begins, and the part at which it ends, as in --lr-noise 0.4 0.9"
+        )
     if config.weight_decay_end is not None and config.weight_decay == 0:
         raise MotleyError(
             f"--weight-decay-end {config.weight_decay_end:g} has no effect with --weight-decay 0; "
-            "give a --weight-decay above 0 from which it goes there"
+            "give a --weight-decay above 0, from which the weight decay changes to that end"
         )
 
 
@@ -52,7 +59,7 @@ def _flag(name: str) -> str:
 
 
 def has_schedule(task: Task) -> bool:
-    """Return True if a task has :meth:`Task.schedule`, and not an option of this name."""
+    """Return True if a task overrides :meth:`Task.schedule`, and has no option of this name."""
     own = type(task).schedule
     return callable(own) and own is not Task.schedule
 
@@ -60,11 +67,11 @@ def has_schedule(task: Task) -> bool:
 class Schedule:
     """A writer of each step's learning rate and weight decay to an optimizer's groups.
 
-    A rate of several cycles has a schedule of timm's for each. Their bounds are whole steps, so all
-    ranks begin a cycle at the same step, however their hosts round.
+    Each cycle of the learning rate has its own timm schedule. Cycles begin at whole steps, so that
+    all ranks begin a cycle at the same step, whatever the rounding of their hosts.
 
     Args:
-        optimizer: the optimizer, at the rate and weight decay of the options.
+        optimizer: the optimizer, with the learning rate and weight decay of the options.
         config: the options.
         length: length of the run.
 
@@ -74,6 +81,7 @@ class Schedule:
 
     def __init__(self, optimizer: Optimizer, config: Config, length: Length) -> None:
         self.optimizer, self._config = optimizer, config
+        self._steps_an_epoch = length.steps_an_epoch
         self._total = schedule_steps(config, length)
         warmup = warmup_steps(config, length, self._total)
         ends = cycle_ends(config, self._total - warmup)
@@ -94,10 +102,10 @@ class Schedule:
         self.step_update(0)
 
     def step_update(self, updates: float) -> None:
-        """Write the values of a step.
+        """Write the learning rate and weight decay of a step to the optimizer's groups.
 
         Args:
-            updates: position in the schedule; see Length.
+            updates: position in the schedule, in steps; see Length.
         """
         if self._task is not None:
             self._set_own(self._task, updates)
@@ -105,6 +113,8 @@ class Schedule:
             cycle = bisect_right(self._starts, updates) - 1
             passed = updates - self._starts[cycle]
             self._cycles[cycle].step_update(passed)  # type: ignore[arg-type]
+            if self._config.lr_noise:
+                self._add_noise(self._config.lr_noise, int(updates / self._steps_an_epoch))
         if self._config.weight_decay_end is not None:
             self._set_weight_decay(self._config.weight_decay_end, updates)
 
@@ -112,14 +122,27 @@ class Schedule:
         factor = task.schedule(updates, self._total)
         if factor is None or not 0 <= factor < math.inf:
             raise MotleyError(
-                f"schedule({updates:g}, {self._total}) of {type(task).__name__} gives {factor}; "
-                "return a factor of --lr, of 0 or more"
+                f"schedule({updates:g}, {self._total}) of {type(task).__name__} returns {factor}; "
+                "return the factor of --lr, which is 0 or more"
             )
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * rate * group.get("lr_scale", 1.0)
 
+    def _add_noise(self, bounds: tuple[float, ...], epoch: int) -> None:
+        """Change the rates of an epoch by a part that depends on ``--seed`` and the epoch alone.
+
+        The part is normally distributed. Like timm, draw it again until it is small enough.
+        """
+        begin, end = (part * self._config.epochs for part in (*bounds, math.inf)[:2])
+        if begin <= epoch < end:
+            generator = torch.Generator().manual_seed(self._config.seed + epoch)
+            draws = (torch.randn(1, generator=generator).item() for _ in count())
+            part = next(draw for draw in draws if abs(draw) < self._config.lr_noise_pct)
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 1 + part
+
     def _set_weight_decay(self, end: float, updates: float) -> None:
-        """Move the weight decay along a half cosine; groups without weight decay stay so."""
+        """Set the weight decay by a half cosine that ends at ``end``; a decay of 0 stays 0."""
         part = min(1.0, updates / max(1, self._total - 1))
         factor = end / self._config.weight_decay
         now = factor + (1 - factor) * (1 + math.cos(math.pi * part)) / 2
@@ -128,10 +151,10 @@ class Schedule:
 
 
 def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Schedule:
-    """Return the schedule: linear warm-up, then ``--sched``, or that of the task.
+    """Return the schedule: a linear warm-up, then ``--sched`` or the task's own schedule.
 
-    Cosine, tanh and poly end with the schedule at ``--min-lr``. The schedule counts steps, because
-    timm accepts any unit as an epoch.
+    Cosine, tanh and poly reach ``--min-lr`` at the end of the schedule. The schedule passes steps
+    to timm as epochs, because timm accepts any unit.
     """
     return Schedule(optimizer, config, length)
 
@@ -139,7 +162,7 @@ def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Sched
 def make_cycle(
     optimizer: Optimizer, config: Config, length: Length, warmup: int, steps: int
 ) -> Scheduler:
-    """Return timm's schedule of one cycle, of ``steps`` steps after those of the warm-up."""
+    """Return timm's schedule of one cycle: ``warmup`` steps of warm-up, then ``steps`` steps."""
     steps_an_epoch = length.steps_an_epoch
     # timm steps at the end of the update before a milestone.
     milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
@@ -158,7 +181,7 @@ def make_cycle(
 
 
 def warmup_steps(config: Config, length: Length, total: int) -> int:
-    """Return the number of steps of the warm-up; ``total`` is the number of the whole schedule."""
+    """Return the number of steps of the warm-up, out of ``total`` steps of the schedule."""
     typed, new = config.typed_names, config.typed_names - config.continued_names
     is_typed = "warmup_steps" in typed  # else the number is a task's default
     in_epochs = "warmup_epochs" in (new if is_typed else typed | config.recipe_names)
@@ -171,10 +194,10 @@ def warmup_steps(config: Config, length: Length, total: int) -> int:
 
 
 def cycle_ends(config: Config, steps: int) -> list[int]:
-    """Return the step after each cycle, ascending; the last one is ``steps``.
+    """Return the step at which each cycle ends, ascending; the last entry is ``steps``.
 
-    Each cycle is ``--lr-cycle-mul`` times as long as the one before it. A cycle has a step at
-    least, so a short schedule has fewer cycles.
+    Each cycle is ``--lr-cycle-mul`` times as long as the cycle before it. A cycle has at least one
+    step, so a short schedule has fewer cycles.
     """
     lengths = [1.0]
     for _ in range(config.lr_cycle_limit - 1):
@@ -195,14 +218,14 @@ def schedule_steps(config: Config, length: Length) -> int:
 def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
     """Return a sentence if the run ends before the end of its schedule, or before ``--max-steps``.
 
-    The schedule has not ended if the learning rate has not fallen to its last value. Otherwise
-    return an empty string.
+    At the end of a schedule, the learning rate has reached its last value. The result is an empty
+    string if the run does not end early.
     """
     last = length.last_step(state)
     if config.schedule_ends_with_run and config.max_steps is not None and last < config.max_steps:
         return (
-            f"{config.epochs} epochs, the default, end after step {last:,}, before --max-steps "
-            f"{config.max_steps:,}; for more steps raise --epochs"
+            f"the {config.epochs} epochs of the default end after step {last:,}, before "
+            f"--max-steps {config.max_steps:,}; for more steps, raise --epochs"
         )
     total = schedule_steps(config, length)
     falls_in_steps = config.sched in _FALLS and not has_schedule(get_task(config))
@@ -211,14 +234,15 @@ def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
     if length.updates(state) + last - state.step >= total - 1:
         return ""
     falls = (
-        f"the learning rate falls until step {total:,}, with epoch {config.epochs}, and "
-        f"--max-steps stops after step {last:,}"
+        f"the learning rate falls until step {total:,}, the end of epoch {config.epochs}, and "
+        f"--max-steps stops the run after step {last:,}"
     )
     if "epochs" in config.continued_names:
         return (
-            f"{falls}; --epochs {config.epochs} is from the checkpoint, and --epochs N changes it"
+            f"{falls}; --epochs {config.epochs} comes from the checkpoint, and --epochs N "
+            "changes it"
         )
-    return f"{falls}; without --epochs it falls until --max-steps"
+    return f"{falls}; without --epochs, the rate falls until --max-steps"
 
 
 def set_rate(schedule: Schedule, updates: float, batch: int, config: Config) -> None:
@@ -226,8 +250,8 @@ def set_rate(schedule: Schedule, updates: float, batch: int, config: Config) -> 
 
     Args:
         schedule: the schedule.
-        updates: position in the schedule; see Length.
-        batch: samples in a full step at this position.
+        updates: position in the schedule, in steps; see Length.
+        batch: number of samples in a full step at this position.
         config: the options.
     """
     schedule.step_update(updates)
@@ -238,6 +262,6 @@ def set_rate(schedule: Schedule, updates: float, batch: int, config: Config) -> 
 
 
 def get_rate(optimizer: Optimizer) -> float:
-    """Return the current value of ``--lr`` in the schedule, without the scale of a group."""
+    """Return the current learning rate of the schedule, without a group's own scale."""
     group = optimizer.param_groups[0]
     return float(group["lr"] / group.get("lr_scale", 1.0))

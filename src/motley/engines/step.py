@@ -1,7 +1,7 @@
 """The step of an engine: forward, backward, send, agree on overflow, clip, update.
 
-Either all ranks take a step, or none does. DDP and FSDP add up gradients by a wire mode, in
-buckets; see motley.comm.reducer.
+Either all ranks take a step, or no rank does. DDP and FSDP sum gradients over ranks in buckets, in
+the format of a wire mode; see motley.comm.reducer.
 """
 
 import math
@@ -39,9 +39,10 @@ LEAST_CORRECTION = 1e-30  # least divisor by weight: without weight the gradient
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients together, a scalar; not finite if any entry is not.
+    """Return the 2-norm of all gradients together, as a scalar tensor.
 
-    For sharded gradients, only this rank's part counts.
+    The norm is not finite if any entry is not finite. For sharded gradients, the norm is that of
+    this rank's shards.
     """
     return torch.nn.utils.get_total_norm(_gradients(parameters))
 
@@ -55,16 +56,15 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 def clip_factor(
     norm: Tensor, scale: float, most: float | None, correction: Tensor | None = None
 ) -> Tensor | None:
-    """Return the factor, a scalar, that unscales and clips a gradient; None if there is none.
+    """Return the scalar factor that unscales and clips a gradient; None: no factor is needed.
 
-    The gradient is clipped as by torch.nn.utils.clip_grad_norm_. The host does not wait for the
-    device.
+    Clipping follows torch.nn.utils.clip_grad_norm_. The host does not wait for the device.
 
     Args:
         norm: norm of the scaled gradients, a scalar, equal on all ranks.
         scale: loss scale of the gradients.
         most: norm to clip to. None: do not clip.
-        correction: a further factor of the gradients, a scalar. None: no such factor.
+        correction: a further scalar by which to divide the gradients. None: no such scalar.
     """
     if scale == 1.0 and most is None and correction is None:
         return None
@@ -99,17 +99,17 @@ def unscale_and_clip(
 
 @torch.no_grad()
 def clip_values(parameters: Sequence[Tensor], most: float) -> None:
-    """Clip each number of the gradients to ``-most`` .. ``most``, in place."""
+    """Clip each element of the gradients to the range from ``-most`` to ``most``, in place."""
     for grad in _gradients(parameters):
         as_real(grad).clamp_(-most, most)
 
 
-_LEAST_NORM = 1e-3  # of a unit's weights, as in timm
+_LEAST_NORM = 1e-3  # least norm of a unit's weights, as in timm
 _LEAST_GRADIENT = 1e-6
 
 
 def _unit_norms(value: Tensor) -> Tensor:
-    """Return the norm of each unit, [units, 1, ...]: of each row, or of a whole vector."""
+    """Return the norm of each unit, [units, 1, ...]. A unit is a row, or a whole vector."""
     dtype = torch.float32 if value.dtype in (torch.bfloat16, torch.float16) else None
     if value.dim() <= 1:
         norm: Tensor = torch.linalg.vector_norm(value, dtype=dtype)
@@ -133,9 +133,9 @@ def clip_adaptively(
 
     Args:
         parameters: whole parameters with their gradients.
-        most: the factor.
-        share: replaces the factors of all units, [units], by those of rank 0. Unlike devices
-            round norms differently, and the ranks' parameters would diverge.
+        most: largest ratio of a unit's gradient norm to its weight norm.
+        share: function that replaces the clip factors of all units, [units], by rank 0's factors.
+            Different devices round norms differently, so that the ranks' parameters would diverge.
     """
     factors = []
     for each in parameters:
@@ -155,13 +155,13 @@ def clip_adaptively(
 
 
 class StepEngine(EngineBase):
-    """The frame of a step, the same in all engines, whatever the wire between ranks.
+    """Base class of the step in all engines.
 
-    A subclass has ``traits``, like its :class:`EngineFactory`, and these methods:
+    A subclass has ``traits``, equal to those of its :class:`EngineFactory`, and these methods:
 
     - ``_accumulate`` is :meth:`Engine.accumulate` without the handling of memory errors.
 
-    - ``_abandon`` leaves gradients that are not finite after memory ran out.
+    - ``_abandon`` cleans up after memory ran out, so that no rank steps.
 
     - ``_send`` sends the gradients that the last backward pass has not sent, and for which other
       ranks wait.
@@ -186,7 +186,7 @@ class StepEngine(EngineBase):
 
     @property
     def _norm_limit(self) -> float | None:
-        """``--clip-grad`` if it bounds the norm of the whole gradient, else None."""
+        """Value of ``--clip-grad`` if it limits the norm of the whole gradient, else None."""
         config = self._context.config
         return config.clip_grad if config.clip_mode == "norm" else None
 
@@ -195,7 +195,7 @@ class StepEngine(EngineBase):
 
         Args:
             parameters: the tensors that the optimizer changes.
-            shares: all ranks have the same gradient, and take rank 0's factors.
+            shares: True if all ranks have the same gradient. They then use rank 0's factors.
         """
         config = self._context.config
         if config.clip_grad is None or config.clip_mode == "norm":
@@ -213,7 +213,7 @@ class StepEngine(EngineBase):
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         """Return each sample's loss, detached, after a backward pass.
 
-        The backward pass starts from the sum of the losses over ``_nominal_weight``.
+        The backward pass starts from the sum of the losses, divided by ``_nominal_weight``.
         """
         raise NotImplementedError
 
@@ -224,11 +224,11 @@ class StepEngine(EngineBase):
         pass
 
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """Finish the global batch, and exchange this rank's numbers with the others in between."""
+        """Finish the global batch. All ranks exchange their losses and norms before the update."""
         raise NotImplementedError
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
-        """See :class:`Engine`. Another program may have taken memory that was free before."""
+        """See :class:`Engine`. If memory runs out, the error is stored, to agree on it later."""
         losses = None
         self._nominal_weight = n_global * self._model.task.weight
         self._weight += batch.weight
@@ -245,9 +245,9 @@ class StepEngine(EngineBase):
             losses = torch.zeros(len(batch), device=self._context.device)
         elif losses.shape != (len(batch),):
             raise MotleyError(
-                f"losses() of {type(self._model.task).__name__} gives a tensor of shape "
-                f"{tuple(losses.shape)} for {len(batch)} samples; it should give one number a "
-                "sample, 0 where nothing counts in it"
+                f"losses() of {type(self._model.task).__name__} returns a tensor of shape "
+                f"{tuple(losses.shape)} for {len(batch)} samples; return one number per sample, "
+                "which is 0 for a sample that does not count"
             )
         elif self._model.statistics:
             self._model.statistics.take(len(batch), n_global)
@@ -285,7 +285,7 @@ class StepEngine(EngineBase):
         return replace(launched, read=read)
 
     def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
-        """Start a step. If no outcome can be read late, take the whole step."""
+        """Start a step. An engine that cannot read outcomes late takes the whole step here."""
         result = self._step(loss_sum, ready_s)
         return LaunchedStep(lambda: result, wait=mark_now(self.device))
 
@@ -294,11 +294,11 @@ class StepEngine(EngineBase):
         raise NotImplementedError
 
     def _losses(self, forward: Callable[[Tensors], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each sample's loss, fp32 [n], and their sum, if every pass communicates.
+        """Return each sample's loss, fp32 [n], and their sum; for engines whose passes communicate.
 
         A rank without samples computes one sample, whose gradient is set to zero (see
-        motley.engines.base). Only a real pass takes part in all collectives of the other ranks, in
-        their order.
+        motley.engines.base). A real pass is needed, because it takes part in all collectives of the
+        other ranks, in the same order.
         """
         if not len(batch):
             losses = forward(self._model.blank())
@@ -311,7 +311,7 @@ class StepEngine(EngineBase):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _result_weight(self, weights: Iterable[float]) -> float | None:
-        """Return :attr:`StepResult.weight` from the weights of all ranks."""
+        """Return :attr:`StepResult.weight`, given the weights of all ranks."""
         return math.fsum(weights) if self._weighs else None
 
     def _find_oom_ranks(self, ranks: Sequence[float]) -> dict[int, str]:
@@ -331,7 +331,7 @@ class StepEngine(EngineBase):
 
 
 class SynchronousEngine(StepEngine):
-    """The step of DDP and FSDP. A subclass computes gradients and adds them up."""
+    """Base class of the step in DDP and FSDP. A subclass computes gradients and sums them."""
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
@@ -351,15 +351,15 @@ class SynchronousEngine(StepEngine):
     def _norm(self, norms: Tensor) -> Tensor:
         """Return the norm of the gradient, a scalar, from the norms of all ranks, fp64 [ranks].
 
-        All ranks use rank 0's norm. Unlike devices round differently, and clip factors that differ
-        in one bit would make the ranks' parameters diverge.
+        All ranks use rank 0's norm. Different devices round differently, and clip factors that
+        differ in one bit would make the ranks' parameters diverge.
         """
         return norms[0]
 
     def _own_norm(self) -> Tensor | float:
         """Return the norm of the local gradient before the all-reduce.
 
-        The norm is not finite if any entry is not.
+        The norm is not finite if any entry is not finite.
         """
         return 0.0
 
@@ -379,8 +379,8 @@ class SynchronousEngine(StepEngine):
 
         Args:
             stepped: True if the step was taken.
-            broken_off: True if a backward pass was broken off on some rank.
-            factor: factor of the loss scale from this step to the next.
+            broken_off: True if a backward pass ended with an error on some rank.
+            factor: ratio of the next step's loss scale to this step's loss scale.
         """
 
     def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
@@ -436,10 +436,10 @@ class SynchronousEngine(StepEngine):
         return LaunchedStep(read, partial(_was_taken, copy), mark_now(self.device))
 
     def _read(self, copy: Copy, scale: float, usual_weight: float, late: bool) -> StepResult:
-        """Wait for the numbers of all ranks, and finish the step.
+        """Wait for the table of all ranks' losses, norms and flags, and finish the step.
 
         Args:
-            copy: copy of the table with one row of numbers per rank.
+            copy: copy of the table, which has one row per rank.
             scale: loss scale of the step.
             usual_weight: weight by which the gradients of the step were divided.
             late: True if the next step has been queued already.
@@ -490,8 +490,9 @@ def _was_taken(copy: Copy) -> bool | None:
 class ReducingEngine(SynchronousEngine):
     """A synchronous engine with a reducer. A subclass fills buckets and sends them.
 
-    The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses. Buckets are
-    therefore added up and never divided, and no rank's share enters anywhere else.
+    With N samples in the global batch, each rank's loss is the sum of its samples' losses, divided
+    by N. The gradient of the global mean is the *sum* of the ranks' gradients. Buckets are
+    therefore summed and never divided, and a rank's share appears nowhere else.
     """
 
     traits = EngineTraits(additions=(Addition.NUMBERS, Addition.BUCKETS))
@@ -504,9 +505,9 @@ class ReducingEngine(SynchronousEngine):
 
         Args:
             model: the model.
-            context: the facts that the engine is built with.
-            layout: name of the division into buckets. State that a wire mode keeps is valid for one
-                layout only.
+            context: the values with which the engine is built.
+            layout: name of the division of gradients into buckets. A wire mode's state is valid for
+                one layout only.
         """
         super().__init__(model, context)
         wire = context.plan.wire
@@ -548,7 +549,7 @@ class ReducingEngine(SynchronousEngine):
         elif self._reducer.state():
             self._reducer.load_state({})
             notes.append(
-                f"--wire {self._context.plan.wire} begins with an empty error memory: the "
-                "checkpoint is of other ranks, another --wire or other buckets"
+                f"the error memory of --wire {self._context.plan.wire} starts empty, because the "
+                "checkpoint has other ranks, another --wire or other buckets"
             )
         return notes

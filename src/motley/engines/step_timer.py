@@ -1,4 +1,4 @@
-"""The time of one rank by activity, in laps. On a GPU it is measured without a wait."""
+"""The time of one rank by activity, in laps, measured on a GPU without synchronisation."""
 
 import time
 from collections import deque
@@ -26,16 +26,15 @@ LAPS = (HOST, *_AFTER)  # all names; these laps together are the step
 
 
 class Clock:
-    """A clock that divides one rank's time into named laps, which sum to the whole.
+    """A clock that divides one rank's time into named laps, which together are the whole time.
 
-    On a GPU, events in the device's stream mark the laps. Work that was queued ahead counts when it
-    runs, and the host need not wait.
+    On a GPU, events in the device's stream mark the ends of laps. Queued work thus counts at the
+    time when it runs, and the host need not wait.
 
     Attributes:
-        on_phase: called with the phase that the host starts.
-        at_once: the time at which the rank was ready is sent within the same step. This is possible
-            if all ranks compute on CPUs, whose times are known immediately. Otherwise it is sent
-            with the next step.
+        on_phase: function that is called with the phase that the host starts.
+        at_once: True if all ranks compute on CPUs, whose times are known immediately. The step's
+            own exchange then sends :attr:`ready_s`. False: the next step's exchange sends it.
     """
 
     at_once = False
@@ -43,7 +42,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.on_phase: Callable[[Phase], None] = lambda phase: None
-        self._host_s: deque[float] = deque(maxlen=_REMEMBERED)  # of the last steps
+        self._host_s: deque[float] = deque(maxlen=_REMEMBERED)  # Python's time in the last steps
         self.restart()
 
     def restart(self) -> None:
@@ -55,7 +54,8 @@ class Clock:
     def ready_s(self) -> float:
         """Seconds from the start of the last step until this rank's own gradient was ready.
 
-        With ``at_once`` it is the current step. Otherwise the value after a pause is 0.0.
+        With ``at_once`` the value is that of the current step. Otherwise it is 0.0 after a
+        :meth:`restart`.
         """
         if self.at_once:
             return Laps(self._marks).ready_s
@@ -64,12 +64,12 @@ class Clock:
     def measure_own_s(self, compute_s: float | None = None) -> float:
         """Return the seconds of own work in the step of :attr:`ready_s`, without any wait.
 
-        A step with several optimizers waits for the other ranks more than once. Python's time far
-        above that of the steps measured before is left out, as of an evaluation or a save by one
-        rank alone: another share would not change it.
+        Python's time counts only up to a limit above its median in the last steps. A longer time
+        comes from work that does not depend on the share, such as an evaluation on one rank.
 
         Args:
-            compute_s: seconds of computing, where the laps include waits; None: those of the laps.
+            compute_s: seconds of computing, if the compute laps include waits. None: the time of
+                the compute laps.
         """
         laps = Laps(self._marks) if self.at_once else self._last
         if laps is None:
@@ -85,16 +85,16 @@ class Clock:
         """End a lap, and attribute the time since the last mark to it.
 
         Args:
-            name: name of the lap, in a step one of LAPS.
-            ready: True if this rank's gradient is complete, and it needs those of the other ranks
-                now.
+            name: name of the lap. Within a step, it is one of LAPS.
+            ready: True if this rank's gradient is complete, and the rank waits for the gradients of
+                the other ranks next.
         """
         self._marks.append((name, self._now()))
         if name != HOST:
             self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
 
     def end_wait(self) -> None:
-        """Attribute the time since the last mark to a wait for other ranks, in the same phase."""
+        """Attribute the time since the last mark to a wait for other ranks."""
         self._marks.append(("sync", self._now()))
 
     def cut(self) -> "Laps":
@@ -109,7 +109,7 @@ class Clock:
 class Laps:
     """The laps of one step.
 
-    Reading them on a GPU waits until the device has passed the last mark.
+    On a GPU, reading the times waits until the device has reached the last mark.
     """
 
     def __init__(self, marks: list[tuple[str, Any]]) -> None:
@@ -123,7 +123,7 @@ class Laps:
         return sum(seconds for _, seconds in self._laps[: last + 1])
 
     def seconds(self, *names: str) -> float:
-        """Return the time spent on ``names`` together."""
+        """Return the total seconds of all laps with these names."""
         return sum(seconds for name, seconds in self._laps if name in names)
 
     @cached_property
@@ -138,7 +138,7 @@ class Laps:
 
 
 def mark_time(device: torch.device) -> Any:
-    """Return a mark of the present time: seconds, or an event in the stream of a GPU."""
+    """Return a mark of the present time: seconds on a CPU, or an event in a GPU's stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -147,7 +147,7 @@ def mark_time(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two marks of :func:`mark_time`, which a GPU has passed."""
+    """Return the seconds between two marks of :func:`mark_time` that the device has reached."""
     if isinstance(start, float):
         return float(end - start)
     return float(start.elapsed_time(end)) / 1000

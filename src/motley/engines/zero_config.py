@@ -69,14 +69,14 @@ class ZeroOptions:
         "default: Motley's zero<stage>.json", Decides.PLAN, metavar="FILE", per_launch=True
     )
     offload: str = option(
-        "keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too (stage 3); "
-        "default: none",
+        "keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too (stage "
+        "3); default: nothing",
         Decides.PLAN, "none", choices=("none", *OFFLOADS), per_launch=True,
     )  # fmt: skip
 
 
 def config_path(options: ZeroOptions) -> Path:
-    """Return the path in ``--deepspeed-config``, or that of Motley's file for ``--stage``."""
+    """Return the path in ``--deepspeed-config``, or the path of Motley's file for ``--stage``."""
     own = PACKAGE / "engines" / "zero_configs" / f"zero{options.stage or 0}.json"
     return Path(options.deepspeed_config or own)
 
@@ -84,18 +84,18 @@ def config_path(options: ZeroOptions) -> Path:
 def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration for this rank.
 
-    Ranks may differ in micro-batch and accumulation. DeepSpeed checks batch = micro x accumulation
-    x ranks with each rank's own numbers. ``train_batch_size`` is therefore left out, and each rank
-    has its own.
+    Ranks may differ in micro-batch size and accumulation steps. DeepSpeed checks on each rank that
+    ``train_batch_size`` = micro-batch x accumulation x ranks. The global batch size would fail this
+    check, so the result has no ``train_batch_size``.
 
     Args:
-        path: path of the JSON file. The file has "auto" where a number comes from the plan, the
+        path: path of the JSON file. The file has "auto" where a value comes from the plan, the
             options or the model.
         context: plan, options and rank of this run.
         parameters: number of parameters in the model.
 
     Raises:
-        MotleyError: the file is not JSON, or has an unknown key, or a number that contradicts the
+        MotleyError: the file is not JSON, has an unknown key, or has a value that contradicts the
             plan.
     """
     from motley.engines.import_deepspeed import DeepSpeedZeroConfig  # slow
@@ -120,13 +120,13 @@ def _check_stage(path: Path, zero: Mapping[str, Any], asked: int | None) -> None
     """Raise MotleyError if the file's stage contradicts ``--stage`` or the rest of the file."""
     if asked is not None and asked != zero.get("stage", 0):
         raise MotleyError(
-            f"--stage {asked}, but {path} says zero_optimization.stage {zero.get('stage', 0)}; "
-            "leave out one of them"
+            f"--stage {asked} contradicts {path}, which sets zero_optimization.stage "
+            f"{zero.get('stage', 0)}; leave out one of them"
         )
     if zero.get("stage", 0) == 1 and zero.get("overlap_comm"):
         raise MotleyError(
-            f"{path}: overlap_comm is silently wrong at stage 1 when ranks differ in precision; "
-            "set it to false"
+            f"{path}: overlap_comm computes wrong results at stage 1, without an error, when "
+            "ranks differ in precision; set it to false"
         )
 
 
@@ -134,7 +134,7 @@ def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -
     """Fill in the sizes of the plan and ``--clip-grad``.
 
     Raises:
-        MotleyError: the file has another number.
+        MotleyError: the file has a different value.
     """
     sizes = context.plan.micro_batches[context.rank]
     right = dict(
@@ -154,13 +154,13 @@ def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") ->
     """Fill in the dtype of ``--wire``.
 
     Raises:
-        MotleyError: the file has another dtype.
+        MotleyError: the file has a different dtype.
     """
     wire = context.plan.wire
     if content.setdefault(_WIRE, wire.dtype) not in ("auto", wire.dtype):
         raise MotleyError(
-            f"{path}: {_WIRE} is {content[_WIRE]}, but the wire is {wire}; remove it, or give "
-            "--wire as it says"
+            f"{path}: {_WIRE} is {content[_WIRE]}, but the run has --wire {wire}; remove the key, "
+            "or give --wire this type"
         )
     content[_WIRE] = wire.dtype
     if content["zero_optimization"].get("stage", 0) == 0:
@@ -174,7 +174,7 @@ def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> N
     """Fill in ``--offload``.
 
     Raises:
-        MotleyError: this stage or device has no such state to move.
+        MotleyError: this stage or device cannot move the requested state to the CPU.
     """
     zero = content["zero_optimization"]
     what, stage = context.config.group(ZeroOptions).offload, zero.get("stage", 0)
@@ -184,13 +184,15 @@ def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> N
     least = OFFLOADS[what]
     if stage < least:
         raise MotleyError(
-            f"--offload {what}: DeepSpeed offloads the {what} from stage {least} on; add "
+            f"--offload {what}: DeepSpeed offloads the {what} only from stage {least} on; add "
             f"--stage {least}"
         )
     for each, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
         if each == what or what == "parameters":  # "parameters" includes the optimizer
             if key in zero:
-                raise MotleyError(f"--offload {what}, but {path} has {key}; leave out one of them")
+                raise MotleyError(
+                    f"--offload {what} contradicts {path}, which sets {key}; leave out one of them"
+                )
             zero[key] = {"device": "cpu", "pin_memory": True}
     content["zero_force_ds_cpu_optimizer"] = False  # --opt is torch's own
 
@@ -199,11 +201,11 @@ def read_stage(path: Path) -> int:
     """Return the ZeRO stage in a file.
 
     Raises:
-        MotleyError: the file is no JSON, or its stage is not 0 to 3.
+        MotleyError: the file is not JSON, or its stage is not 0 to 3.
     """
     zero = _read(path).get("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise MotleyError(f"{path}: zero_optimization is {zero}, and should be a JSON object")
+        raise MotleyError(f"{path}: zero_optimization is {zero}, and has to be a JSON object")
     stage = zero.get("stage", 0)
     if stage not in STAGES:
         raise MotleyError(f"{path}: zero_optimization.stage {stage} is not one of 0, 1, 2, 3")
@@ -240,9 +242,11 @@ def _check_keys(path: Path, found: Iterable[str], known: Iterable[str], where: s
     known = tuple(known)
     for key in found:
         if not where and key in _OWNED:
-            raise MotleyError(f"{path}: {key} is set by {_OWNED[key]}; remove it from the file")
+            raise MotleyError(
+                f"{path}: {_OWNED[key]} decides the key {key}; remove it from the file"
+            )
         if key not in known:
             raise MotleyError(
-                f"{path}: the key {where}{key} is unknown, or not supported here"
-                f"{did_you_mean(key, known)}"
+                f"{path}: the key {where}{key} is unknown, or not supported by "
+                f"Motley{did_you_mean(key, known)}"
             )

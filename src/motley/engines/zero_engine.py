@@ -3,11 +3,10 @@
 DeepSpeed runs with fp32 parameters and without its own mixed precision. Autocast is inside the
 model, and the loss scale is Motley's, the same number on every rank.
 
-Some operations of a step, which DeepSpeed runs separately for each parameter, are run here for all
-parameters at once. A GPU would be idle meanwhile: at stage 3 for a third of a step of ViT-L/16 on
-two H100s, at stage 1 for 4 of 163 ms. At stage 3 each rank keeps a part of every parameter, from
-the initial numbers on. The model is sharded block by block, so that no rank ever holds the whole of
-it.
+DeepSpeed runs some operations of a step separately for each parameter. Here they run for all
+parameters at once. Separately, they would leave a GPU idle: for a third of a step of ViT-L/16 on
+two H100s at stage 3, and for 4 of 163 ms at stage 1. At stage 3 the model is sharded block by block
+while its initial values are drawn, so that no rank ever holds the whole model.
 """
 
 import contextlib
@@ -53,11 +52,11 @@ from motley.tasks.model import TaskModel
 
 
 def work_at_once(optimizer: Any, device: torch.device) -> None:
-    """Replace per-parameter operations in DeepSpeed's optimizer of stage 1, 2 or 3 by joint ones.
+    """Make DeepSpeed's optimizer of stage 1, 2 or 3 process all parameters in joint operations.
 
-    DeepSpeed computes the norm of each gradient separately, in fp64. At stage 3 it gathers
-    parameters that are too small to be sharded after each step, one by one. Here these parameters
-    are gathered with the block that needs them first, in one message.
+    DeepSpeed computes the norm of each gradient separately, in fp64. At stage 3 DeepSpeed also
+    gathers small parameters after each step, one by one. After this call, each small parameter is
+    gathered together with the block that needs it first, in one message.
 
     Args:
         optimizer: DeepSpeed's optimizer, changed in place.
@@ -69,7 +68,10 @@ def work_at_once(optimizer: Any, device: torch.device) -> None:
     def get_grad_norm_direct(
         gradients: Sequence[Tensor], params: Sequence[Tensor], norm_type: float = 2.0
     ) -> Tensor:
-        """Return the norm over all ranks' parts, a scalar; -1 if not finite, as in DeepSpeed."""
+        """Return the norm over the parts of all ranks, a scalar; -1 if it is not finite.
+
+        DeepSpeed uses -1 in the same way.
+        """
         own = [each for each in gradients if not getattr(each, "_zero_padding", False)]
         # A rank may have no part of a few small parameters.
         total = torch.nn.utils.get_total_norm(own, norm_type).to(device)
@@ -84,10 +86,10 @@ def work_at_once(optimizer: Any, device: torch.device) -> None:
 def take_in_order(optimizer: Any, parameters: Sequence[Tensor]) -> None:
     """Make DeepSpeed's optimizer of stage 2 or 3 take gradients in one order on all ranks.
 
-    DeepSpeed stores gradients side by side as they arrive, and adds up those at the same place over
-    all ranks. Autocast and torch.compile change the order of arrival. If only some ranks use them,
-    unlike parameters would be added up silently. Here a gradient that arrives before its turn
-    waits.
+    DeepSpeed stores gradients in a buffer in the order in which they arrive, and sums the buffers
+    over all ranks. Autocast and torch.compile change this order. If only some ranks use them, the
+    gradients of different parameters would be summed silently. After this call, a gradient that
+    arrives too early waits for its turn.
 
     Args:
         optimizer: DeepSpeed's optimizer, changed in place.
@@ -122,14 +124,14 @@ def _nothing(value: Tensor) -> Tensor:
 
 
 class ZeroEngine(StepEngine):
-    """The engine for stages 0 to 2 of ZeRO. Implements Engine. For stage 3 see Zero3Engine.
+    """The engine for stages 0 to 2 of ZeRO; implements Engine. For stage 3 see Zero3Engine.
 
-    DeepSpeed averages gradients over ranks, so each loss has a factor W/N. With
+    DeepSpeed averages gradients over W ranks, so each loss has a factor W/N for N samples. With
     ``scale_wrt_gas=False`` DeepSpeed's own accumulation count has no effect.
 
-    At stage 0, Motley's optimizer is stepped directly, after all ranks have the norm, have agreed
-    on overflow, and have unscaled and clipped. At stages 1 to 3 DeepSpeed does this on its
-    partitions. DeepSpeed gets the scale before each backward pass.
+    At stage 0, this class computes the norm, agrees on overflow with all ranks, unscales and clips
+    the gradients, and steps the optimizer. At stages 1 to 3, DeepSpeed does this on its partitions.
+    DeepSpeed gets the loss scale before each backward pass.
     """
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
@@ -144,8 +146,8 @@ class ZeroEngine(StepEngine):
         mode = context.config.clip_mode
         if self._stage and context.config.clip_grad is not None and mode != "norm":
             raise MotleyError(
-                f"--clip-mode {mode}: DeepSpeed clips by the norm at ZeRO stage {self._stage}; "
-                "take --clip-mode norm, --stage 0, or torch_dist/train.py"
+                f"--clip-mode {mode}: at ZeRO stage {self._stage}, DeepSpeed clips only by the "
+                "norm; take --clip-mode norm, --stage 0, or torch_dist/train.py"
             )
         refuse_unused(model, f"ZeRO stage {self._stage}")
         check_types(
@@ -154,8 +156,8 @@ class ZeroEngine(StepEngine):
         )  # fmt: skip
         if scalars := [name for name, each in model.net.named_parameters() if not each.ndim]:
             raise MotleyError(
-                f"DeepSpeed sends no parameter without a dimension, as {scalars[0]} is one; have "
-                "it be of shape [1], or take torch_dist/train_vit.py"
+                "DeepSpeed does not support a parameter without a dimension, such as "
+                f"{scalars[0]}; give it the shape [1], or take torch_dist/train_vit.py"
             )
         self._model = model
         with self._prepared(config):
@@ -190,26 +192,28 @@ class ZeroEngine(StepEngine):
     def _check_optimizer(self) -> None:
         """Raise MotleyError if ``--opt`` does not work with this stage.
 
-        Reasons are that the optimizer computes something else on partitions, has state that cannot
-        be saved, or counts steps wrongly.
+        The optimizer may compute different values on partitions, have state that cannot be saved,
+        or count steps wrongly.
         """
         traits, stage = self.optimizer_traits, self._stage
         others = ["torch_dist/train_vit.py", "an optimizer such as adamw"]
         if stage and traits.wraps:
-            why = "wraps another one, which DeepSpeed steps past"
+            why = "wraps another optimizer, which DeepSpeed bypasses"
         elif stage and traits.nests:
-            why = f"keeps lists, and ZeRO stage {stage} cuts tensors"
+            why = f"has lists in its state, and ZeRO stage {stage} cuts tensors"
             others.insert(0, "--stage 0")
         elif stage == 3 and traits.counts:
-            why = "counts steps, and ZeRO stage 3 takes one for each part of the model"
+            why = "counts steps, and ZeRO stage 3 steps once for each part of the model"
             others.insert(0, "--stage 1")
         elif stage and isinstance(self.optimizer, torch.optim.Adagrad):
-            why = "is another one after DeepSpeed has made it anew, with one group of parameters"
+            why = (
+                "computes other values once DeepSpeed has recreated it with one group of parameters"
+            )
             others.insert(0, "--stage 0")
         elif stage and not is_elementwise(self._context.config):
             why = (
-                f"looks at whole tensors, and ZeRO stage {stage} gives it flat parts of them: it "
-                "would be silently another one"
+                f"computes with whole tensors, and ZeRO stage {stage} gives it flat parts of "
+                "tensors, so it would compute other values without an error"
             )
             others.insert(0, "--stage 0")
         else:
@@ -303,7 +307,7 @@ class ZeroEngine(StepEngine):
         self._engine.step()
 
     def _correction(self, rows: Sequence[Sequence[float]]) -> float:
-        """Return the gradient's divisor besides the loss scale, from the weights of all ranks."""
+        """Return the divisor of the gradient besides the loss scale, given the ranks' weights."""
         if not self._weighs:
             return 1.0
         return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._nominal_weight)
@@ -315,8 +319,8 @@ class ZeroEngine(StepEngine):
             told: numbers of this rank that all ranks exchange.
 
         Returns:
-            The numbers of each rank and its norm; True if any norm is not finite; and the
-                gradient's divisor besides the loss scale.
+            The numbers and the norm of each rank. Second value: True if any norm is not finite.
+                Third value: divisor of the gradient besides the loss scale.
         """
         gathered = all_gather([*told, gradient_norm(self._parameters)]).cpu()
         overflow = not bool(gathered[:, 4].isfinite().all())
@@ -345,7 +349,7 @@ class ZeroEngine(StepEngine):
         """Return :meth:`state` at stage 1 and above; all ranks call it.
 
         Args:
-            keep: returns the value that this rank stores for each tensor.
+            keep: function that returns the value that this rank stores for each tensor.
         """
         net = self._model.net
         groups: dict[str, Tensor] = {}
@@ -389,10 +393,10 @@ class ZeroEngine(StepEngine):
 
 
 def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
-    """Divide each parameter among the ranks, and keep only this rank's part.
+    """Divide each parameter among the ranks, and keep only this rank's shard.
 
-    All ranks call this function. Each block gets its missing numbers and is sharded before the next
-    block. Parameters outside of blocks are handled module by module.
+    All ranks call this function. Each block gets its initial values and is sharded before the next
+    block gets its values. Parameters outside of blocks are handled module by module.
 
     Args:
         model: the model.
@@ -413,10 +417,10 @@ def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to a device's index for the time of the context.
+    """Set LOCAL_RANK to a device's index within the context.
 
-    DeepSpeed shards on the GPU with the number LOCAL_RANK, which is wrong if each rank sees only
-    its own GPU.
+    DeepSpeed shards on the GPU whose index is LOCAL_RANK. This index is wrong if each rank sees
+    only its own GPU.
     """
     before = os.environ["LOCAL_RANK"]
     if device.index is not None:
@@ -450,9 +454,9 @@ def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> b
 
 @contextlib.contextmanager
 def true_shapes(net: nn.Module) -> Iterator[None]:
-    """Give sharded parameters their true shape for the time of the context, without memory.
+    """Give sharded parameters their true shape within the context, without memory.
 
-    An optimizer distinguishes by the shape between matrices, which decay, and vectors.
+    By the shape, an optimizer distinguishes matrices, which have weight decay, from vectors.
     """
     cut: list[Any] = [each for each in net.parameters() if hasattr(each, "ds_shape")]
     held = [each.data for each in cut]
@@ -466,7 +470,7 @@ def true_shapes(net: nn.Module) -> Iterator[None]:
 
 
 class Zero3Engine(ZeroEngine):
-    """The engine for stage 3 of ZeRO. Implements Engine and HoldsParts."""
+    """The engine for stage 3 of ZeRO; implements Engine and HoldsParts."""
 
     def _prepared(self, config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
         """See ZeroEngine. The model is sharded first, as it may be too large for one rank."""

@@ -39,7 +39,7 @@ def gather_state(
         zero: DeepSpeed's optimizer, which wraps ``optimizer``.
         optimizer: the wrapped optimizer.
         net: the network.
-        keep: returns the value that this rank stores for each tensor.
+        keep: function that returns the value that this rank stores for each tensor.
     """
     state = model_state(net, keep)
     steps, numbers, slots = _slots(zero, optimizer)
@@ -58,8 +58,8 @@ def gather_state(
 def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
     """Restore the result of :func:`gather_state`.
 
-    Each rank has the whole state, or only the rows :func:`rows_in` of sharded tensors. The
-    optimizer must have its slots already.
+    ``state`` has whole tensors, or only the rows :func:`rows_in` of sharded tensors. The optimizer
+    must have its slots already.
     """
     *_, of_each = _slots(zero, optimizer)
     if any(map(_is_cut, net.parameters())):
@@ -76,7 +76,7 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
                 for slots in optimizer.state.values():
                     if isinstance(slots[slot], Tensor):
                         slots[slot].copy_(value)
-                    else:  # from an older checkpoint
+                    else:  # a number here, and a tensor in an older checkpoint
                         slots[slot] = value.item()
             elif _is_cut(parameter):
                 utils.safe_set_local_optimizer_state(parameter, _own_part(value, parameter), slot)
@@ -110,10 +110,10 @@ def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Return the slots of this rank's partition, in three groups.
+    """Return the optimizer slots of this rank's partition, in three groups.
 
-    These are scalar tensors (as AdamW's step), plain numbers (as RAdam's step), and the names of
-    all other tensors.
+    The groups are scalar tensors (such as AdamW's step), plain numbers (such as RAdam's step), and
+    the names of all other tensors.
     """
     if optimizer.state and hasattr(zero, "bit16_groups"):
         # DeepSpeed 0.19.8 links parameters to slots after the first parameter group's first
@@ -138,12 +138,12 @@ def _gather_parameter(parameter: nn.Parameter) -> Tensor:
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
-    """Return True if each rank has only a part of the parameter, as at stage 3."""
+    """Return True if the parameter is sharded over the ranks, as at stage 3."""
     return hasattr(parameter, "ds_id")
 
 
 def _held(parameter: Any) -> Tensor:
-    """Return this rank's part of a parameter, flat."""
+    """Return this rank's part of a parameter as a flat tensor."""
     own: Tensor = parameter.ds_tensor
     return own
 
@@ -161,9 +161,13 @@ def rows_in(parameter: Any) -> tuple[int, int]:
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's part of a whole tensor, or of its rows :func:`rows_in`, flat.
+    """Return this rank's part of a tensor as a flat tensor.
 
-    All parts have the same length. The last one is padded with zeros.
+    All parts have the same length. The last part is padded with zeros.
+
+    Args:
+        value: the whole tensor, or only its rows :func:`rows_in`.
+        parameter: the sharded parameter to which the tensor belongs.
     """
     count = parameter.ds_tensor.ds_numel
     begin = count * dist.get_rank()
@@ -188,10 +192,7 @@ class AverageOfParts(ParameterAverage):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """See ParameterAverage. DeepSpeed gets the values too.
-
-        DeepSpeed holds whole copies of small parameters.
-        """
+        """See ParameterAverage. DeepSpeed's whole copies of small parameters are updated, too."""
         held = self._held()
         for name, parameter in self._parameters.items():
             whole = self._gathered(name, parameter)

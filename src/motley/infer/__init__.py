@@ -1,1 +1,1 @@
-"""Inference on all ranks, in shards whose results survive the loss of a rank; and model export."""
+"""Inference on all ranks, in shards that survive the loss of a rank, and export of models."""

@@ -38,12 +38,12 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
 
     Raises:
         MotleyError: the folder is not empty, a package that ONNX needs is missing, or onnxruntime
-            computes another output.
+            computes an output that differs from torch's.
     """
     if onnx:
         check_extras(_NEEDED, "--onnx")
     if folder.exists() and any(folder.iterdir()):
-        raise MotleyError(f"{folder} is not empty; choose another with --to DIR")
+        raise MotleyError(f"{folder} is not empty; choose another folder with --to DIR")
     folder.mkdir(parents=True, exist_ok=True)
     net = trained.build()
     given = make_inputs(trained.task, net) if onnx else ()
@@ -66,7 +66,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
 
 
 def follow_umask(path: Path) -> None:
-    """Set the mode of a file to that of a file made by open()."""
+    """Set the permissions of a file to those of a file that open() creates."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -75,18 +75,19 @@ def follow_umask(path: Path) -> None:
 def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
     """Return the inputs that a task passes to its network for some samples.
 
-    The task computes its scores, and a recorder in place of the network stores the inputs.
+    The function lets the task compute scores with a stand-in for the network, which records the
+    inputs.
 
     Raises:
-        MotleyError: the task passes inputs by name.
+        MotleyError: the task passes inputs as keyword arguments.
     """
     inputs: list[tuple[Any, ...]] = []
 
     def recorder(*given: Any, **named: Any) -> Any:
         if named:
             raise MotleyError(
-                f"{type(task).__name__} gives its network {', '.join(named)} by name; ONNX has "
-                "places alone: give them in order"
+                f"{type(task).__name__} passes {', '.join(named)} to its network by name, and "
+                "ONNX has inputs by position alone; pass them by position"
             )
         inputs.append(given)
         return net(*given)
@@ -100,7 +101,7 @@ def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
     """Write the model for any number of samples, and compare onnxruntime's output with torch's.
 
     Returns:
-        A line on the file.
+        A line of text that describes the file.
     """
     import onnxruntime  # type: ignore[import-untyped]
 
@@ -122,11 +123,11 @@ def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
             worst = max(worst, float((torch.from_numpy(result) - right).abs().max()) / largest)
     if worst > _CLOSE:
         raise MotleyError(
-            f"{path} says something else than the model: {worst:.2g} of the largest output in "
-            "onnxruntime; export without --onnx"
+            f"the results of {path} in onnxruntime differ from the model's by {worst:.2g} of its "
+            "largest output; export without --onnx"
         )
     size = path.stat().st_size / 2**20
-    return f"{path.name}: {size:.1f} MiB, in onnxruntime the same to {worst:.1g}"
+    return f"{path.name}: {size:.1f} MiB; onnxruntime's output differs by {worst:.1g} at most"
 
 
 @contextmanager

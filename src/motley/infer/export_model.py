@@ -26,9 +26,11 @@ def main() -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx, and check it")
-    parser.add_argument("--data-dir", metavar="DIR", help="where the data are now, if elsewhere")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder of the data, if it has moved")
     parser.add_argument(
-        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+        "--use-ema",
+        action="store_true",
+        help=("for a run with --model-ema: use the averaged parameters"),
     )
     options = parser.parse_args()
     from motley.infer.export import (

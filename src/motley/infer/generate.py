@@ -23,14 +23,14 @@ from motley.text import escape_unprintable
 
 
 def open_writer(path: Path, averaged: bool = False) -> Writer:
-    """Return the language model of a run, of a checkpoint, or of transformers' folder.
+    """Open the language model of a run, of a checkpoint, or of a folder of transformers.
 
     Args:
         path: the folder.
-        averaged: True: use the average of the parameters.
+        averaged: True: use the moving average of the parameters.
 
     Raises:
-        MotleyError: there is no checkpoint, or it is no language model's.
+        MotleyError: there is no checkpoint, or the model is not a language model.
     """
     import torch
 
@@ -48,7 +48,7 @@ def open_writer(path: Path, averaged: bool = False) -> Writer:
         task = trained.task
         if not isinstance(task, TextTask):
             raise MotleyError(
-                f"{path} is a run of another task ({task.title()}): name a run of --task text, or "
+                f"{path} is a run of another task ({task.title()}); name a run of --task text, or "
                 "predict with infer_vit.py"
             )
         net = trained.build()
@@ -57,7 +57,7 @@ def open_writer(path: Path, averaged: bool = False) -> Writer:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write text as the command line says, and return the exit code."""
+    """Write text for the options on the command line, and return the exit code."""
     escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run or of a model")
@@ -65,29 +65,38 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=positive, default=200, metavar="N",
                         help="tokens to write, default 200")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T",
-                        help="divides the logits; 0: always the most probable")  # fmt: skip
+                        help="divisor of the logits; 0: always take the most probable token"
+                        )  # fmt: skip
     parser.add_argument("--top-k", type=positive, metavar="K",
                         help="draw among the K most probable tokens")  # fmt: skip
     parser.add_argument("--top-p", type=above_zero, default=1.0, metavar="P",
-                        help="draw among the most probable tokens of this total")  # fmt: skip
+                        help=(
+                            "draw among the most probable tokens that have this total "
+                            "probability"
+                        ))  # fmt: skip
     parser.add_argument("--samples", type=positive, default=1, metavar="N",
                         help="texts to write, default 1")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
     parser.add_argument(
-        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+        "--use-ema",
+        action="store_true",
+        help=("for a run with --model-ema: use the averaged parameters"),
     )
     options = parser.parse_args(words)
     if options.temperature < 0:
         parser.error(f"--temperature {options.temperature:g} is below 0; give 0 or more")
     if options.top_p > 1:
-        parser.error(f"--top-p {options.top_p:g} is no probability; give a number up to 1")
+        parser.error(
+            f"--top-p {options.top_p:g} is not a probability; give a number above 0 and up to 1"
+        )
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     try:
         writer = open_writer(options.run, options.use_ema)
         given = len(writer.encode(options.prompt))
         if given > writer.window:
-            print(f"motley: the prompt has {given:,} tokens, and the model sees the last "
-                  f"{writer.window:,}", file=sys.stderr)  # fmt: skip
+            print(
+                f"motley: the prompt has {given:,} tokens, and the model uses only the last "
+                f"{writer.window:,}", file=sys.stderr)  # fmt: skip
         for number in range(options.samples):
             print(options.prompt if options.prompt.strip() else "", end="", flush=True)
             seed = options.seed + number

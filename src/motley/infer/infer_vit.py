@@ -1,4 +1,4 @@
-r"""Predict with a trained model of any task on all ranks, none of which waits for another.
+r"""Predict with a trained model of any task on all ranks, without waiting for each other.
 
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \
@@ -7,8 +7,8 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkp
   --images my/photos
 
 There is no process group: each rank takes the next free shard of samples, so a faster rank computes
-more. If a rank dies, the other ranks take over its shards. Finished shards stay: the same line
-again, on any ranks, computes the missing ones. All shards in order are then in OUT/predictions.csv.
+more. If a rank dies, the other ranks take over its shards. Finished shards stay. Run the command
+again, on any ranks, to compute missing shards. OUT/predictions.csv then has all shards in order.
 OUT has to be on a disk that all hosts share.
 """
 
@@ -41,11 +41,13 @@ GONE_S = 60.0  # NFS shows another machine's change of a time up to 30 s late
 
 
 class Leases:
-    """The leases of one process in a folder; use it as a context, in which they are renewed.
+    """A context manager that takes leases for this process, and renews them until it exits.
+
+    A lease is a file that gives one rank the right to compute one shard, for example.
 
     Args:
         folder: an existing folder that all ranks share.
-        gone_s: seconds without a renewal after which an owner counts as lost.
+        gone_s: seconds without a renewal after which the owner of a lease counts as lost.
     """
 
     def __init__(self, folder: Path, gone_s: float = GONE_S) -> None:
@@ -105,14 +107,14 @@ class Leases:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[TextIO | None]:
-        """Yield the lease's file, locked against other ranks, or None if there is none.
+        """Yield the file of a lease, locked against other ranks, or None if there is no file.
 
-        A rank must check the owner and take the lease under one lock. Otherwise two ranks could see
-        a lost owner at the same time, and the second would take the first one's new lease. The file
-        therefore stays and only its content changes. The kernel's lock ends with the process that
-        holds it. (NFS supports such locks, and a run's folder needs them too.) A file is unlinked
-        only by a rank that holds the lock of the file that has the name. The locked file therefore
-        still has the name when it is written to.
+        A rank must check the owner and take the lease while it holds the lock. Otherwise two ranks
+        could find a lost owner at the same time, and the second rank would take the lease that the
+        first rank has just taken. A lost lease is therefore taken by overwriting the content of its
+        file. The kernel releases the lock when a process ends. (NFS supports such locks, and a
+        run's folder needs them, too.) Only a rank that holds the lock may unlink the file, so a
+        locked file still has its name when it is written.
         """
         try:
             file = path.open("r+")
@@ -125,7 +127,8 @@ class Leases:
     def _lock(self, file: TextIO) -> bool:
         """Wait for the file's lock, and return True if it was obtained.
 
-        Other ranks hold it for a millisecond. The wait is limited, because its owner may be frozen.
+        Other ranks hold the lock for about a millisecond. The wait is limited, because a process
+        that holds the lock may be frozen.
         """
         deadline = time.monotonic() + _PATIENCE_S
         while True:
@@ -137,8 +140,8 @@ class Leases:
                     return False
             except OSError as error:
                 raise MotleyError(
-                    f"the disk of {self._folder} gives no locks ({error.strerror}); choose a "
-                    "folder on another with --out"
+                    f"the file system of {self._folder} does not support locks "
+                    f"({error.strerror}); choose a folder on another file system with --out"
                 ) from None
             time.sleep(0.005)
 
@@ -147,7 +150,10 @@ class Leases:
         return file.read().strip() == self._owner
 
     def _is_gone(self, file: TextIO) -> bool:
-        """Return True if the owner is lost, by the disk's clock, since machines' clocks differ."""
+        """Return True if the owner of a lease is lost.
+
+        Times are compared by the disk's clock, because the clocks of hosts differ.
+        """
         host, _, pid = file.read().strip().rpartition(".")
         if host == self._host and not Path("/proc", pid).exists():
             return True
@@ -176,13 +182,13 @@ MERGED = "predictions.csv"
 
 
 class Shards:
-    """A folder of shards of predictions.
+    """A folder with the predictions of all items, in one file per shard.
 
     Args:
-        folder: the folder.
+        folder: path of the folder.
         items: number of all items.
-        size: items per shard; the last may be smaller.
-        columns: names of the fields of a row.
+        size: number of items per shard; the last shard may be smaller.
+        columns: names of the columns of a row.
     """
 
     def __init__(self, folder: Path, items: int, size: int, columns: Sequence[str]) -> None:
@@ -193,10 +199,10 @@ class Shards:
         """Create the folder, or use an existing one with the same settings.
 
         Args:
-            about: the settings.
+            about: settings that the predictions depend on.
 
         Raises:
-            MotleyError: the folder has other settings.
+            MotleyError: the folder was created with other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         own = {**about, "items": self._items, "shard": self._size}
@@ -218,12 +224,12 @@ class Shards:
         if differing := [key for key in own | result if own.get(key) != result.get(key)]:
             text = ", ".join(f"{key} {result.get(key)} (now: {own.get(key)})" for key in differing)
             raise MotleyError(
-                f"{self.folder} holds predictions of something else: {text}; give another folder "
-                "with --out, or the same options"
+                f"{self.folder} holds predictions of another model or of other data: {text}. Give "
+                "another folder with --out, or the same options as before"
             )
 
     def name(self, number: int) -> str:
-        """Return the name of a shard, and of its lease."""
+        """Return the name of a shard, which is also the name of its lease."""
         return f"shard.{number:05d}"
 
     def get_items(self, number: int) -> range:
@@ -231,7 +237,7 @@ class Shards:
         return range(self._size * number, min(self._size * (number + 1), self._items))
 
     def path(self, number: int) -> Path:
-        """Return the path of a shard."""
+        """Return the path of a shard's file."""
         return self.folder / f"{self.name(number)}.csv"
 
     def missing(self) -> list[int]:
@@ -257,13 +263,14 @@ class Shards:
                 header, *shard = list(csv.reader(file)) or [[]]
             if header != [*self._columns]:
                 raise MotleyError(
-                    f"{path} has the columns {', '.join(header)}, and now they are "
-                    f"{', '.join(self._columns)}; remove it, and run the same line again"
+                    f"{path} has the columns {', '.join(header)}, and this run writes "
+                    f"{', '.join(self._columns)}; remove the file, and run the same command again"
                 )
             if len(shard) != len(self.get_items(number)):
                 raise MotleyError(
-                    f"{path} has {len(shard)} rows, not {len(self.get_items(number))}; remove it, "
-                    "and run the same line again"
+                    f"{path} has {len(shard)} rows, and should have "
+                    f"{len(self.get_items(number))}; remove the file, and run the same command "
+                    "again"
                 )
             rows += shard
         merged = self.folder / MERGED
@@ -283,11 +290,11 @@ class Shards:
 
 _WORKER = "MOTLEY_INFER_WORKER"
 _WAIT_S = 0.3
-_START_S = 30.0  # in which all ranks of a launch have started, or will not start
+_START_S = 30.0  # limit for all ranks of a launch to start
 
 
 def main() -> int:
-    """Run the work in a subprocess, and return the exit code.
+    """Run :func:`work` in a subprocess, and return the exit code.
 
     mpirun ends all ranks if the process of a rank dies. This process therefore only waits for the
     subprocess. If the subprocess dies, this process waits for the other ranks to finish.
@@ -306,7 +313,7 @@ def main() -> int:
         return code
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     leases = Leases(options.out)
-    print_now(f"its worker {how}; the other ranks take over what it had", rank)
+    print_now(f"its worker {how}; the other ranks take over its part", rank)
     merged = options.out / MERGED
     others = [other for other in ranks() if other != rank]
     while not merged.exists() and (
@@ -316,9 +323,9 @@ def main() -> int:
         time.sleep(_WAIT_S)
     if merged.exists():
         return 0
-    cause = "" if code < 0 else "see to the error above, then "
+    cause = "" if code < 0 else "see the error above, then "
     print_now(
-        f"no worker is left to finish; {cause}run the same line again for what is missing", rank
+        f"no worker is left to finish; {cause}run the same command again for the missing part", rank
     )
     return 1
 
@@ -329,7 +336,7 @@ def ranks() -> range:
 
 
 def print_now(text: str, rank: int) -> None:
-    """Print a message with this rank and its host on stderr, without buffering."""
+    """Print a message with the rank's number and host to stderr, without buffering."""
     print(f"motley: rank {rank} on {os.uname().nodename}: {text}", file=sys.stderr, flush=True)
 
 
@@ -347,7 +354,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
-    """Open the model, compute shards until none is missing, merge them; return the exit code."""
+    """Open the model, compute missing shards, and merge all shards; return the exit code."""
     import torch  # imported here: the waiting process does not need it
 
     from motley.checkpoint.read import open_checkpoint
@@ -355,7 +362,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
 
     device = choose_device(leases, torch)
     if device is None:
-        print_now("is left out: the GPUs of this host are with other ranks", rank)
+        print_now("is left out, because other ranks have the GPUs of this host", rank)
         return 0
     trained = open_trained(options.checkpoint, options.data_dir, options.images, options.use_ema)
     for problem in trained.problems:
@@ -398,7 +405,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     }  # fmt: skip
     (options.out / f"rank.{rank}.json").write_text(json.dumps(record) + "\n")
     noun = trained.task.noun
-    work = "nothing was left to do"
+    work = "there is nothing left to do"
     if done:
         rate = format_rate(record["samples_per_s"])
         work = f"{predictor.samples} {noun}s, {rate} {noun}s/s"
@@ -414,7 +421,10 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
 
 
 def choose_device(leases: Leases, torch: Any) -> Any:
-    """Return a GPU that no other rank has, or the CPU without GPUs; None if all are taken."""
+    """Return a GPU that no other rank uses, or the CPU on a host without GPUs.
+
+    None: other ranks use all GPUs.
+    """
     count = torch.cuda.device_count()
     if not count:
         return torch.device("cpu")
@@ -447,16 +457,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, metavar="PATH",
                         help="a run's folder, or one of its checkpoints")  # fmt: skip
     parser.add_argument("--split", choices=("val", "train"), default="val",
-                        help="of the data set that it was trained on; default val")  # fmt: skip
+                        help="split of the data set that the model was trained on; default val"
+                        )  # fmt: skip
     parser.add_argument("--images", type=Path, metavar="DIR",
-                        help="of your own, at any depth, in place of --split")  # fmt: skip
+                        help="images of your own, at any depth, instead of --split")  # fmt: skip
     parser.add_argument("--data-dir", metavar="DIR", help="default: as in training")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="default: predictions-SPLIT in the run's folder")  # fmt: skip
     parser.add_argument("--shard", type=int, default=64, metavar="N",
-                        help="images that a rank takes at a time, default 64")  # fmt: skip
+                        help="images that a rank computes at a time, default 64")  # fmt: skip
     parser.add_argument(
-        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+        "--use-ema",
+        action="store_true",
+        help=("for a run with --model-ema: use the averaged parameters"),
     )
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     options = parser.parse_args()

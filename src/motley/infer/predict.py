@@ -5,8 +5,9 @@
     python torch_dist/predict.py EXPORTED photos/ --out classes.jsonl
 
 RUN is a run of images, whose newest intact checkpoint is used, or a checkpoint. EXPORTED is a
-folder of torch_dist/export.py, which needs no data set. A line a file has the classes and their
-probabilities, as CSV or as JSON. Folders are searched at any depth. A GPU is used if there is one.
+folder of torch_dist/export.py, which needs no data set. The output has one line per file, with the
+classes and their probabilities, as CSV or as JSON. Folders are searched at any depth. A GPU is used
+if there is one.
 """
 
 import argparse
@@ -35,10 +36,10 @@ _EXPORTED = "config.json"
 
 
 def open_model(path: Path, data_dir: str | None, averaged: bool) -> "Trained":
-    """Return the image model of a run, of a checkpoint, or of an exported folder.
+    """Open the image model of a run, of a checkpoint, or of an exported folder.
 
     Raises:
-        MotleyError: there is no such model, or it is of another task.
+        MotleyError: there is no such model, or the model is not an image model.
     """
     from motley.infer.predictor import open_trained
     from motley.tasks.builtin.image import ImageTask
@@ -51,13 +52,13 @@ def open_model(path: Path, data_dir: str | None, averaged: bool) -> "Trained":
     if not isinstance(trained.task, ImageTask):
         raise MotleyError(
             f"{path} is a run of another task ({trained.task.title()}); name a run of images, or "
-            "predict its own samples with infer_vit.py"
+            "predict the task's own samples with infer_vit.py"
         )
     return trained
 
 
 def _open_exported(folder: Path) -> "Trained":
-    """Return the model of a folder that torch_dist/export.py or timm has written."""
+    """Open the model in a folder that torch_dist/export.py or timm has written."""
     import torch
 
     from motley.data.datasets import CLASS
@@ -89,8 +90,8 @@ def _open_exported(folder: Path) -> "Trained":
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise MotleyError(
-            f"{folder} is no folder of torch_dist/export.py ({why}); "
-            "write one with: python torch_dist/export.py logs/RUN --to DIR"
+            f"{folder} was not written by torch_dist/export.py ({why}); write such a folder with: "
+            "python torch_dist/export.py logs/RUN --to DIR"
         ) from None
     return Trained(folder, {}, task, net=net)
 
@@ -106,12 +107,13 @@ def predict(
     """Yield a record for each image that can be read, in the order of the files.
 
     Args:
-        trained: the model, of a run of images.
+        trained: an image model.
         files: the image files.
         top_k: number of classes in a record.
         precision: precision of the computation, or ``auto``.
         batch: number of images that are computed together.
-        test_crops: crops of an image whose outputs are averaged; None: as in the run's evaluations.
+        test_crops: number of crops of an image whose outputs are averaged; None: the number in the
+            run's evaluations.
     """
     import torch
 
@@ -166,27 +168,33 @@ def write(records: Iterator[dict[str, Any]], file: TextIO, form: str) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write predictions as the command line says; return the exit code, 1 for unreadable files."""
+    """Write predictions for the files on the command line, and return the exit code.
+
+    The exit code is 1 if a file cannot be read.
+    """
     escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH",
                         help="image files, and folders of them")  # fmt: skip
     parser.add_argument("--top-k", type=positive, default=1, metavar="K",
-                        help="classes a file, the most probable first; default 1")  # fmt: skip
+                        help="classes per file, the most probable first; default 1")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE",
                         help="write to this file; default: the terminal")  # fmt: skip
     parser.add_argument("--format", choices=(CSV, JSON_LINES),
-                        help="default: by the ending of --out, else csv")  # fmt: skip
+                        help="format; default: by the ending of --out, or csv")  # fmt: skip
     parser.add_argument("--batch-size", type=positive, default=64, metavar="N",
                         help="images that are computed together, default 64")  # fmt: skip
     parser.add_argument("--test-crops", type=crops, metavar="1|5|10",
-                        help="crops whose outputs are averaged; default: as the run")  # fmt: skip
+                        help="crops per image, whose outputs are averaged; default: as in the run"
+                        )  # fmt: skip
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     parser.add_argument("--data-dir", metavar="DIR",
-                        help="where a run's data are now, if elsewhere")  # fmt: skip
+                        help="folder of the run's data, if it has moved")  # fmt: skip
     parser.add_argument(
-        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+        "--use-ema",
+        action="store_true",
+        help=("for a run with --model-ema: use the averaged parameters"),
     )
     options = parser.parse_args(words)
     ending = options.out.suffix.lower().lstrip(".") if options.out else ""

@@ -25,16 +25,17 @@ from motley.train.command_line import config_from
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint, and the task that it was trained on.
+    """A checkpoint, and the task on which it was trained.
 
     Attributes:
         folder: folder of the checkpoint.
         weights: parameters and buffers by name, on the CPU.
         task: the task.
-        sample_list: list of its samples, see Task; empty if the checkpoint does not have it.
-        average: average of the parameters, each by its first name; empty if it is not used.
-        problems: faults of newer checkpoints.
-        net: the network with its weights; None: the task makes it.
+        sample_list: ``Task.sample_list`` of the training; empty if the checkpoint does not have it.
+        average: moving average of the parameters by name; empty if the average is not used. A tied
+            parameter has one entry, under its first name.
+        problems: error messages of newer checkpoints that are damaged.
+        net: the network with its weights; None: :meth:`build` makes the network.
     """
 
     folder: Path
@@ -63,16 +64,16 @@ def open_trained(
 
     Args:
         path: one checkpoint's folder, ``checkpoints/``, or a run folder.
-        data_dir: present folder of the data; None: the folder in training.
-        own: a folder of other samples, which replace the held-out ones.
-        averaged: True: use the average of the parameters.
+        data_dir: present folder of the data; None: the folder that the training used.
+        own: a folder of samples that replace the held-out samples; None: use the held-out samples.
+        averaged: True: use the moving average of the parameters.
 
     Raises:
-        MotleyError: there is no intact checkpoint, or it has no average.
+        MotleyError: there is no intact checkpoint, or the checkpoint has no average.
     """
     result = checkpoints_at(path)
     if not result:
-        raise MotleyError(f"{path}: no checkpoint is there; name a run's folder")
+        raise MotleyError(f"{path} has no checkpoint; name the folder of a run")
     folder, tensors, progress, problems = load_newest_intact(result, ("config",), ("model", "ema"))
     saved = progress["config"]
     if data_dir is not None:
@@ -82,8 +83,8 @@ def open_trained(
     weights, average = select_part(tensors, "model"), dict[str, Tensor]()
     if averaged and not (average := select_part(tensors, "ema")):
         raise MotleyError(
-            f"--use-ema: {folder} keeps no average of its parameters; it was trained without "
-            "--model-ema"
+            f"--use-ema: {folder} has no averaged parameters, because it was trained without "
+            "--model-ema; leave it out"
         )
     chosen = task.with_files(own) if own else task
     return Trained(folder, weights, chosen, saved.get(SAMPLES, ""), average, tuple(problems))
@@ -106,12 +107,13 @@ class Predictor:
         device: the device.
         precision: the precision of the computation.
         threads: number of threads that read samples.
-        predict: returns the predictions of a batch, as Task.predict; None: that method.
-        on_unreadable: receives a message for a sample that cannot be read, which is left out; None:
-            such a sample is an error.
+        predict: function that returns the predictions of a batch, like Task.predict; None: use
+            Task.predict.
+        on_unreadable: function that is called with a message for each sample that cannot be read.
+            The sample is then left out. None: such a sample raises an error.
         columns: names of the columns of a row.
-        samples: number of samples that were computed.
-        seconds: time that this took.
+        samples: number of samples for which predictions were computed.
+        seconds: seconds that reading and computing these samples took.
     """
 
     trained: Trained
@@ -152,7 +154,7 @@ class Predictor:
 
     @property
     def mem_peak_mib(self) -> float:
-        """Peak memory of the GPU in MiB; on a CPU, present memory of this process."""
+        """Peak memory of the GPU in MiB; on a CPU, present memory of this process in MiB."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return float(psutil.Process().memory_info().rss) / 2**20
@@ -163,7 +165,7 @@ class Predictor:
             item = read(self.source, index)
         except UnreadableSample as error:
             name = task.name_of(self.source, index)
-            text = f"cannot read {name} ({error}); repair it, or remove it"
+            text = f"{name} cannot be read ({error}); repair or remove it"
             if self.on_unreadable is None:
                 raise MotleyError(text) from None
             self.on_unreadable(text)

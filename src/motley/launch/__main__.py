@@ -46,9 +46,9 @@ def report_failed_import(
         where = f" (found at {error.path})" if error.path else ""
         again = typed_command("bash setup/make_env.sh")
         print(
-            f"motley: {error.name or 'a package'} cannot be imported on {os.uname().nodename}"
-            f"{where}: {error}; install it there, as with {sys.prefix}/bin/pip install "
-            f"{error.name or 'NAME'}, or make the environment again with: {again}",
+            f"motley: {error.name or 'a package'} cannot be imported on "
+            f"{os.uname().nodename}{where}: {error}; install it there with {sys.prefix}/bin/pip "
+            f"install {error.name or 'NAME'}, or make the environment again with: {again}",
             file=sys.stderr,
             flush=True,
         )
@@ -82,9 +82,9 @@ def shadowed_note(folders: Iterable[str]) -> str:
     if not (names := shadowed_packages(folders)):
         return ""
     return (
-        f"PYTHONPATH on {os.uname().nodename} has {name_some(names)}, which the environment has "
-        "too: the environment's come first; leave them out of PYTHONPATH, or install yours into "
-        "the environment with pip"
+        f"PYTHONPATH on {os.uname().nodename} has {name_some(names)}, which are also in the "
+        "environment, and Python imports the environment's; remove them from PYTHONPATH, or "
+        "install your own versions into the environment with pip"
     )
 
 
@@ -113,7 +113,7 @@ def main() -> None:
 
     if len(sys.argv) < 2:
         example = typed_command("./entry_cn.sh torch_dist/train_vit.py -h")
-        sys.exit(f"motley: no script is given; as in: {example}")
+        sys.exit(f"motley: the script is missing; name one, as in: {example}")
     if sys.argv[1] != "-m" and sys.flags.safe_path:
         sys.path.insert(0, "")  # the place of the script's folder
     escape_unprintable()

@@ -84,7 +84,7 @@ def _settings_files(given: Mapping[str, str]) -> Iterator[Path]:
         yield Path(name)
     else:
         raise MotleyError(
-            f"DS_ENV_FILE is {name}, and there is no such file on {os.uname().nodename}; put it "
+            f"DS_ENV_FILE names {name}, which does not exist on {os.uname().nodename}; create it "
             "there, or unset DS_ENV_FILE"
         )
 
@@ -107,7 +107,7 @@ def read_settings(path: Path) -> dict[str, str]:
         name, value = split_setting(plain)
         if "=" not in plain or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise MotleyError(
-                f"{path} on {os.uname().nodename} has the line {plain!r}; write NAME=VALUE"
+                f"{path} on {os.uname().nodename} has the line {plain!r}; write it as NAME=VALUE"
             )
         quoted = _QUOTED.fullmatch(value)
         value = quoted[1][1:-1] if quoted else re.split(r"\s#", value, maxsplit=1)[0].strip()
@@ -126,8 +126,8 @@ def _leave_out_foreign(found: dict[str, str]) -> None:
     for name in [name for name in _FOREIGN if name in found]:
         if speaks:  # one rank reports for its machine
             print(
-                f"motley: {name}={found[name]} on {os.uname().nodename} is left out: the "
-                f"environment has a Python of its own; find what sets it with: grep -n {name} "
+                f"motley: {name}={found[name]} on {os.uname().nodename} is ignored, because the "
+                f"environment has its own Python; find where it is set with: grep -n {name} "
                 "~/.bashrc ~/.profile /etc/profile.d/*",
                 file=sys.stderr,
             )
@@ -144,8 +144,8 @@ def _leave_out_shell(found: dict[str, str]) -> None:
     for name in [name for name in found if name.startswith(_OF_PTY)]:
         del found[name]
     print(
-        "motley: this shell is one of srun --pty, so this is a process of its own; for several "
-        "ranks put mpirun -np N before it, or start it with srun --mpi=none from outside of that "
-        "shell",
+        "motley: this shell was started by srun --pty, so the script runs as one process. For "
+        "several ranks, put mpirun -np N before it, or start it with srun --mpi=none outside of "
+        "that shell",
         file=sys.stderr,
     )

@@ -100,9 +100,9 @@ def allow_files(ranks: int, first: bool) -> None:
         if first and soft < needed:
             raise MotleyError(
                 f"a job of {ranks} ranks needs {needed} open files on its first host, "
-                f"{socket.gethostname()}, and the limit there is {soft} (ulimit -Hn); raise nofile "
-                "in /etc/security/limits.conf there, or LimitNOFILE of the service that starts it "
-                "(ssh, slurmd), and log in anew"
+                f"{socket.gethostname()}, which allows {soft} (ulimit -Hn). Raise nofile in "
+                "/etc/security/limits.conf there, or LimitNOFILE of the service that starts the "
+                "job (ssh, slurmd), and log in again"
             )
 
 

@@ -130,14 +130,15 @@ def check_size(size: int, environ: Mapping[str, str]) -> None:
     tasks, ranks = (_several(environ, name) for name in ("SLURM_STEP_NUM_TASKS", "PMI_SIZE"))
     if tasks:
         raise MotleyError(
-            f"Slurm started {tasks} tasks but MPI sees one: its PMIx and that of MPI do not fit; "
-            "start them with srun --mpi=none, or with mpirun inside the allocation"
+            f"Slurm started {tasks} tasks, but MPI finds one: the PMIx versions of Slurm and of "
+            "MPI are not compatible. Start the ranks with srun --mpi=none, or with mpirun inside "
+            "the allocation"
         )
     if ranks:
         raise MotleyError(
-            f"the launcher started {ranks} ranks but MPI sees one: the launcher is of another MPI "
-            "(MPICH, Intel MPI) than mpi4py; start them with the mpirun of setup/make_env.sh, or "
-            "with torchrun"
+            f"the launcher started {ranks} ranks, but MPI finds one: the launcher is of another "
+            "MPI (MPICH, Intel MPI) than mpi4py. Start the ranks with the mpirun of "
+            "setup/make_env.sh, or with torchrun"
         )
 
 
@@ -232,8 +233,9 @@ def meeting_point(launch: Launch, environ: Mapping[str, str]) -> tuple[str, str,
         return f"slurm {job}", environ.get("MASTER_ADDR") or expand_nodes(nodes)[0], port
     except (KeyError, ValueError, IndexError) as error:
         raise MotleyError(
-            f"{launch.by.value} started this as rank {launch.rank} of {launch.size}, and the "
-            f"environment does not say where rank 0 is ({error}); start it with mpirun"
+            f"{launch.by.value} started this process as rank {launch.rank} of {launch.size}, but "
+            f"the environment does not name the address of rank 0 (missing: {error}); start the "
+            "ranks with mpirun"
         ) from None
 
 
@@ -262,8 +264,8 @@ def secret(environ: Mapping[str, str]) -> str:
     except OSError as error:
         wrong = error.strerror or str(error)
     raise MotleyError(
-        f"{path}: {wrong}; ranks know each other by it: remove it, or set {SECRET_VARIABLE} to the "
-        "same on all"
+        f"{path} holds the secret by which ranks recognise each other: {wrong}. Remove the file, "
+        f"or set {SECRET_VARIABLE} to one value on all ranks"
     )
 
 
@@ -307,7 +309,9 @@ def _answer(ports: range, key: bytes, size: int, seconds: float) -> list[Connect
     if len(result) < size - 1:
         missing = sorted({*range(1, size)} - {*result})
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        raise MotleyError(f"of {size} ranks, {shown} did not come to rank 0 in {seconds:.0f} s")
+        raise MotleyError(
+            f"{shown} of {size} ranks did not connect to rank 0 within {seconds:.0f} s"
+        )
     return [result[rank] for rank in range(1, size)]
 
 
@@ -316,8 +320,8 @@ def _listener(ports: range) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), backlog=1024)
     raise MotleyError(
-        f"other programs listen on all ports from {ports[0]} to {ports[-1]} of "
-        f"{socket.gethostname()}, where the ranks were to meet; start it again"
+        f"other programs use all ports from {ports[0]} to {ports[-1]} on {socket.gethostname()}, "
+        "on one of which the ranks connect to rank 0; start the job again"
     )
 
 
@@ -334,7 +338,7 @@ def _call(address: str, ports: range, key: bytes, rank: int, seconds: float) -> 
     Raises:
         MotleyError: rank 0 was not found within ``seconds``.
     """
-    deadline, why = time.monotonic() + seconds, "no process listens there"
+    deadline, why = time.monotonic() + seconds, "no process listens on these ports"
     while time.monotonic() < deadline:
         for port in ports:
             try:
@@ -345,16 +349,16 @@ def _call(address: str, ports: range, key: bytes, rank: int, seconds: float) -> 
                 return connection
             except AuthenticationError:
                 why = (
-                    f"somebody with another secret listens there: set {SECRET_VARIABLE} to the "
-                    "same on all ranks, where they do not share a home"
+                    f"a process with another secret listens there; set {SECRET_VARIABLE} to one "
+                    "value on all ranks if they do not share a home"
                 )
             except (OSError, EOFError) as error:
                 if not isinstance(error, ConnectionRefusedError | EOFError):
                     why = str(error)
         time.sleep(_AGAIN_S)
     raise MotleyError(
-        f"rank {rank} did not find rank 0 at {address}, ports {ports[0]} to {ports[-1]}, in "
-        f"{seconds:.0f} s: {why}; MASTER_ADDR names another address of it"
+        f"rank {rank} did not reach rank 0 at {address}, ports {ports[0]} to {ports[-1]}, within "
+        f"{seconds:.0f} s: {why}. If rank 0 has another address, set MASTER_ADDR to it"
     )
 
 

@@ -85,8 +85,8 @@ def read_code(
         files = {name: _digest(path) for name, path in _files(Path(script).resolve(), words)}
     except OSError as error:
         raise MotleyError(
-            f"{host} cannot read {error.filename}: {error.strerror}; give yourself the right to, "
-            "or bring it from the others with: bash setup/sync_cn.sh"
+            f"{host} cannot read {error.filename}: {error.strerror}; allow yourself to read the "
+            "file, or copy it from the other hosts with: bash setup/sync_cn.sh"
         ) from None
     names = [*_PACKAGES, *packages]
     versions = {name: _release(result) for name in names if (result := version(name)) is not None}
@@ -113,23 +113,27 @@ def check_same(found: Sequence[Any]) -> None:
     if strange:
         ranks = f"rank{'s' if len(strange) > 1 else ''} {', '.join(map(str, strange))}"
         raise MotleyError(
-            f"the hosts do not run the same code: {ranks} came with another version of Motley; "
+            f"the hosts do not run the same code: {ranks} has another version of Motley; "
             + _fix("this machine's files")
         )
     hosts = [code[0] for code in found]
     if odd := _odd([code[1] for code in found]):
         ranks_odd = sorted({rank for ranks in odd.values() for rank in ranks})
-        first = "this machine's files" if 0 not in ranks_odd else "the right files here, then"
+        first = (
+            "this machine's files"
+            if 0 not in ranks_odd
+            else ("the right files to this machine, then")
+        )
         raise MotleyError(
-            f"the hosts do not run the same code: {name_some(list(odd))} differ on "
-            f"{_whose(ranks_odd, hosts)} from those on the others; {_fix(first)}"
+            f"the hosts do not run the same code: on {_whose(ranks_odd, hosts)}, "
+            f"these files differ from the other hosts': {name_some(list(odd))}; {_fix(first)}"
         )
     if extra := _find_extra([code[1] for code in found]):
         name, having = next(iter(extra.items()))
         more = f", and {len(extra) - 1} more," if len(extra) > 1 else ""
         raise MotleyError(
             f"the hosts do not run the same code: {name}{more} is on {_whose(having, hosts)} and "
-            f"not on the others, and every rank reads all files there; remove it, or "
+            "not on the other hosts, and every rank reads all files of that folder; remove it, or "
             + _fix("this machine's files")
         )
     if odd := _odd([code[2] for code in found]):
@@ -141,16 +145,16 @@ def check_same(found: Sequence[Any]) -> None:
         )
         also = f", and of {name_some(others)}" if others else ""
         raise MotleyError(
-            f"the hosts have different versions of {package} ({text}){also}; make them the same "
-            "with: bash setup/install_cn.sh"
+            f"the hosts have different versions of {package} ({text}){also}; install the same on "
+            "all with: bash setup/install_cn.sh"
         )
 
 
 def _fix(files: str) -> str:
     """Return the command that makes the code of all hosts the same, in words for the user."""
     if not ROOT:
-        return "install one version of motley-train on all of them with pip"
-    return f"bring {files} to all with: bash setup/sync_cn.sh"
+        return "install one version of motley-train on all hosts with pip"
+    return f"copy {files} to all hosts with: bash setup/sync_cn.sh"
 
 
 def _is_code(value: Any) -> bool:

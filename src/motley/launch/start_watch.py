@@ -152,8 +152,8 @@ def start_timeout(environ: Mapping[str, str]) -> float:
         seconds = -1.0
     if not 0 <= seconds < 1e6:
         raise MotleyError(
-            f"{TIMEOUT_VARIABLE}={text} is no number of seconds; write {_TIMEOUT_S:.0f}, say, or "
-            "0 to wait as long as it takes"
+            f"{TIMEOUT_VARIABLE}={text} is not a number of seconds; write one, such as "
+            f"{_TIMEOUT_S:.0f}, or 0 for no limit"
         )
     return seconds
 
@@ -207,10 +207,10 @@ def words(
         seconds: seconds since the beginning of the start.
     """
     begin = f"not all ranks have started within {seconds:.0f} s: "
-    longer = f"give it longer with {TIMEOUT_VARIABLE}=600 (seconds)"
+    longer = f"if the hosts are slow, allow more seconds with {TIMEOUT_VARIABLE}=600"
     named = "; ".join(
         f"rank {s.rank} on {host} (process {s.pid}) is "
-        + ("stopped" if s.stopped else "still reading its program")
+        + ("stopped" if s.stopped else "still importing its program")
         for s in here
         if s.stopped or not s.ready
     )

@@ -55,7 +55,7 @@ def why_not_free(port: int) -> str:
             trial.bind(("", port))
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
-            return "another program listens there" if taken else str(error.strerror)
+            return "another program listens on it" if taken else str(error.strerror)
     return ""
 
 
@@ -441,8 +441,8 @@ class World:
         """Return the address and port at which rank ``leader`` will listen; all ranks call it."""
         if self.machines[leader] != self.machines[0] and self.has_fixed_master():
             raise MotleyError(
-                "MASTER_ADDR is set, and rank 0's machine does not train: unset it, or name that "
-                f"machine, {self.nodes[0].host}, in --hosts too"
+                "MASTER_ADDR is set, and rank 0's host does not train; unset it, or add "
+                f"{self.nodes[0].host} to --hosts"
             )
         requested = port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
         wrong = ""
@@ -458,8 +458,8 @@ class World:
         address, port, wrong = offers[leader]
         if wrong:
             raise MotleyError(
-                f"MASTER_PORT={port} cannot be used on {self.nodes[leader].host}: {wrong}; choose "
-                "another, or unset MASTER_PORT, and a free one is taken"
+                f"MASTER_PORT={port} cannot be used on {self.nodes[leader].host}: {wrong}. Choose "
+                "another port, or unset MASTER_PORT to use a free one"
             )
         return address, port
 
@@ -469,10 +469,10 @@ def check_alone(size: int, environ: Mapping[str, str]) -> None:
     others = environ.get("WORLD_SIZE", "")
     if size == 1 and "RANK" in environ and others.isdigit() and int(others) > 1:
         raise MotleyError(
-            f"the environment says WORLD_SIZE={others}, and this process sees no other rank: "
-            "another launcher (DeepSpeed's) started it, or this shell has set it; start "
-            "all ranks with mpirun, srun or torchrun and ./entry_cn.sh, or unset RANK and "
-            "WORLD_SIZE"
+            f"the environment sets WORLD_SIZE={others}, but this process finds no other rank: an "
+            "unknown launcher, such as DeepSpeed's, started it, or the variable is set in this "
+            "shell. Start all ranks with mpirun, srun or torchrun and ./entry_cn.sh, or unset "
+            "RANK and WORLD_SIZE"
         )
 
 
@@ -482,8 +482,8 @@ def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
         result = environ.setdefault(name, str(value))
         if result != str(value):
             raise MotleyError(
-                f"the environment says {name}={result}, but the launcher started this as "
-                f"{name}={value}; unset {name} (a launcher inside a launcher?)"
+                f"the environment sets {name}={result}, but the launcher started this process as "
+                f"{name}={value}; unset {name}, which another launcher may have set"
             )
 
 
@@ -502,12 +502,12 @@ def port_of_user(said: Sequence[str | None]) -> int | None:
     for text, rank in ports.items():
         if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 65535):
             raise MotleyError(
-                f"MASTER_PORT={text!r}, as rank {rank} has it, is no port: set it to a number from "
-                "1 to 65535, or unset it, and a free one is taken"
+                f"MASTER_PORT={text!r} on rank {rank} is not a port; set it to a number from 1 to "
+                "65535, or unset it to use a free one"
             )
     if len({int(text) for text in ports}) > 1:
         words = " and ".join(f"{text} on rank {rank}" for text, rank in ports.items())
         raise MotleyError(
-            f"MASTER_PORT is {words}: set it to the same port on all ranks, or unset it"
+            f"MASTER_PORT is {words}; set it to the same port on all ranks, or unset it"
         )
     return int(next(iter(ports))) if ports else None

@@ -1,4 +1,4 @@
-"""The exchange of one step in a user's own loop: the sum of gradients, and each rank's numbers."""
+"""The data that ranks exchange in one step of a user's own loop: gradients, and a few numbers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,18 +20,19 @@ class RankNumbers:
 
     Attributes:
         step: number of the step.
-        own_s: seconds of the rank's own work, without waiting for others.
-        reached: last step that the rank's loader has requested.
-        rows: rows of the rank in the step.
-        loss: the rank's part of the loss.
-        finite: 1.0 if the sum of the gradients is finite, or if no loss scale is in use.
-        absent: number of parameters without a gradient on the rank.
-        is_late: 1.0 if a gradient has changed after the rank had sent it.
+        own_s: seconds that the rank worked in the step. Waiting for other ranks does not count.
+        reached: number of the last step whose rows the rank's loader has requested.
+        rows: number of rows that the rank computed in the step.
+        loss: the rank's summand of the mean loss of the global batch.
+        finite: 1.0 if the summed gradients are finite, or if no loss scale is in use.
+        absent: number of parameters that have no gradient on the rank.
+        is_late: 1.0 if a gradient changed after the rank had sent it. All ranks then repeat the
+            sum.
         call: number of backward calls in the step so far.
-        rate: learning rate of the optimizer's first group.
-        rates: checksum of the learning rates of all its groups.
+        rate: learning rate of the optimizer's first parameter group.
+        rates: checksum of the learning rates of all parameter groups of the optimizer.
         saves: 1.0 if the rank asks for a checkpoint after the step.
-        weights: weight of the rank's rows in each backward call that has one.
+        weights: total weight of the rank's rows, for each backward call with ``weight=``.
     """
 
     step: float
@@ -49,7 +50,7 @@ class RankNumbers:
     weights: tuple[float, ...]
 
     def as_row(self) -> list[Tensor | float]:
-        """Return the numbers in a row of a fixed length."""
+        """Return the numbers as a list whose length is equal on all ranks."""
         weights = [*self.weights, *[0.0] * (CALLS - len(self.weights))]
         return [self.step, self.own_s, self.reached, self.rows, self.loss, self.finite, self.absent,
                 self.is_late, self.call, self.rate, self.rates, self.saves,
@@ -57,7 +58,7 @@ class RankNumbers:
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankNumbers":
-        """Return the numbers that :meth:`as_row` has written."""
+        """Return the numbers, given a list that :meth:`as_row` has returned."""
         count = int(row[-CALLS - 1])
         weights = tuple(row[len(row) - CALLS :][:count])
         return cls(*row[: -CALLS - 1], weights=weights)  # type: ignore[misc, arg-type]
@@ -68,10 +69,10 @@ class SumOutcome:
     """The outcome of one sum of gradients, equal on all ranks.
 
     Attributes:
-        numbers: numbers of all ranks, by rank.
+        numbers: numbers that each rank has sent, in the order of ranks.
         loss: mean loss of the global batch.
         overflow: True if the sum is not finite, so that no rank steps.
-        totals: weights of all ranks' rows in each backward call that has one.
+        totals: total weight of all ranks' rows, for each backward call with ``weight=``.
     """
 
     numbers: tuple[RankNumbers, ...]
@@ -88,18 +89,20 @@ def list_parameters(optimizer: Optimizer) -> list[Tensor]:
 class OptimizerSum:
     """One optimizer, and the sum of its parameters' gradients over all ranks.
 
-    The sum begins during the backward pass that completed the gradients in the step before, since
-    the next step mostly has the same passes. If one more pass follows, all ranks repeat the sum.
+    Buckets of gradients are sent during the backward pass that has the same number in its step as
+    the pass that completed the gradients in the previous step. If a further pass follows in this
+    step, all ranks repeat the sum.
 
     Args:
         optimizer: the optimizer.
-        begin: starts to sum a bucket; see EarlySum.
+        begin: function that starts to sum a bucket; see EarlySum.
 
     Attributes:
-        summed: step whose gradients are summed already; None: none is.
+        summed: number of the last step whose gradients were summed; None before the first sum.
         may_step: True if the optimizer may step with the sum.
-        usual_call: number of the backward call that completed the gradients in the step before,
-            equal on all ranks; None: not known, and the sum begins after the passes.
+        usual_call: number of the backward call that completed the gradients in the previous step,
+            equal on all ranks. None: the number is not known, and the sum starts after the last
+            backward pass.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class OptimizerSum:
 
     @property
     def has_begun(self) -> bool:
-        """True while buckets are sent and not waited for."""
+        """True from :meth:`open` to :meth:`take` or :meth:`forget`."""
         return self._sum.has_begun
 
     def open(self) -> None:
@@ -140,22 +143,22 @@ class OptimizerSum:
         self._sum.flush()
 
     def mark_late(self) -> None:
-        """Have all ranks repeat a sum that has begun, because this rank's gradients change."""
+        """Request that all ranks repeat a sum that has begun, as this rank's gradients change."""
         self._sum.is_late |= self._sum.has_begun
 
     def forget(self) -> None:
-        """Drop a sum that has begun."""
+        """Discard a sum that has begun; the gradients stay this rank's own."""
         self._sum.forget()
 
     def wait(self) -> tuple[list[int], list[Tensor]]:
-        """Wait for the sums. All ranks call it.
+        """Wait until the gradients are summed over all ranks. All ranks call it.
 
         Returns:
-            The indices in :attr:`summed_parameters` of those that had no gradient on this rank, and
-            the sums.
+            The indices in :attr:`summed_parameters` of the parameters that have no gradient on this
+            rank. Second value: the summed gradients.
 
         Raises:
-            MotleyError: the optimizer has got other parameters since ``lab.prepare``.
+            MotleyError: the optimizer has other parameters than at ``lab.prepare``.
         """
         self._check_known()
         if self._sum.has_begun:
@@ -165,12 +168,11 @@ class OptimizerSum:
         return self._sum.wait(), self._sum.sums
 
     def _check_known(self) -> None:
-        """Raise MotleyError if the optimizer has got other parameters."""
+        """Raise MotleyError if the optimizer has other parameters than at ``lab.prepare``."""
         if list(map(id, list_parameters(self._optimizer))) != self._known:
             raise MotleyError(
-                "the optimizer has other parameters than when lab.prepare() got it, and new ones "
-                "may differ between ranks: call lab.prepare(model, optimizer) again after the "
-                "change"
+                "the optimizer has other parameters than when lab.prepare() got it, and they may "
+                "differ between ranks: call lab.prepare(model, optimizer) again after the change"
             )
 
     @property
@@ -179,7 +181,7 @@ class OptimizerSum:
         return self._sum.is_late
 
     def take(self) -> None:
-        """Replace each gradient by its sum."""
+        """Replace each gradient by its sum over all ranks."""
         self._sum.take()
 
     @property
@@ -191,7 +193,7 @@ class OptimizerSum:
         return list(map(id, trained)) != list(map(id, self._trained))
 
     def _update(self) -> None:
-        """Sum the gradients of the parameters that are trained now."""
+        """Make a new sum if other parameters than before require gradients."""
         trained = self.parameters()
         if self._are_others(trained):
             self._sum.close()

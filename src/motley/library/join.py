@@ -1,4 +1,4 @@
-"""The start of a user's own loop: :func:`join`. Torch is imported when it is called."""
+"""The function :func:`join`, with which a user's own loop starts. A call imports torch."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ def join(
     run: str | None = None,
     allow: Collection[str] = (),
 ) -> "Lab":
-    """Connect this script to all other ranks of its launch, and return the lab of all.
+    """Connect this script to all other ranks of its launch, and return the lab that they form.
 
     Call it once, before the process group and the model are made::
 
@@ -48,24 +48,25 @@ def join(
     ``bn_group``, everything is as in the script without Motley, to the last bit.
 
     Args:
-        shares: rows of each rank, in proportion, as ``[5, 0, 3]`` or ``"5,0,3"``. None: the
-            variable MOTLEY_SHARES in this form, else equal at first, and then as fast as each rank
-            is.
-        micro_batch: most rows that a rank computes at once. None: all of its rows.
-        bn_group: rows over which each batch norm takes its statistics ("ghost batch norm"). A rank
-            has whole groups, so that the result does not depend on the shares. None: a batch norm
-            in training is refused.
-        strategy: ``ddp``: each rank has whole models. ``fsdp``: each rank has a part of every
-            parameter, of its gradient and of the optimizer's state, for models that are too large
-            otherwise. The parameters of a few blocks at a time are gathered for a pass.
-        wire: form of the gradients between ranks, as ``--wire`` of ``motley train``.
-        precision: type in which :meth:`Lab.autocast` computes: fp32, bf16, fp16, or auto for the
-            fastest on each device.
-        seed: seed of the random numbers of data sets, and of drop-out.
+        shares: relative number of rows of each rank, as ``[5, 0, 3]`` or ``"5,0,3"``. None: the
+            environment variable MOTLEY_SHARES in this form. Without the variable, shares are equal
+            at first, and then proportional to each rank's measured speed.
+        micro_batch: largest number of rows that a rank computes at once. None: all of its rows.
+        bn_group: number of rows over which each batch norm takes its statistics ("ghost batch
+            norm"). Each rank computes whole groups, so that the result does not depend on the
+            shares. None: a batch norm in training mode is an error.
+        strategy: ``ddp``: each rank holds whole models. ``fsdp``: each rank holds a shard of every
+            parameter, of its gradient and of the optimizer's state, for models that do not fit
+            otherwise. A pass gathers the parameters of a few blocks at a time.
+        wire: format in which ranks send gradients, as ``--wire`` of ``motley train``.
+        precision: precision in which :meth:`Lab.autocast` computes: fp32, bf16, fp16, or auto for
+            the fastest precision of each device.
+        seed: seed of the random numbers of data sets and of drop-out.
         logs: folder of the records of all runs. The variable MOTLEY_LOGS overrides it.
-        run: name of this run's folder in ``logs``. None: the time. The variable MOTLEY_RUN
-            overrides it, and ``keep_training.sh`` sets it.
-        allow: names of what is not exact and is accepted: ``batch_norm``.
+        run: name of this run's folder in ``logs``. None: the time of the start. The variable
+            MOTLEY_RUN overrides it, and ``keep_training.sh`` sets this variable.
+        allow: checks to skip. ``batch_norm`` accepts batch norms whose statistics depend on the
+            shares.
 
     Raises:
         MotleyError: the script has joined already, or has a process group of its own.
@@ -91,13 +92,14 @@ def join(
         listed = shares if isinstance(shares, str) else ",".join(map(str, shares))
         given = replace(read_shares(listed), flag="motley.join(shares=...) or MOTLEY_SHARES,")
     if micro_batch is not None and micro_batch < 1:
-        raise MotleyError(f"micro_batch={micro_batch}: give 1 row or more")
+        raise MotleyError(f"micro_batch={micro_batch} is below 1 row: give 1 or more")
     strategy = strategy.lower()
     if strategy not in STRATEGIES:
         raise MotleyError(f"strategy={strategy!r}: give {' or '.join(STRATEGIES)}")
     if bn_group is not None and not 1 <= bn_group <= (micro_batch or bn_group):
         raise MotleyError(
-            f"bn_group={bn_group}: give 1 row or more, and at most micro_batch={micro_batch}"
+            f"bn_group={bn_group} is out of range: give 1 row or more, and at most "
+            f"micro_batch={micro_batch}"
         )
     alone = is_alone() and given is None and micro_batch is None and bn_group is None
     loop, state = None, LoopState()

@@ -53,9 +53,9 @@ class Lab:
 
     Args:
         loop: this rank's part in the loop; None: the process is alone, and nothing is divided.
-        state: objects of the loop.
-        folder: folder of all runs, and name of this run's folder or None.
-        allow: names of what is not exact and is accepted.
+        state: the models, optimizers and further objects whose state a checkpoint holds.
+        folder: folder of all runs, and name of this run's folder. None: the time of the start.
+        allow: names of checks to skip, as for :func:`motley.join`.
 
     Attributes:
         device: device of this rank.
@@ -140,7 +140,7 @@ class Lab:
         return result
 
     def plan(self) -> str:
-        """Return the present shares of all ranks, one line per rank."""
+        """Return a text on the present shares of all ranks, with one line per rank."""
         if self._loop is None:
             return "this process computes all rows"
         return self._loop.describe_plan(self._position.step)
@@ -148,7 +148,7 @@ class Lab:
     # -- the user's objects
 
     def prepare(self, *objects: Any) -> Any:
-        """Make models, optimizers, schedulers and scalers those of all ranks; return them.
+        """Let models, optimizers, schedulers and scalers train on all ranks; return them.
 
         The objects stay the same, and are changed in place: models move to :attr:`device` and get
         the values of rank 0. ``step()`` of an optimizer or a scheduler acts once per global batch.
@@ -217,8 +217,9 @@ class Lab:
         elif isinstance(each, torch.amp.GradScaler):
             if self._state.shards:
                 raise MotleyError(
-                    'a GradScaler sees this rank\'s part of the gradient with strategy="fsdp": '
-                    "leave it out, since lab.autocast() has a loss scale that all ranks share"
+                    'with strategy="fsdp", a GradScaler would see only the gradient of this '
+                    "rank's part of the parameters: leave it out, since lab.autocast() has a loss "
+                    "scale that all ranks share"
                 )
             if gate:
                 gate.add_scaler(each)
@@ -235,11 +236,11 @@ class Lab:
         self._state.add(each)
 
     def _end_bare_step(self) -> None:
-        """Keep the loss of a step without other ranks."""
+        """Store the loss at the end of a step, in a process that is alone."""
         self._loss, self._ended_at = self._losses, self._position.step
 
     def _watch_updates(self, scaler: Any) -> None:
-        """End a step without other ranks that a scaler skips, after which no optimizer steps."""
+        """End a step also if the scaler skips ``optimizer.step()``, in a process that is alone."""
         usual = scaler.update
 
         def update(*args: Any, **options: Any) -> Any:
@@ -270,8 +271,8 @@ class Lab:
         if unknown:
             raise MotleyError(
                 f"{unknown} of the {len(own)} parameters of {type(optimizer).__name__} belong to "
-                "no model that lab.prepare() was given: pass all models, and make the optimizer "
-                "from the parameters of the same models, after any change that replaces them"
+                "no model that lab.prepare() was given: pass all models, and create the optimizer "
+                "from their parameters, after any change that replaces parameters"
             )
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
@@ -313,13 +314,14 @@ class Lab:
         """Return a loader that yields this rank's rows of each batch.
 
         The batch size of ``loader`` is that of all ranks together. Its sampler decides the order,
-        and rank 0 asks it. No row is padded, dropped or repeated. All ranks call it.
+        and only rank 0 iterates over the sampler. No row is padded, dropped or repeated. All ranks
+        call this method.
 
         Args:
             loader: the loader of a script for one machine.
             train: False for held-out data, whose rows need no :meth:`backward`. Ranks may get
-                different numbers of batches. A pass in ``torch.no_grad()`` is one over held-out
-                data in any case.
+                different numbers of batches. In ``torch.no_grad()``, every pass counts as one over
+                held-out data.
 
         Raises:
             MotleyError: the rows cannot be divided among ranks.
@@ -345,17 +347,18 @@ class Lab:
     ) -> LabLoader:
         """Return a loader of this rank's rows of batches that a function makes.
 
-        For a script that has no DataLoader. Every rank calls the function for the whole batch of
-        all ranks, and keeps its rows::
+        Use it in a script that has no DataLoader. Every rank calls the function for the whole
+        global batch, and keeps its own rows::
 
             train = lab.batches(lambda n: get_batch("train"), count=5000)
             for x, y in train:
                 ...
 
         Args:
-            make: returns the batch of a number, which counts from 0 in each pass: tensors, or a
-                tuple, list or dictionary of tensors, with the rows in dimension 0. The batch may
-                depend on this number and on random numbers, which are the same on all ranks.
+            make: function that returns a batch, given the batch's number in the pass, from 0. A
+                batch is a tensor, or a tuple, list or dictionary of tensors, with the rows in
+                dimension 0. A batch may depend on its number and on random numbers, which are the
+                same on all ranks.
             count: number of batches.
             seed: seed of the function's random numbers. The random numbers of a batch depend on
                 this seed and the batch's number alone, also in a process that is alone.
@@ -365,7 +368,7 @@ class Lab:
             MotleyError: a batch has no rows, or another number of rows than the first.
         """
         if count < 1:
-            raise MotleyError(f"lab.batches(count={count}): give 1 batch or more")
+            raise MotleyError(f"lab.batches(count={count}) is below 1 batch: give 1 or more")
         return self.loader(MadeBatches(make, count, seed, self.device).loader(), train)
 
     # -- the loop
@@ -376,9 +379,9 @@ class Lab:
         return self._position.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs, from the one at which the training continues.
+        """Yield the numbers of the epochs. A resumed run starts with the epoch that it continues.
 
-        Samplers and data sets that have ``set_epoch`` are given each number by the loaders.
+        The loaders pass each number to ``set_epoch`` of samplers and data sets that have it.
         """
         self._epochs = count
         for epoch in range(self._position.epoch, count):
@@ -392,9 +395,9 @@ class Lab:
 
     @property
     def rows(self) -> int | None:
-        """Number of this rank's rows in the present piece; 0 if the rank has none in the batch.
+        """Number of rows that the loader has yielded last on this rank.
 
-        None: the process is alone, and has all rows.
+        0: the rank has no rows in this global batch. None: the process is alone, and has all rows.
         """
         if self._loop is None:
             return None
@@ -404,15 +407,16 @@ class Lab:
     def stepped(self) -> bool:
         """True if the last ``optimizer.step()`` has changed parameters.
 
-        An average of the user's own is updated then: ``if lab.stepped: ema.update(model)``.
+        A script can update its own average of the weights then:
+        ``if lab.stepped: ema.update(model)``.
         """
         return self._loop is None or self._loop.gate.stepped
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the global batch of the last step, the same on all ranks; None before it.
+        """Mean loss of the global batch of the last step, the same on all ranks.
 
-        Several backward calls of a step are added up.
+        If a step has several backward calls, their losses are added up. None before the first step.
         """
         if self._loop is not None:
             return self._loop.gate.loss
@@ -429,8 +433,8 @@ class Lab:
 
         Args:
             loss: scalar loss of the rows that the loader has yielded last.
-            weight: weight of these rows if they do not count alike, such as their number of tokens
-                or boxes, by which ``loss`` is a mean. None: the number of rows.
+            weight: total weight of these rows if rows differ in weight. For a mean over tokens or
+                boxes, this is the number of tokens or boxes. None: the number of rows.
             reduction: ``mean`` if ``loss`` is a mean over the rows, ``sum`` if it is a sum.
             options: further arguments of ``Tensor.backward``.
         """
@@ -451,8 +455,8 @@ class Lab:
     def step(self, compute: Callable[[Any], Any], rows: Any, **options: Any) -> Tensor | None:
         """Compute the loss of some rows and its gradient, in smaller pieces if memory runs out.
 
-        The pieces are halved, and the same rows computed again with the same random numbers of
-        their own::
+        After an out-of-memory error, this rank computes the same rows again in pieces of half the
+        size. Each row is read with the same random numbers::
 
             for batch in loader:
                 lab.step(lambda rows: loss_fn(model(rows["x"]), rows["y"]), batch)
@@ -460,9 +464,11 @@ class Lab:
                 optimizer.zero_grad()
 
         Args:
-            compute: returns the loss of rows, or the loss and its weight; see :meth:`backward`.
-            rows: the rows that the loader has yielded last, on any device. ``compute`` makes all
-                other changes to them, since it also gets rows that are read once more.
+            compute: function of rows that returns their loss, or the loss and its weight; see
+                :meth:`backward`.
+            rows: the rows that the loader has yielded last. The script may have moved them to a
+                device. Make all other changes to rows in ``compute``, which also gets rows that are
+                read once more.
             options: further arguments of :meth:`backward`.
 
         Returns:
@@ -490,8 +496,8 @@ class Lab:
                 if not out_of_memory(error):
                     raise
                 raise NoMemoryError(
-                    f"{shortage(error, self.device)}: give motley.join() a micro_batch, with which "
-                    "a process computes a batch in pieces"
+                    f"{shortage(error, self.device)}: give motley.join() a micro_batch, and each "
+                    "process computes its rows in pieces of that size"
                 ) from error
         return None if loss is None else loss.detach()
 
@@ -506,7 +512,8 @@ class Lab:
             options: further arguments of torch's function.
 
         Returns:
-            The norm before clipping; 0 before the last piece of a global batch.
+            The norm before clipping. The result is 0 if this rank has further pieces of the present
+            global batch, because the gradient is not complete.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._loop is None:
@@ -532,7 +539,7 @@ class Lab:
         return norm
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which this rank computes in its precision.
+        """Return a context manager in which this rank computes in its own precision.
 
         If a rank computes in fp16, all ranks share one loss scale. A process that is alone
         computes in bf16 where its device does so fast, else in fp32.
@@ -555,9 +562,10 @@ class Lab:
     def save(self, best: bool = False) -> None:
         """Save a checkpoint of everything that :meth:`prepare` and :meth:`register` were given.
 
-        Rank 0 writes it to the folder ``checkpoints`` of the run while training continues. A
-        checkpoint has hashes, and replaces the oldest of two. Before the last piece of a global
-        batch the call does nothing. With ``strategy="fsdp"`` all ranks call it.
+        Rank 0 writes the checkpoint to the folder ``checkpoints`` of the run while training
+        continues. The folder keeps the two newest checkpoints, whose files have hashes. If this
+        rank has further pieces of the present global batch, the call does nothing. With
+        ``strategy="fsdp"`` all ranks call it.
 
         Args:
             best: True: write it to the folder ``best`` of the run too.
@@ -565,7 +573,7 @@ class Lab:
         self._saver.save(best)
 
     def best(self, metric: float, higher: bool = True) -> bool:
-        """Save a checkpoint in the folder ``best`` if a metric is better than ever before.
+        """Save a checkpoint in the folder ``best`` if a metric is the best of the run so far.
 
         All ranks call it with the same number.
 
@@ -574,7 +582,7 @@ class Lab:
             higher: True if higher is better.
 
         Returns:
-            True if the metric is better.
+            True if the metric is the best so far.
         """
         return self._saver.save_best(metric, higher)
 
@@ -582,12 +590,12 @@ class Lab:
         """Continue from a checkpoint, if there is one; all ranks call it before the first loop.
 
         Call it after :meth:`prepare`, :meth:`register` and :meth:`loader`. :meth:`epochs` and the
-        loader then continue with the batch that follows the checkpoint's. Any number of ranks may
-        read it.
+        loader then continue with the batch that follows the last batch of the checkpoint. The
+        number of ranks may differ from that of the run that saved it.
 
         Args:
-            path: a run folder or a checkpoint; ``auto``: the run of ``motley.join(run=...)``, else
-                the newest unfinished run of this script.
+            path: a run folder or a checkpoint. ``auto``: the run that ``motley.join(run=...)``
+                names, or the newest unfinished run of this script.
 
         Returns:
             True if there was a checkpoint.

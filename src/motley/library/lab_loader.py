@@ -22,15 +22,15 @@ from motley.library.rank_loop import RankLoop
 from motley.library.sample_order import Batches, RandomState, is_consecutive, kept_random_state
 from motley.library.yielded_rows import YieldedRows
 
-MOST_ROWS = 2**27  # in the order of an epoch, which takes 8 bytes a row
+MOST_ROWS = 2**27  # most rows in an epoch, whose order takes 8 bytes per row
 Key = tuple[Any, int]  # index of a row, and the seed of its random numbers
 
 
 class SeededRows(Dataset[Any]):
-    """A user's data set, whose rows are read by :data:`Key`.
+    """A user's data set whose items are read by :data:`Key`, the row's index and its seed.
 
-    The random numbers of a row depend on (seed, epoch, index) alone, and so neither on the rank
-    that reads it nor on the number of worker processes.
+    The random numbers of a row depend on (seed, epoch, index) alone. They depend neither on the
+    rank that reads the row nor on the number of worker processes.
 
     Args:
         rows: the user's data set.
@@ -42,13 +42,13 @@ class SeededRows(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also while the object is being unpickled
             raise AttributeError(name)
-        return getattr(self._rows, name)  # for a user's worker_init_fn
+        return getattr(self._rows, name)  # a user's worker_init_fn may read attributes
 
     def __getitem__(self, key: Key) -> Any:
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
-        if isinstance(self._rows, MadeBatches):  # which seeds its own random numbers
+        if isinstance(self._rows, MadeBatches):  # MadeBatches seeds random numbers itself
             return [index for index, _ in keys]
         if torch.utils.data.get_worker_info() is not None:
             return [self._read(*key) for key in keys]
@@ -76,9 +76,10 @@ def check_loader(loader: Any) -> None:
     """Raise MotleyError if a loader's samples cannot be divided among ranks."""
     if not isinstance(loader, DataLoader):
         raise MotleyError(
-            f"lab.loader() was given a {type(loader).__name__}, and divides the batches of a "
-            "torch.utils.data.DataLoader: pass the DataLoader itself, before anything wraps or "
-            "reads it, or pass a function that makes a batch to lab.batches()"
+            f"lab.loader() was given a {type(loader).__name__}, and needs a "
+            "torch.utils.data.DataLoader, whose batches it divides: pass the DataLoader itself, "
+            "before anything wraps or reads it, or pass a function that makes a batch to "
+            "lab.batches()"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise MotleyError(
@@ -89,7 +90,7 @@ def check_loader(loader: Any) -> None:
     if loader.batch_sampler is None:
         raise MotleyError(
             "the DataLoader has batch_size=None, so its batches have no rows that ranks can "
-            "divide: give it the batch size of one machine"
+            "divide: give it the batch size that a single machine would use"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise MotleyError(
@@ -105,9 +106,10 @@ def check_loader(loader: Any) -> None:
         ) from None
     if rows > MOST_ROWS and not is_consecutive(loader):
         raise MotleyError(
-            f"the {type(loader.sampler).__name__} draws {rows:,} rows an epoch, whose order is "
-            f"drawn at once and may have {MOST_ROWS:,} rows: give it a smaller number, as in "
-            f"RandomSampler(rows, replacement=True, num_samples=1_000_000), and loop over epochs"
+            f"the {type(loader.sampler).__name__} draws {rows:,} rows in an epoch, and an epoch "
+            f"may have at most {MOST_ROWS:,}, because its whole order is drawn at once: give it a "
+            "smaller number, as in RandomSampler(rows, replacement=True, num_samples=1_000_000), "
+            "and loop over epochs"
         )
 
 
@@ -148,11 +150,13 @@ class PieceReader:
     Args:
         loader: the user's loader.
         schedule: the shares of all ranks.
-        rank: returns the number of this rank, which a lost rank changes.
+        rank: function that returns the number of this rank. The number may change after another
+            rank is lost.
         seed: seed of the random numbers of rows.
 
     Attributes:
-        reached: last step whose pieces were requested from the loader; its workers read ahead.
+        reached: number of the last step whose pieces were requested from the loader. Workers read
+            ahead, so this step may be later than the present one.
     """
 
     def __init__(
@@ -172,7 +176,7 @@ class PieceReader:
             batches: indices of each global batch.
             epoch: number of the epoch.
             first_batch: number of the global batch to start with.
-            step: number of its step since the start of training.
+            step: number of that batch since the start of training.
         """
         self._pending.clear()
         for rows in self._reader.read(self._request(batches, epoch, first_batch, step)):
@@ -198,8 +202,8 @@ class PieceReader:
     def read_held_out_pieces(self, batches: Batches, step: int) -> Iterator[tuple[Piece, Any]]:
         """Yield one piece for each global batch of held-out data, on every rank.
 
-        A rank without rows gets one row whose results do not count. The rows do not disturb those
-        that :meth:`read` has requested.
+        A rank without rows gets one row whose results do not count. A pass of :meth:`read` that is
+        under way can continue afterwards.
 
         Args:
             batches: indices of each global batch.
@@ -242,12 +246,12 @@ class PieceReader:
 
 
 def make_keys(indices: Sequence[Any], seed: int) -> list[Key]:
-    """Return the keys of rows, whose random numbers depend on the seed and each index alone."""
+    """Return the key of each row: its index, and a seed made of ``seed`` and the index."""
     return list(zip(indices, make_seeds(seed, [_number(index) for index in indices]), strict=True))
 
 
 def _number(index: Any) -> int:
-    """Return a number for an index, the same in all processes."""
+    """Return an integer for an index of any type, equal in all processes."""
     if isinstance(index, int) and index >= 0:
         return index
     return int.from_bytes(hashlib.sha256(repr(index).encode()).digest()[:7], "little")
@@ -263,12 +267,14 @@ class LabLoader:
         position: the position of the loop.
         source: the user's loader.
         train: True for training data.
-        start_pass: called with the order of a pass over training data before its first step.
-        restore: restores the global random generators of a process that is alone.
+        start_pass: function that is called before the first step of a pass over training data,
+            with the indices of each global batch.
+        restore: function that restores the global random generators after a resume, in a process
+            that is alone.
 
     Attributes:
         source: the user's loader.
-        generators: the user's own generators from which its samplers draw.
+        generators: ``torch.Generator`` objects that the user gave to the loader's samplers.
         passes: number of passes over the data that have started.
     """
 
@@ -321,13 +327,13 @@ class LabLoader:
         )
 
     def _start_pass(self, order: RandomState) -> int:
-        """Start a pass over the training data, and return the batch to start with."""
+        """Start a pass over the training data, and return the number of its first batch."""
         position = self._position
         if position.in_pass:
             raise MotleyError(
-                "a second loop over training data was started inside another one, so nothing says "
-                "which rows a loss is of: join the two data sets, as in DataLoader(StackDataset(a, "
-                "b), batch_size=32), or read the other one with train=False"
+                "a loop over training data was started inside another one, so a loss may belong "
+                "to the rows of either: join the two data sets, as in DataLoader(StackDataset(a, "
+                "b), batch_size=32), or read one of them with train=False"
             )
         self.passes += 1
         states = [each.get_state() for each in self.generators]
@@ -336,7 +342,7 @@ class LabLoader:
         return first
 
     def _bare_pass(self) -> Iterator[Any]:
-        """Yield the batches of the user's loader, without other ranks."""
+        """Yield the batches of the user's loader, in a process that is alone."""
         position = self._position
         first = self._start_pass(RandomState())
         self._prepare_pass(())
@@ -393,7 +399,7 @@ class LabLoader:
 
 
 def _set_epoch(loader: "DataLoader[Any]", epoch: int) -> None:
-    """Give the number of the epoch to the parts of a loader that ask for it."""
+    """Call ``set_epoch`` of a loader's samplers and data set, where it exists."""
     for part in (loader.sampler, loader.batch_sampler, loader.dataset):
         set_epoch: Callable[[int], Any] | None = getattr(part, "set_epoch", None)
         if callable(set_epoch):

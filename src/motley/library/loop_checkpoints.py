@@ -27,7 +27,7 @@ from motley.library.sample_order import RandomState
 from motley.plan.length import TrainState
 from motley.train.rescue import beside_training
 
-SAVE_EVERY = "MOTLEY_SAVE_EVERY"  # in the environment: time between checkpoints, as 10m
+SAVE_EVERY = "MOTLEY_SAVE_EVERY"  # variable with the time between checkpoints, as 10m
 _KEEP = 2  # checkpoints that stay on the disk
 _LOOP = "loop"  # entry of progress.json
 
@@ -36,8 +36,8 @@ class LoopCheckpoints:
     """The checkpoints of a loop, written and read by rank 0.
 
     Args:
-        state: objects of the loop.
-        folder: the folder ``checkpoints``.
+        state: the objects of the loop whose state a checkpoint holds.
+        folder: path of the folder ``checkpoints`` of the run.
     """
 
     def __init__(self, state: LoopState, folder: Path) -> None:
@@ -56,9 +56,9 @@ class LoopCheckpoints:
 
         Args:
             progress: entries that every checkpoint has; see motley.checkpoint.store.
-            position: state of the loop besides its objects; tensors and numbers.
-            best: True: write it to the folder ``best`` too.
-            keep: returns a copy of a tensor.
+            position: position of the loop, as nested tensors and numbers.
+            best: True: write the checkpoint to the folder ``best`` too.
+            keep: function that copies a tensor.
         """
         content, tensors = self._state.take(keep)
         content[_LOOP] = take_apart(position, f"ranks.{_LOOP}", tensors)
@@ -77,18 +77,18 @@ class LoopCheckpoints:
         self._checkpoints.check()
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints of later steps; see Checkpoints."""
+        """Rename the checkpoints of steps after ``step``, so that no run continues from them."""
         self._checkpoints.set_aside_after(step)
 
 
 def read_loop(folders: list[Path]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Return the JSON and the tensors of the first intact checkpoint, and notes for the user.
+    """Return the JSON and the tensors of the newest intact checkpoint, and notes for the user.
 
     Args:
         folders: folders of checkpoints, the newest first.
 
     Raises:
-        MotleyError: no checkpoint is intact, or it is of ``motley train``.
+        MotleyError: no checkpoint is intact, or ``motley train`` has written it.
     """
     problems: list[str] = []
     folder, opened = find_first_intact(folders, lambda each: open_checkpoint(each, ()), problems)
@@ -119,19 +119,19 @@ def cuda_state() -> list[Tensor]:
 
 
 def read_interval(text: str | None) -> float | None:
-    """Return the seconds of a text such as 10m; None: there is none, or it counts steps."""
+    """Return the seconds of a text such as 10m; None: the text is empty, or counts steps."""
     every = steps_or_time(text) if text else None
     return every.seconds if isinstance(every, Duration) else None
 
 
 class LoopSaver:
-    """Saves a user's own loop, and continues it.
+    """The writer and reader of the checkpoints of a user's own loop, on one rank.
 
     Args:
         loop: this rank's part in the loop; None: the process is alone.
-        state: objects of the loop.
+        state: the objects of the loop whose state a checkpoint holds.
         position: the position of the loop.
-        folder: folder of all runs, and name of this run's folder or None.
+        folder: folder of all runs, and name of this run's folder. None: the time of the start.
         device: device of this rank.
 
     Attributes:
@@ -154,7 +154,9 @@ class LoopSaver:
         self._saved, self._every_s = time.monotonic(), read_interval(os.environ.get(SAVE_EVERY))
         self._best: float | None = None
         self._run_path: Path | None = None  # folder of a continued run, alone
-        self._random: tuple[RandomState, list[Tensor]] | None = None  # to restore, alone
+        self._random: tuple[RandomState, list[Tensor]] | None = (
+            None  # state to restore in a process that is alone
+        )
         if loop is not None:
             loop.pause, loop.after_step = self._pause, self._save_if_asked
             loop.rescue, loop.gate.wants_save = self._rescue, self._is_save_due
@@ -176,9 +178,9 @@ class LoopSaver:
         """Write a checkpoint. One rank calls it.
 
         Args:
-            best: True: write it to the folder ``best`` of the run too.
+            best: True: write the checkpoint to the folder ``best`` of the run too.
             repeated: number of global batches that a continued run computes again.
-            keep: returns a copy of a tensor.
+            keep: function that copies a tensor.
         """
         loop, position = self._loop, self.position
         checkpoints = self._open_checkpoints()
@@ -198,10 +200,10 @@ class LoopSaver:
         checkpoints.save(progress, where, best, keep)
 
     def _rescue(self) -> str:
-        """Save the state of the last finished step, after a lost rank that ends the job.
+        """Save the state of the last finished step, when the loss of a rank ends the job.
 
-        The watching thread calls it on rank 0, or on a rank that sees the same disk if rank 0 is
-        lost. The training thread waits for the lost rank.
+        The thread that watches the ranks calls it on rank 0. If rank 0 is lost, a rank that shares
+        its disk calls it. The training thread is blocked in a collective meanwhile.
 
         Returns:
             A sentence for the user; empty if there was nothing to save.
@@ -219,16 +221,16 @@ class LoopSaver:
         return f"saved as of step {step}"
 
     def _is_save_due(self) -> bool:
-        """Return True if the interval of MOTLEY_SAVE_EVERY has passed; see keep_training."""
+        """Return True if the interval of MOTLEY_SAVE_EVERY has passed since the last checkpoint."""
         return self._every_s is not None and time.monotonic() > self._saved + self._every_s
 
     def _save_if_asked(self) -> None:
-        """Save a checkpoint if rank 0 has asked for one with its numbers of the last step."""
+        """Save a checkpoint if rank 0 requested one in its numbers of the last step."""
         if self._loop is not None and self._loop.gate.numbers[0].saves:
             self.save()
 
     def _pause(self) -> str:
-        """Save a checkpoint before the job pauses; return a sentence on it."""
+        """Save a checkpoint before the job pauses; return a message that names its step."""
         if self.position.step == 0:
             return ""
         self.save()
@@ -286,11 +288,11 @@ class LoopSaver:
         return True
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the user's own generators of all loaders of training data."""
+        """Return the ``torch.Generator`` objects of the user in all loaders of training data."""
         return [each for loader in self.loaders for each in loader.generators]
 
     def _read(self, path: str) -> tuple[dict[str, Any] | None, dict[str, Tensor], list[str]]:
-        """Return the JSON, the tensors and the notes of a checkpoint; None if there is none."""
+        """Return the JSON, the tensors and the notes of a checkpoint; JSON is None without one."""
         loop = self._loop
         if loop is None:
             config = make_config(*self._folder, path)

@@ -29,7 +29,7 @@ from motley.train.summary import print_verdict
 
 @dataclass
 class LoopTask(Task):
-    """The task of a user's own loop, which records name; it trains nothing."""
+    """A placeholder task, under whose name records list a user's own loop; it trains nothing."""
 
     noun = "row"
     unit = "rows"
@@ -40,11 +40,11 @@ class LoopTask(Task):
 
 
 def make_config(logs: str, name: str | None, resume: str | None = None) -> Config:
-    """Return the options of a loop's run, as its records name them.
+    """Return the options of a run of a user's own loop, as its records contain them.
 
     Args:
         logs: folder of all runs.
-        name: name of the run's folder; None: the time.
+        name: name of the run's folder; None: the time of the start.
         resume: a run or a checkpoint to continue from; auto: the newest unfinished run of this
             script. None: a new run.
     """
@@ -52,18 +52,18 @@ def make_config(logs: str, name: str | None, resume: str | None = None) -> Confi
 
 
 class LoopRecords:
-    """The writer of a loop's records, from its first step on.
+    """The writer of the records of a user's own loop, from its first step on.
 
     Args:
         world: the ranks.
         group: process group of the ranks that train.
         logs: folder of all runs.
-        name: name of the run's folder; None: the time.
+        name: name of the run's folder; None: the time of the start.
         strategy: ``ddp`` or ``fsdp``.
 
     Attributes:
-        full_batch: number of rows of a usual global batch; 0 before the start.
-        advice: words on how to continue after an error.
+        full_batch: number of rows of a full global batch; 0 before :meth:`start`.
+        advice: part of an error message that explains how to continue.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LoopRecords:
         self._run: Run | None = None
         self._open = ExitStack()
         self._recorder: Recorder | None = None
-        self._content: dict[str, Any] = {}  # of run.json
+        self._content: dict[str, Any] = {}  # content of run.json
         self._steps = 0
         self._wire_s: deque[float] = deque(maxlen=8)  # seconds on the wire in the last steps
         self.full_batch = 0
@@ -84,7 +84,10 @@ class LoopRecords:
 
     @property
     def run(self) -> Run:
-        """The run, a new one unless :meth:`resume` has found another; all ranks call it first."""
+        """The run that :meth:`resume` has found, or else a new run.
+
+        The first access is a collective that all ranks take part in.
+        """
         if self._run is None:
             self._world.from_first(self._check_new)
             self._run = Run.find(self._world, self.config)
@@ -126,7 +129,7 @@ class LoopRecords:
             numbers: number of elements in the parameters and buffers of all models.
             trained: number of elements that are trained.
             step: number of steps that are done.
-            total: number of steps of the whole run, as far as it is known.
+            total: expected number of steps of the whole run.
         """
         config, group, self.full_batch = self.config, self._group, plan.global_batch
         self._content = {
@@ -170,9 +173,9 @@ class LoopRecords:
         Args:
             world: the survivors.
             group: process group of the ranks that train.
-            plan: shares of a usual global batch.
+            plan: shares of a full global batch.
             step: number of steps that are done.
-            lost: sentence on the lost rank.
+            lost: sentence that describes the lost rank, for the record.
         """
         assert self._run is not None
         self._open.close()
@@ -184,10 +187,10 @@ class LoopRecords:
             "plan": _describe(plan, ()), "backend": group.backend,
         }  # fmt: skip
         self._record(step)
-        self.note("regroup", f"{lost}; the others continue with step {step}", step=step)
+        self.note("regroup", f"{lost}; the other ranks continue with step {step}", step=step)
 
     def step(self, step: FinishedStep, plan: Plan) -> None:
-        """Add a step.
+        """Record a finished step.
 
         Args:
             step: the step.
@@ -207,7 +210,7 @@ class LoopRecords:
         self._steps = step.piece.step + 1
 
     def note(self, kind: str, text: str, **content: Any) -> None:
-        """Record an event that all ranks have; see Recorder.note."""
+        """Record and print an event on rank 0; all ranks may call it. See Recorder.note."""
         if self._recorder is not None:
             self._recorder.note(kind, text, **content)
 
@@ -218,7 +221,7 @@ class LoopRecords:
             self.run.folder.update_run(plan=_describe(plan, tables, wire_s))
 
     def end(self) -> None:
-        """Write the last step and the result, at the end of this rank's script."""
+        """Close the records at the end of this rank's script; rank 0 writes the result."""
         if self._recorder is None:
             return
         seconds = time.monotonic() - self.run.trains_since
@@ -249,7 +252,7 @@ def _describe(plan: Plan, tables: Sequence[SpeedTable], wire_s: float = 0.0) -> 
     Args:
         plan: the shares.
         tables: speed of each rank; empty: not measured yet.
-        wire_s: seconds in which a step sends gradients.
+        wire_s: seconds that a step takes to send gradients.
     """
     expected = None
     if tables:

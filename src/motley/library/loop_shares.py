@@ -1,9 +1,10 @@
 """The shares of all ranks in each global batch of a user's own loop.
 
-Nothing is measured before training. The first steps have equal shares, and show the seconds per row
-of each rank. The next steps have shares in proportion, and show the seconds that do not depend on
-the rows. From then on the same monitor as in ``motley train`` watches every step. Each machine
-keeps the speeds of a script's ranks in its last run.
+Nothing is measured before training. In the first steps all ranks have equal shares, and the seconds
+per row of each rank are measured. In the next steps the shares are proportional to these speeds,
+and the seconds that do not depend on the number of rows are measured. In all later steps, the same
+monitor as in ``motley train`` proposes new shares if speeds change. Each host stores the speeds of
+its ranks for the next run of the script.
 """
 
 import hashlib
@@ -35,15 +36,15 @@ _UNLIKE = 0.2  # least relative difference of two numbers of rows that shows the
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's rows of a global batch, or a part of them.
+    """This rank's rows of a global batch, or a part of these rows.
 
     Attributes:
         step: number of the global batch since the start of training.
         epoch: number of the pass over the data.
         batch: number of the global batch in its epoch.
-        rows: number of rows; 0 if this rank has none in the global batch. The rank then reads
-            a row of another one, for a pass whose gradient does not count.
-        global_rows: number of rows of the global batch.
+        rows: number of rows in the piece; 0 if this rank has none in the global batch. The rank
+            then reads a row of another rank, for a pass whose gradient does not count.
+        global_rows: number of rows in the global batch, over all ranks.
         last: True for the last piece of this rank in the global batch.
         indices: indices of the rows in the data set.
     """
@@ -59,7 +60,7 @@ class Piece:
     def list_rows(self, group: int) -> list[object]:
         """Return the indices in the order of the global batch.
 
-        The rows of a piece are those of its groups in turn; see motley.data.source.slices.
+        A piece interleaves the rows of its groups; see motley.data.source.slices.
 
         Args:
             group: number of consecutive rows that stay together.
@@ -69,13 +70,13 @@ class Piece:
 
 
 class ShareSchedule:
-    """The shares of all ranks, which may change at a step that all ranks know.
+    """The relative number of rows of each rank, by step. All ranks hold the same schedule.
 
     Args:
-        shares: one number per rank, in proportion to its rows.
-        micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+        shares: relative number of rows of each rank.
+        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
         group: number of consecutive rows that stay together in a piece.
-        equal_pieces: True if all ranks have the same number of pieces, of which some are empty.
+        equal_pieces: True if all ranks have the same number of pieces. Some pieces are then empty.
 
     Attributes:
         group: number of consecutive rows that stay together in a piece.
@@ -93,28 +94,28 @@ class ShareSchedule:
 
     @property
     def most_rows(self) -> int | None:
-        """Most rows in a piece of this rank; None: no limit."""
+        """Largest number of rows in a piece of this rank; None: no limit."""
         return self._micro_batch
 
     def limit(self, rows: int) -> None:
-        """Read pieces of at most so many rows from now on. Each rank may have a limit of its own.
+        """Limit the pieces of this rank to ``rows`` rows from now on.
 
-        Pieces decide how a rank computes its rows, and not which rows these are.
+        Other ranks may have other limits, since a limit does not change which rows a rank computes.
         """
         self._micro_batch = min(rows, self._micro_batch or rows)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Shares that were set last."""
+        """Relative number of rows of each rank, as :meth:`change` has set it last."""
         return self._changes[-1][1]
 
     def change(self, step: int, shares: Sequence[float]) -> None:
-        """Set the shares from a step on."""
+        """Set the shares that apply from a step on."""
         self._changes = [each for each in self._changes if each[0] < step]
         self._changes.append((step, tuple(shares)))
 
     def keep_ranks(self, ranks: Sequence[int]) -> None:
-        """Divide all coming batches among some ranks alone, in the same proportions.
+        """Divide all following batches among the surviving ranks, in the same proportions.
 
         Args:
             ranks: numbers of the surviving ranks.
@@ -125,7 +126,7 @@ class ShareSchedule:
         ]
 
     def get_plan(self, step: int, rows: int) -> Plan:
-        """Return the plan of a global batch with this number of rows."""
+        """Return the split of a global batch of ``rows`` rows at a step."""
         shares = next(shares for first, shares in reversed(self._changes) if first <= step)
         most = self._micro_batch or max(1, rows)
         return Plan(
@@ -134,9 +135,9 @@ class ShareSchedule:
         )  # fmt: skip
 
     def get_held_out_plan(self, step: int, rows: int) -> Plan:
-        """Return the plan of a batch of held-out data, whose rows are in no groups.
+        """Return the split of a batch of held-out data, whose rows form no groups.
 
-        If all ranks have the same number of pieces, each has one piece, with a row at least.
+        With ``equal_pieces``, each rank has exactly one piece, of at least one row.
         """
         plan = replace(self.get_plan(step, rows), grain=1)
         if not self._equal_pieces:
@@ -146,7 +147,9 @@ class ShareSchedule:
         return replace(plan, shares=tuple(counts), max_micro_batch=(rows,) * ranks)
 
     def cut_held_out(self, batches: Batches, step: int) -> Batches:
-        """Return the batches of held-out data, in sizes of which all ranks can have one piece.
+        """Return the batches of held-out data, cut so that each rank has one piece in each batch.
+
+        Without ``equal_pieces``, the batches stay as they are.
 
         Args:
             batches: indices of each batch of the user's loader.
@@ -162,8 +165,8 @@ class ShareSchedule:
         if len(order) < ranks:
             raise MotleyError(
                 f"the held-out data has {len(order)} rows for {ranks} ranks, and with "
-                'strategy="fsdp" every rank computes one at least: give it more rows, or start '
-                "fewer ranks"
+                'strategy="fsdp" every rank needs at least one: give it more rows, or start fewer '
+                "ranks"
             )
         if most := self._micro_batch:
             while size > ranks and max(self.get_held_out_plan(step, size).counts) > most:
@@ -179,7 +182,7 @@ class RankTime:
 
     Attributes:
         rows: rows of the rank.
-        own_s: seconds of its own work, without waiting for others.
+        own_s: seconds that the rank worked. Waiting for other ranks does not count.
     """
 
     rows: int
@@ -187,16 +190,19 @@ class RankTime:
 
 
 class ShareFollower:
-    """Chooses the shares of a user's own loop. All ranks pass in the same numbers.
+    """The choice of shares in a user's own loop, by the measured speed of each rank.
+
+    All ranks pass in the same times, and thus choose the same shares.
 
     Args:
         devices: device of each rank.
-        micro_batch: most rows in a piece; None: all rows of a rank are one piece.
-        tables: speeds that an earlier run of the script has measured; empty: none.
+        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
+        tables: speed of each rank, measured in an earlier run of the script; empty if there is no
+            such run.
         group: number of consecutive rows that stay together in a piece.
 
     Attributes:
-        tables: speed of each rank; empty before the first steps have shown it.
+        tables: speed of each rank; empty until the first steps are measured.
     """
 
     def __init__(
@@ -209,30 +215,32 @@ class ShareFollower:
         self._devices, self._micro_batch, self._group = list(devices), micro_batch, group
         self.tables = tuple(tables)
         self._seen = 0
-        self._times: list[list[RankTime]] = []  # of each measured step, by rank
-        self._points: list[list[RankTime]] = []  # by rank: the median of each measurement
+        self._times: list[list[RankTime]] = []  # times of each measured step, by rank
+        self._points: list[list[RankTime]] = []  # medians of each measurement, by rank
         self._monitor = ReplanMonitor(self.tables, devices) if tables else None
         self._quiet_until = 0  # step until which old shares are in use
 
     def keep_ranks(self, ranks: Sequence[int]) -> "ShareFollower":
-        """Return the follower of some ranks alone, with their speeds."""
+        """Return a follower of the given ranks alone, with the speeds of these ranks."""
         tables = [self.tables[rank] for rank in ranks] if self.tables else ()
         devices = [self._devices[rank] for rank in ranks]
         return ShareFollower(devices, self._micro_batch, tables, self._group)
 
     def split(self, rows: int) -> tuple[int, ...]:
-        """Return the rows of each rank in a global batch, by the speeds."""
+        """Return each rank's number of rows in a global batch, chosen by the speeds."""
         return split(rows, self.tables)
 
     def step(
         self, step: int, times: Sequence[RankTime], counts: Sequence[int]
     ) -> tuple[int, ...] | None:
-        """Add a step; return the rows of each rank in a full batch if they should change.
+        """Add the times of a step, and return new row counts for a full batch, or None.
+
+        None: the present row counts should stay.
 
         Args:
             step: number of the step.
             times: time of each rank.
-            counts: rows of each rank in a full batch, as they are now.
+            counts: present number of rows of each rank in a full batch.
         """
         if step < self._quiet_until or not all(each.own_s > 0 for each in times):
             return None
@@ -249,13 +257,16 @@ class ShareFollower:
         return self._measure(counts) if len(self._times) == _MEASURED else None
 
     def change(self, step: int) -> None:
-        """Note that the shares of the last proposal are in use from a step on."""
+        """Ignore the times of steps before ``step``, from which on the new shares are in use."""
         self._quiet_until = step
         if self._monitor is not None:
             self._monitor.reset()
 
     def _measure(self, counts: Sequence[int]) -> tuple[int, ...] | None:
-        """Return better shares by the measured steps, or None; then let the monitor watch."""
+        """Return better row counts by the measured steps, or None if the gain is too small.
+
+        The last measurement also starts the monitor, which watches all later steps.
+        """
         points = [
             RankTime(each[0].rows, median(time.own_s for time in each))
             for each in zip(*self._times, strict=True)
@@ -279,11 +290,12 @@ class ShareFollower:
 def make_table(points: Sequence[RankTime], micro_batch: int, group: int = 1) -> SpeedTable:
     """Return the speeds of one rank.
 
-    The time of a piece is a + b * rows. With one measurement, or two of similar rows, a is 0.
+    The time of a piece is modelled as a + b * rows. With one measurement, or with two of similar
+    numbers of rows, a is 0.
 
     Args:
-        points: times of the rank with one or two numbers of rows.
-        micro_batch: most rows in a piece.
+        points: one or two measurements of the rank, with different numbers of rows.
+        micro_batch: largest number of rows in a piece.
         group: number of consecutive rows that stay together in a piece.
     """
     last = points[-1] if points[-1].rows else points[0]
@@ -301,11 +313,11 @@ def make_table(points: Sequence[RankTime], micro_batch: int, group: int = 1) -> 
 
 
 class SpeedMemory:
-    """The file with this rank's speed.
+    """The file that stores this rank's speed for the next run of the script.
 
     Args:
         worker: this rank.
-        micro_batch: most rows in a piece; None: all rows of a rank are one piece.
+        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
         group: number of consecutive rows that stay together in a piece.
         numbers: number of elements in the parameters and buffers of all models.
     """
@@ -323,15 +335,17 @@ class SpeedMemory:
         self._path = cache_folder() / f"loop-{compute_digest(self._key)[:20]}.json"
 
     def recall_all(self, rows: int) -> tuple[SpeedTable, ...]:
-        """Return the speeds of all ranks; empty if a rank has none. All ranks call it.
+        """Return the stored speeds of all ranks. All ranks call it.
+
+        The result is empty if a rank has no stored speed for pieces of up to ``rows`` rows.
 
         Args:
-            rows: most rows in a piece, which the speeds have to know.
+            rows: largest number of rows in a piece.
         """
         own = read_speed(self._path, self._key)
         known = all_gather_object(own if own and own.sizes[-1] == rows else None)
         return tuple(known) if all(known) else ()
 
     def keep(self, speed: SpeedTable) -> None:
-        """Write this rank's speed."""
+        """Write this rank's speed to the file."""
         write_speed(self._path, self._key, speed)

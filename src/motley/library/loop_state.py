@@ -1,7 +1,7 @@
-"""The state of a user's own loop, of which nothing is pickled.
+"""The state of a user's own loop, stored as JSON and tensors, without pickles.
 
-A checkpoint holds the objects with ``state_dict`` as JSON and tensors. The position has the epoch,
-the batch, the step, and the random numbers of the order.
+A checkpoint holds the state of all objects with ``state_dict``, and the position of the loop. The
+position consists of the epoch, the batch, the step, and the random state of the sample order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +20,16 @@ from motley.library.sample_order import RandomState
 
 Keep = Callable[[Tensor], Tensor]
 _PLAIN = (bool, int, float, str)
-_FACTORS = ("MulBackward0", "DivBackward0")  # by which a script scales its loss
+_FACTORS = ("MulBackward0", "DivBackward0")  # autograd nodes of a loss that a script has scaled
 
 
 class LoopState:
-    """All objects of a loop whose state a checkpoint holds, in the order in which they came.
+    """All objects of a loop whose state a checkpoint holds, in the order of :meth:`add`.
 
     Attributes:
         models: the models.
         optimizers: the optimizers.
-        shards: the ranks' parts of the models; None: each rank has whole models.
+        shards: the models if they are sharded over the ranks; None: each rank has whole models.
     """
 
     def __init__(self) -> None:
@@ -64,10 +64,10 @@ class LoopState:
     def take(self, keep: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the state of all objects: JSON, and tensors by name.
 
-        If the models are in parts, all ranks call it.
+        If the models are sharded, all ranks call it.
 
         Args:
-            keep: returns the value to store for a tensor, such as a copy on the CPU.
+            keep: function that returns the value to store for a tensor, such as a copy on the CPU.
         """
         tensors: dict[str, Tensor] = {}
         with self._put_together():
@@ -89,7 +89,7 @@ class LoopState:
         if own.keys() != content.keys():
             names = ", ".join(sorted(own.keys() ^ content.keys()))
             raise MotleyError(
-                f"the checkpoint is of other objects ({names}): give lab.prepare() and "
+                f"the checkpoint was saved with other objects ({names}): give lab.prepare() and "
                 "lab.register() the same objects in the same order as the script that saved it"
             )
         for name, owner in own.items():
@@ -100,14 +100,14 @@ class LoopState:
             except (RuntimeError, ValueError, KeyError) as error:
                 raise MotleyError(
                     f"the checkpoint does not fit the {type(owner).__name__} of this script: "
-                    f"{str(error).splitlines()[0]}; make the same model and optimizer, or start "
+                    f"{str(error).splitlines()[0]}. Create the same model and optimizer, or start "
                     "without lab.resume()"
                 ) from None
 
     def load_step(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Load what a step of the optimizers changes, as another rank has it after the step.
+        """Load another rank's models and optimizers after a step that this rank has missed.
 
-        Schedulers and other objects stay: this rank's own code changes them after the step.
+        Schedulers and other objects stay, because this rank's own code steps them afterwards.
         """
         for name, owner in self._named():
             state = put_together(content[name], tensors)
@@ -117,7 +117,7 @@ class LoopState:
                 owner.load_state_dict({**owner.state_dict(), "state": state["state"]})
 
     def _named(self) -> list[tuple[str, Any]]:
-        """Return all objects with the names by which a checkpoint knows them."""
+        """Return all objects by their names in a checkpoint."""
         models = [("model" if n == 0 else f"optimizer.model{n}", each)
                   for n, each in enumerate(self.models)]  # fmt: skip
         rest = [(f"optimizer.optimizer{n}", each) for n, each in enumerate(self.optimizers)]
@@ -126,12 +126,12 @@ class LoopState:
 
 
 def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a state as JSON, and move its tensors to a dictionary.
+    """Return a state as JSON, and add its tensors to a dictionary.
 
     Args:
         value: nested dictionaries, lists and tuples of tensors, arrays, numbers, texts and None.
-        name: name of the state, with which names of tensors start.
-        tensors: receives the tensors by name.
+        name: name of the state, and prefix of the names of its tensors.
+        tensors: dictionary to which the tensors are added by name.
 
     Raises:
         MotleyError: the state has a value of another type.
@@ -159,8 +159,8 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             kind: [take_apart(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]
         }
     raise MotleyError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: have its "
-        "state_dict() return tensors, numbers, texts, lists and dictionaries"
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: let its "
+        "state_dict() return tensors, numbers, strings, lists and dictionaries"
     )
 
 
@@ -192,8 +192,8 @@ class LoopPosition:
         is_done: True once the pass of the present epoch has ended.
         counts_epochs: True if the script takes its epochs from ``lab.epochs``. Otherwise each pass
             over the training data is an epoch.
-        order: random numbers from which the order of the present pass was drawn; on rank 0.
-        generators: states of the user's own generators at that time; on rank 0.
+        order: random state from which the order of the present pass was drawn.
+        generators: states at that time of the ``torch.Generator`` objects that the user made.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class LoopPosition:
         self.generators: list[torch.Tensor] = []
         self._first_node = 0  # number of the first node of a graph of the present rows
         self._unused = 0  # pieces that were read since the last loss
-        self._losses = 0  # of the present piece
+        self._losses = 0  # number of losses of the present piece
         self._ahead = 0  # pieces that were read before the first loss of the present piece
         self._times_ahead = 0  # number of times that a loss followed several pieces
 
@@ -212,7 +212,7 @@ class LoopPosition:
         self.epoch, self.is_done, self.counts_epochs = epoch, False, True
 
     def start_pass(self, order: RandomState, generators: Sequence[torch.Tensor]) -> int:
-        """Start a pass over the training data, and return the batch to start with."""
+        """Start a pass over the training data, and return the number of its first batch."""
         if self.is_done and not self.counts_epochs:
             self.epoch += 1
         self.in_pass, self.is_done = True, False
@@ -224,18 +224,18 @@ class LoopPosition:
         self.in_pass, self.is_done, self.batch = False, True, 0
 
     def mark_rows(self) -> None:
-        """Note that the user's code gets rows now."""
+        """Mark that the loader yields rows to the user's code now, for :meth:`check_loss`."""
         with torch.inference_mode(mode=False), torch.enable_grad():
             node = torch.zeros((), requires_grad=True).clone().grad_fn
         self._first_node = node._sequence_nr()  # type: ignore[union-attr]
         self._unused, self._losses = self._unused + 1, 0
 
     def check_loss(self, loss: torch.Tensor, is_mean: bool) -> None:
-        """Raise MotleyError if a loss is not one of the rows that the loader has yielded last.
+        """Raise MotleyError if a loss was not computed from the rows that were yielded last.
 
         Args:
             loss: the loss.
-            is_mean: True if it counts by the number of these rows.
+            is_mean: True if the loss is a mean that is weighted by the number of these rows.
         """
         self._losses += 1
         if self._losses == 1:
@@ -244,26 +244,26 @@ class LoopPosition:
             self._times_ahead += 1  # once, it may follow batches that a resumed script skips
             if self._times_ahead == 2:
                 raise MotleyError(
-                    "several batches were read ahead, and each has a loss now, which would be "
-                    "weighed by the rows of the last batch: call backward() before the next batch "
-                    'is read, or with reduction="sum" for losses that are divided by the number '
-                    "of tokens of all ranks"
+                    "several batches were read before backward(), and each has a loss, which "
+                    "would be weighted by the rows of the last batch: call backward() before you "
+                    'read the next batch, or give it reduction="sum" for losses that are divided '
+                    "by the number of tokens of all ranks"
                 )
         node: Any = loss.grad_fn
         while node is not None and node.name() in _FACTORS:
             node = next((each for each, _ in node.next_functions if each is not None), None)
         if node is not None and node._sequence_nr() < self._first_node:
             raise MotleyError(
-                "the loss was computed before the loader yielded its last rows, so it is a loss of "
-                "other rows: call next() on the loader after lab.backward(), and read ahead with "
-                "DataLoader(..., num_workers=2)"
+                "the loss was computed before the loader yielded its last rows, so it belongs to "
+                "earlier rows: call next() on the loader after lab.backward(), and read ahead "
+                "with DataLoader(..., num_workers=2)"
             )
 
     def state_dict(self, order: RandomState, generators: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the position for a checkpoint.
 
         Args:
-            order: random numbers from which the next order will be drawn.
+            order: random state from which the next order will be drawn.
             generators: present states of the user's own generators.
         """
         inside = self.in_pass and self.order is not None
@@ -275,13 +275,13 @@ class LoopPosition:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> RandomState:
-        """Load the position; return the random numbers from which the next order is drawn."""
+        """Load the position; return the random state from which the next order is drawn."""
         self.epoch, self.step, self.batch = state["epoch"], state["step"], state["batch"]
         return RandomState.from_state_dict(state["order"])
 
 
 def list_generators(loader: "DataLoader[Any]") -> list[torch.Generator]:
-    """Return the generators of the user's own from which a loader draws its order."""
+    """Return the user's ``torch.Generator`` objects from which a loader draws its order."""
     samplers = (
         loader.sampler,
         loader.batch_sampler,

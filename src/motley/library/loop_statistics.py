@@ -12,11 +12,11 @@ from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms
 
 @dataclass
 class _Passes:
-    """The passes of one model.
+    """The forward passes of one model in a step.
 
     Attributes:
         statistics: statistics of its batch norms.
-        ran: True if the model has had a training pass since its statistics moved.
+        ran: True if the model ran a training pass since its running statistics were last updated.
     """
 
     statistics: GroupStatistics
@@ -26,12 +26,12 @@ class _Passes:
 class LoopStatistics:
     """The statistics of all batch norms of a user's models, exact for any shares.
 
-    A group is ``group`` consecutive rows of a global batch. A rank has whole groups in each piece.
-    The running statistics move with each global batch, and the ranks add their parts up with each
-    sum of gradients.
+    A group is ``group`` consecutive rows of a global batch. Each piece of a rank consists of whole
+    groups. Each global batch updates the running statistics on every rank, for the rank's own rows.
+    The ranks add these parts up whenever they sum gradients.
 
     Args:
-        group: rows in a group; None: batch norms stay as they are.
+        group: number of rows in a group; None: batch norms stay as they are.
     """
 
     def __init__(self, group: int | None) -> None:
@@ -49,14 +49,14 @@ class LoopStatistics:
             self._models[model] = _Passes(GroupStatistics(model, self._group))
 
     def begin(self, piece: Piece) -> None:
-        """Start the passes of a piece, after those of the piece before it."""
+        """Add the statistics of the previous piece, and start the passes of the next piece."""
         self._flush()
         self._piece = piece
         for each in self._models.values():
             each.statistics.begin_pass(piece.rows or 1)  # an idle rank computes one row
 
     def _flush(self) -> None:
-        """Add the passes of the present piece so far."""
+        """Add the statistics of all passes of the present piece so far."""
         piece = self._piece
         if piece is None:
             return
@@ -68,21 +68,21 @@ class LoopStatistics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no calls in a backward pass, which may compute layers again."""
+        """Ignore calls of layers in the context: a backward pass may recompute layers."""
         with contextlib.ExitStack() as stack:
             for each in self._models.values():
                 stack.enter_context(each.statistics.paused())
             yield
 
     def end_batch(self) -> None:
-        """Move the running statistics by the passes of a global batch; local to this rank."""
+        """Update the running statistics with this rank's passes of a global batch."""
         self._flush()
         for each in self._models.values():
             each.statistics.end_step(each.ran)
             each.ran = False
 
     def unite(self) -> None:
-        """Move the statistics by all passes so far, and add up all ranks' parts; all call it."""
+        """Update the running statistics with the passes of all ranks so far; all ranks call it."""
         piece = self._piece
         self.end_batch()
         for each in self._models.values():
@@ -91,7 +91,7 @@ class LoopStatistics:
             self.begin(piece)
 
     def drop(self) -> None:
-        """Drop all passes since :meth:`unite`, which are computed again."""
+        """Discard all passes since :meth:`unite`, because they will be computed again."""
         piece, self._piece = self._piece, None
         for each in self._models.values():
             each.statistics.end_pass()
@@ -101,7 +101,7 @@ class LoopStatistics:
             self.begin(piece)
 
     def get_buffers(self) -> dict[str, Tensor]:
-        """Return the running statistics of all layers by name."""
+        """Return the running statistics of all batch norms by name."""
         return {
             f"{number}.{name}": buffer
             for number, model in enumerate(self._models)

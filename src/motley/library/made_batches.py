@@ -1,8 +1,8 @@
-"""Batches that a user's function makes, as a data set whose rows the ranks divide.
+"""A data set of batches that a user's function makes, whose rows are divided among the ranks.
 
 Scripts without a DataLoader have a function such as ``get_batch()``, which draws rows at random or
-cuts them out of tensors in memory. Every rank calls it for the whole global batch, and keeps its
-own rows.
+cuts them out of tensors in memory. Every rank calls the function for the whole global batch, and
+keeps its own rows.
 """
 
 import random
@@ -21,10 +21,10 @@ from motley.library.sample_order import kept_random_state
 
 
 class MadeBatches(Dataset[int]):
-    """The rows of batches that a function makes. An item is the row's number.
+    """The rows of batches that a function makes. Item ``i`` is the number ``i``; see :meth:`take`.
 
     Args:
-        make: returns the global batch of a number.
+        make: function that returns the global batch of a given number.
         count: number of batches.
         seed: seed of the random numbers of ``make``.
         device: device of this rank.
@@ -36,7 +36,7 @@ class MadeBatches(Dataset[int]):
     def __init__(
         self, make: Callable[[int], Any], count: int, seed: int, device: torch.device
     ) -> None:
-        if device.type == "cuda" and device.index is None:  # of a process that is alone
+        if device.type == "cuda" and device.index is None:  # the process is alone
             device = torch.device("cuda", torch.cuda.current_device())
         self._make, self._count, self._seed, self._device = make, count, seed, device
         self._last: tuple[int, Any] = (-1, None)  # number and content of the batch made last
@@ -52,18 +52,20 @@ class MadeBatches(Dataset[int]):
         return index
 
     def loader(self) -> "DataLoader[Any]":
-        """Return a loader of the batches in their order."""
+        """Return a DataLoader that yields the batches in the order of their numbers."""
         return DataLoader(self, batch_size=self.rows, collate_fn=self.take)
 
     def take(self, indices: Sequence[int]) -> Any:
-        """Return some rows of one batch, in this order."""
+        """Return the rows of one batch with these indices, in this order."""
         number = indices[0] // self.rows
         batch = self._get(number)
         size, usual = _count_rows(batch), self._of_last if number == self._count - 1 else self.rows
         if size != usual:
             self._refuse(number, size)
         rows = [index - number * self.rows for index in indices]
-        if rows != list(range(rows[0], rows[0] + len(rows))):  # in groups; see data.source.slices
+        if rows != list(
+            range(rows[0], rows[0] + len(rows))
+        ):  # groups interleave rows; see data.source.slices
             return _cut(batch, rows)
         return batch if len(rows) == size else _cut(batch, slice(rows[0], rows[0] + len(rows)))
 
@@ -71,7 +73,7 @@ class MadeBatches(Dataset[int]):
         return _count_rows(self._get(number))
 
     def _get(self, number: int) -> Any:
-        """Return a batch, made with random numbers that depend on the seed and its number."""
+        """Return a batch. Its random numbers depend on the seed and on the batch's number."""
         if self._last[0] != number:
             with kept_random_state(), torch.random.fork_rng(_list_gpus(self._device)):
                 seed = make_seed(self._seed, number)
@@ -84,7 +86,7 @@ class MadeBatches(Dataset[int]):
     def _refuse(self, number: int, size: int) -> None:
         raise MotleyError(
             f"batch {number} of lab.batches() has {size} rows, and batch 0 has {self.rows}: make "
-            "batches of one size, of which the last alone may be smaller"
+            "batches of one size, of which only the last may be smaller"
         )
 
 
@@ -109,14 +111,14 @@ def _count_rows(batch: Any) -> int:
     """Return the number of rows of a batch.
 
     Raises:
-        MotleyError: its tensors have none, or different numbers.
+        MotleyError: the tensors of the batch have no rows, or different numbers of rows.
     """
     sizes = sorted({len(each) for each in _list_tensors(batch)})
     if len(sizes) != 1 or not sizes[0]:
         found = f"tensors with {' and '.join(map(str, sizes))} rows" if sizes else "no tensor"
         raise MotleyError(
             f"the function of lab.batches() returned {found}: return tensors whose dimension 0 "
-            "counts the rows of the batch, such as x.transpose(0, 1)"
+            "counts the rows of the batch, as x.transpose(0, 1) does for a dimension 1"
         )
     return sizes[0]
 

@@ -1,8 +1,8 @@
-"""The models of a user's own loop in parts, one on each rank: ``motley.join(strategy="fsdp")``.
+"""Models of a user's own loop that are sharded over the ranks: ``motley.join(strategy="fsdp")``.
 
-The optimizers step this rank's part of each parameter as a plain tensor. Each backward pass adds up
-the gradients of all ranks and leaves each rank the sum of its part. All ranks therefore pass
-through the models equally often, also a rank that has no rows.
+The optimizers step this rank's shard of each parameter as a plain tensor. Each backward pass sums
+the gradients over all ranks, and each rank receives the sum of its shard (reduce-scatter). All
+ranks, also those without rows, therefore run the same number of passes.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ _PASSES = 3.0  # time of a forward and a backward pass, in forward passes
 
 
 class ShardedSum(OptimizerSum):
-    """One optimizer under FSDP, whose gradients each backward pass has summed already.
+    """One optimizer under FSDP. Its gradients are summed by each backward pass already.
 
     Args:
         optimizer: the optimizer of sharded parameters.
-        used: the DTensors that have got a gradient from this rank's rows in the present step.
+        used: DTensors with a gradient from this rank's rows in the present step.
     """
 
     def __init__(self, optimizer: Optimizer, used: Set[Tensor]) -> None:
@@ -68,18 +68,18 @@ class ShardedSum(OptimizerSum):
         """Do nothing: the backward pass sends the gradients by itself."""
 
     def wait(self) -> tuple[list[int], list[Tensor]]:
-        """Return the parts of the sums that this rank has; see OptimizerSum."""
+        """Return this rank's shards of the summed gradients; see OptimizerSum."""
         self._check_known()
         self.shards.with_gradients()
         absent = [number for number, each in enumerate(self.parameters()) if each not in self._used]
         return absent, [each.grad for each in self.summed_parameters if each.grad is not None]
 
     def take(self) -> None:
-        """Do nothing: each gradient is its sum."""
+        """Do nothing: each gradient is already the sum over all ranks."""
 
     @property
     def summed_parameters(self) -> Sequence[Tensor]:
-        """This rank's parts of the parameters that are trained now."""
+        """This rank's shards of the parameters that require gradients now."""
         pairs = zip(self.shards.whole, self.shards.own, strict=True)
         return [own for whole, own in pairs if whole.requires_grad]
 
@@ -89,15 +89,16 @@ def _send_nothing(bucket: Any) -> Any:
 
 
 class ModelShards:
-    """All models of a loop, each rank with a part of every parameter.
+    """All models of a loop. Each rank holds a shard of every parameter.
 
     Args:
         device: device of this rank.
         size: number of ranks.
-        wire: type in which gradients are scattered; None: that of the parameters.
+        wire: dtype in which gradients are reduce-scattered; None: dtype of the parameters.
 
     Attributes:
-        loss_factor: factor on each loss, since FSDP averages the ranks' gradients.
+        loss_factor: factor on each loss, equal to the number of ranks. FSDP averages gradients over
+            the ranks, and the factor makes the average a sum.
     """
 
     def __init__(self, device: torch.device, size: int, wire: torch.dtype | None) -> None:
@@ -106,13 +107,13 @@ class ModelShards:
         self._models: dict[nn.Module, BlockCalls] = {}
         self._sums: dict[Optimizer, ShardedSum] = {}
         self._replaced: dict[Tensor, Tensor] = {}  # the user's parameter: its DTensor
-        self._used: set[Tensor] = set()  # in the present step; see ShardedSum
+        self._used: set[Tensor] = set()  # DTensors with a gradient; see ShardedSum
         self._watched: set[Tensor] = set()
         self._is_empty = False  # True if the present piece has no rows
         self._silence = contextlib.ExitStack()
-        self._start: Any = None  # of the block that computes now
-        self._spans: list[tuple[Any, Any]] = []  # of blocks, in the present step
-        self._last: list[tuple[Any, Any]] = []  # in the step before
+        self._start: Any = None  # start time of the block that computes now
+        self._spans: list[tuple[Any, Any]] = []  # start and end of each block in this step
+        self._last: list[tuple[Any, Any]] = []  # start and end of each block in the previous step
 
     # -- models and optimizers
 
@@ -121,7 +122,7 @@ class ModelShards:
         return owner in self._models or owner in self._sums
 
     def add(self, model: nn.Module) -> None:
-        """Give each rank a part of a model, with the values of rank 0. All ranks call it.
+        """Divide a model among the ranks, with the values of rank 0. All ranks call it.
 
         The model moves to the device a few blocks at a time.
 
@@ -146,8 +147,9 @@ class ModelShards:
                 if self._replaced.setdefault(old, after[name]) is not after[name]]  # fmt: skip
         if torn:
             raise MotleyError(
-                f"{ENGINE} cannot shard {name_some(torn, 3)}: a block shares it with another one; "
-                f"take {INSTEAD}, or share parameters outside of the blocks alone"
+                f"{ENGINE} cannot shard {name_some(torn, 3)}, which one block shares with "
+                f"another: take {INSTEAD}, or share only parameters that are outside of the "
+                "blocks"
             )
         for old in before.values():
             old.data = old.new_empty(0)  # frees the whole tensor that the optimizer still holds
@@ -165,12 +167,12 @@ class ModelShards:
             block.register_forward_hook(self._end_block, prepend=True)
 
     def _watch(self, path: str, sharded: Mapping[str, Tensor], module: nn.Module, _: Any) -> None:
-        """Note from now on which parameters of a module get a gradient.
+        """Register hooks that record which parameters of a module get a gradient.
 
         Args:
             path: name of the module.
             sharded: the DTensors of the model by name.
-            module: the module, whose parameters are gathered.
+            module: the module, while its parameters are gathered.
         """
         for name, gathered in module.named_parameters(path, remove_duplicate=False):
             own = sharded[name]
@@ -193,12 +195,12 @@ class ModelShards:
         """Give an optimizer the sharded parameters in place of the user's.
 
         Raises:
-            MotleyError: the optimizer does not step each number by itself.
+            MotleyError: the optimizer's step of an element depends on other elements of the tensor.
         """
         if not _is_elementwise(optimizer):
             raise MotleyError(
-                f"{type(optimizer).__name__} looks at whole tensors, and {ENGINE} gives it parts "
-                f"of them: take {INSTEAD}, or an optimizer such as AdamW or SGD"
+                f"{type(optimizer).__name__} computes with whole tensors, and {ENGINE} gives it "
+                f"parts of tensors: take {INSTEAD}, or an optimizer such as AdamW or SGD"
             )
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(each, each) for each in group["params"]]
@@ -208,17 +210,17 @@ class ModelShards:
             optimizer.state[own] = {name: _share(each, own) for name, each in slots.items()}
 
     def make_sum(self, optimizer: Optimizer) -> ShardedSum:
-        """Return the sum of an optimizer whose parameters are sharded."""
+        """Return the ShardedSum of an optimizer whose parameters are sharded."""
         self._sums[optimizer] = ShardedSum(optimizer, self._used)
         return self._sums[optimizer]
 
     def find_whole(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the DTensors of parameters, which a user may have from before or after."""
+        """Return the DTensors of parameters that the user took before or after sharding."""
         known = {id(own): whole for own, whole in self._pairs()}
         return [known.get(id(each), self._replaced.get(each, each)) for each in parameters]
 
     def find_own(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's parts of DTensors that an optimizer steps."""
+        """Return this rank's shards of the given DTensors, if an optimizer steps them."""
         known = {id(whole): own for own, whole in self._pairs()}
         return [known[id(each)] for each in parameters if id(each) in known]
 
@@ -232,7 +234,7 @@ class ModelShards:
         """Start the passes of a piece.
 
         Args:
-            is_empty: the rank has no rows, so that its gradients are zero.
+            is_empty: True if the rank has no rows. Its gradients are then zero.
         """
         self._silence.close()
         self._is_empty = is_empty
@@ -241,21 +243,21 @@ class ModelShards:
             self._silence.enter_context(silenced(model, is_empty))
 
     def check_blocks(self) -> None:
-        """Check that the passes have called all blocks of a model or none.
+        """Check that the passes have called either all blocks of a model or none.
 
         Raises:
-            MotleyError: a block was left out, for which the other ranks may wait.
+            MotleyError: a pass left out a block. Other ranks may wait for this rank to gather it.
         """
         for calls in self._models.values():
             left_out = calls.list_left_out()
             if left_out and len(left_out) < len(calls.modules):
                 raise MotleyError(
-                    f"the forward pass has left out {name_some(left_out, 3)}, and {ENGINE} has all "
-                    f"ranks gather each block together: call every block, or take {INSTEAD}"
+                    f"the forward pass did not call {name_some(left_out, 3)}, and {ENGINE} needs "
+                    f"every rank to gather each block: call every block, or take {INSTEAD}"
                 )
 
     def show_gradients(self) -> None:
-        """Show the optimizers their parts of the gradients, which may still be scaled."""
+        """Set the gradients of this rank's shards in all optimizers. They may still be scaled."""
         for each in self._sums.values():
             each.shards.with_gradients()
 
@@ -266,13 +268,13 @@ class ModelShards:
         self._used.clear()
 
     def measure_compute_s(self, at_once: bool) -> float:
-        """Return the seconds that this rank's blocks have computed, without waiting for parameters.
+        """Return the seconds that this rank's blocks computed in a step, without communication.
 
-        The time of a backward pass is taken as twice that of the forward pass, since the passes
-        wait for other ranks in between.
+        Only forward passes are timed. A backward pass is counted as twice the time of its forward
+        pass, because its own time would include waiting for other ranks.
 
         Args:
-            at_once: of the present step; False: of the step before, as on a GPU.
+            at_once: True: measure the present step. False: measure the previous step, as on a GPU.
         """
         spans = self._spans if at_once else self._last
         if spans and self._device.type == "cuda":
@@ -293,14 +295,14 @@ class ModelShards:
 
     @contextlib.contextmanager
     def put_together(self) -> Iterator[None]:
-        """Give all optimizers DTensors for the time of the context, to save or load their state."""
+        """Give all optimizers DTensors within the context, so that their state can be saved."""
         with contextlib.ExitStack() as stack:
             for each in self._sums.values():
                 stack.enter_context(each.shards.put_together())
             yield
 
     def share(self, owner: Any, state: Any) -> Any:
-        """Return the state of a model or an optimizer with this rank's parts of whole tensors."""
+        """Return the state of a model or an optimizer, with tensors cut to this rank's shards."""
         if isinstance(owner, nn.Module):
             tensors = dict(owner.state_dict(keep_vars=True))
             return {name: _share(value, tensors.get(name)) for name, value in state.items()}
@@ -314,13 +316,13 @@ class ModelShards:
         return state
 
     def reshard(self) -> None:
-        """Release parameters that remain gathered after a forward pass without a backward pass."""
+        """Free gathered parameters that a forward pass without a backward pass has left."""
         for model in self._models:
             reshard(model)
 
 
 def discard(value: Tensor) -> Tensor:
-    """Take part in gathering a tensor that another rank keeps, and return an empty tensor."""
+    """Take part in gathering a tensor that only another rank needs; return an empty tensor."""
     if isinstance(value, DTensor):
         value.full_tensor()
     return torch.empty(0)
@@ -330,7 +332,7 @@ def combine_norms(norms: Sequence[float], kind: float) -> float:
     """Return the norm of a vector from the norms of its parts.
 
     Args:
-        norms: the norms.
+        norms: norm of each part.
         kind: p of the p-norm.
     """
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind))
@@ -341,10 +343,12 @@ def _share(value: Any, own: Any) -> Any:
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer steps each number independently of the tensor around it.
+    """Return True if an optimizer steps each element of a tensor independently of the others.
+
+    The function finds out by a trial of a second optimizer of the same class.
 
     Raises:
-        MotleyError: no other optimizer of its class can be made to try it.
+        MotleyError: a second optimizer of the class cannot be made.
     """
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
@@ -361,6 +365,6 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
         )
     except (TypeError, ValueError, RuntimeError) as error:
         raise MotleyError(
-            f"{ENGINE} tries {kind.__name__} on a small tensor first, which fails "
+            f"{kind.__name__} fails on the small tensor on which {ENGINE} tests it "
             f"({type(error).__name__}: {error}): take {INSTEAD}, or an optimizer of torch.optim"
         ) from error

@@ -38,8 +38,8 @@ from motley.plan.wire import Addition
 from motley.tasks.model import AUTOCAST
 
 T = TypeVar("T")
-_BLOCKED_S = 8.0  # in which a rank comes to its next collective
-_LOOK_S = 0.02  # between checks
+_BLOCKED_S = 8.0  # longest time until a rank reaches its next collective
+_LOOK_S = 0.02  # seconds between two checks
 
 
 class RankLoop:
@@ -47,33 +47,36 @@ class RankLoop:
 
     Args:
         session: connection to the other ranks.
-        shares: the user's shares; None: by speed.
-        micro_batch: most rows in a piece; None: all rows of a rank are one piece.
-        bn_group: rows over which batch norms take their statistics.
+        shares: the user's relative number of rows per rank; None: choose them by speed.
+        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
+        bn_group: number of rows over which batch norms take their statistics. None: batch norms
+            stay as they are.
         wire: name of a wire mode.
         seed: seed of the random numbers of rows and of drop-out.
-        folder: folder of all runs, and name of this run's folder or None.
-        state: objects of the loop.
+        folder: folder of all runs, and name of this run's folder. None: the time of the start.
+        state: the objects of the loop whose state a checkpoint holds.
         strategy: ``ddp``, or ``fsdp`` to give each rank a part of every parameter.
 
     Attributes:
         session: connection to the other ranks.
-        schedule: the shares of all ranks.
-        order: the order of samples.
-        gate: the gate between pieces and steps.
+        schedule: relative number of rows of each rank, by step.
+        order: the random state from which samplers draw their order.
+        gate: the object that sums gradients over ranks, and lets optimizers step.
         scale: the loss scale that all ranks share.
-        records: the records of the run.
-        state: objects of the loop.
-        shards: the ranks' parts of the models; None: each rank has whole models.
+        records: the writer of the run's records.
+        state: the objects of the loop whose state a checkpoint holds.
+        shards: the models if they are sharded over the ranks; None: each rank has whole models.
         changed: True if a rank was lost since the loader was last asked for rows.
-        pause: saves a checkpoint, and returns a sentence on it, before the job pauses.
-        after_step: called after each step.
-        rescue: saves the last finished step when a lost rank ends the job, and returns a sentence
-            on it.
+        pause: function that saves a checkpoint before the job pauses, and returns a message that
+            names the checkpoint's step.
+        after_step: function that is called after each step.
+        rescue: function that saves the last finished step when the loss of a rank ends the job. The
+            function returns a message that names the step.
         indices: indices of the rows of this rank's pieces in the present global batch so far.
-        read_rows: reads rows of these indices once more, and returns them collated.
+        read_rows: function that reads the rows of given indices once more, and collates them.
         is_evaluating: True from a pass over held-out data to the next training step.
-        piece: the present piece; None outside of a loop over training data.
+        piece: this rank's present part of a global batch; None outside of a loop over training
+            data.
         yielded: rows of the present piece as the loader has yielded them.
         seed: seed of the random numbers of rows and of drop-out.
     """
@@ -113,11 +116,11 @@ class RankLoop:
         self._timed_before: tuple[list[int], int] = ([], 1)
         mode = parse_wire(wire)
         if mode is None or mode.addition is Addition.LOCAL_STEPS:
-            raise MotleyError(f"wire={wire!r}: give exact, bf16, fp16 or powersgd:RANK")
+            raise MotleyError(f"wire={wire!r} is unknown: give exact, bf16, fp16 or powersgd:RANK")
         if is_sharded and mode.addition is not Addition.NUMBERS:
             raise MotleyError(
-                f'wire={wire!r} sends no plain gradients, and strategy="fsdp" scatters them: give '
-                "exact, bf16 or fp16"
+                f'wire={wire!r} sends gradients in another form, and strategy="fsdp" scatters '
+                "plain gradients: give exact, bf16 or fp16"
             )
         self._mode = mode
         self.shards = (
@@ -135,7 +138,7 @@ class RankLoop:
         self._can_continue = self.shards is None  # False if a lost rank ends the job
         self._continues = False  # True once this rank can continue without another
         self._count = 0  # collectives that this rank has finished
-        self._outcome: Any = None  # of the last one
+        self._outcome: Any = None  # result of the last collective
         self.is_evaluating = False
         self.changed = False  # True if the group has changed since the loader was last asked
         self.pause: Callable[[], str] = lambda: ""
@@ -150,7 +153,7 @@ class RankLoop:
 
     @property
     def rank(self) -> int:
-        """Number of this rank, which a lost rank changes."""
+        """Number of this rank, which may change after another rank is lost."""
         assert self.session.group.rank is not None
         return self.session.group.rank
 
@@ -171,7 +174,7 @@ class RankLoop:
         return hosts[: self.rank].count(hosts[self.rank])
 
     def set_status(self, phase: Phase) -> None:
-        """Report the phase of this rank, without a time limit for the user's code."""
+        """Report the phase of this rank. The user's code in this phase has no time limit."""
         with contextlib.suppress(RankLostError):  # the next collective ends with an error
             self.session.world.supervisor.set_status(phase, None)
 
@@ -193,7 +196,7 @@ class RankLoop:
         rows, group = count_most_rows(batches), self.schedule.group
         if rows % group:
             raise MotleyError(
-                f"a global batch of {rows} rows has no whole number of groups of {group} rows: "
+                f"a global batch of {rows} rows cannot be divided into groups of {group} rows: "
                 f"choose a batch_size that is a multiple of bn_group={group}"
             )
         if self._follows:
@@ -205,7 +208,7 @@ class RankLoop:
         self._offer_rebuild()
 
     def _follow_shares(self, numbers: int, rows: int, step: int) -> None:
-        """Start to choose shares by speed, from those of an earlier run if there was one."""
+        """Start to choose shares by speed, with the speeds of an earlier run if there are any."""
         workers = self.session.group.workers
         group = self.schedule.group
         self._memory = SpeedMemory(workers[self.rank], self._micro_batch, group, numbers)
@@ -217,7 +220,7 @@ class RankLoop:
             self.schedule.change(step, self._follower.split(rows))
 
     def begin_piece(self, piece: Piece) -> None:
-        """Start a piece, whose rows are read."""
+        """Start a piece after its rows are read."""
         if self.piece is None or self.piece.step != piece.step:
             # Drop-out differs between ranks and steps. A repeated step has the same drop-out.
             seed_random(make_seed(self.seed, self.rank, piece.step), self.device)
@@ -236,7 +239,7 @@ class RankLoop:
         self.piece = None
 
     def _end_step(self, step: FinishedStep) -> None:
-        """Record a step of all ranks, and change the shares if others are faster."""
+        """Record a finished step, and change the shares if other shares are faster."""
         piece = step.piece
         self.records.step(step, self.schedule.get_plan(piece.step, piece.global_rows))
         self.after_step()
@@ -262,12 +265,12 @@ class RankLoop:
             self._change_shares(first, better, full)
 
     def _change_shares(self, first: int, better: Sequence[int], full: Sequence[int]) -> None:
-        """Give the ranks other shares.
+        """Set new shares from a step on, and record them.
 
         Args:
-            first: first step with these shares.
-            better: rows of each rank in a full batch.
-            full: rows of each rank before.
+            first: number of the first step with the new shares.
+            better: new number of rows of each rank in a full batch.
+            full: previous number of rows of each rank in a full batch.
         """
         assert self._follower is not None
         self.schedule.change(first, better)
@@ -281,21 +284,22 @@ class RankLoop:
         self.records.record_shares(self._get_full_plan(first), self._follower.tables)
 
     def _get_full_plan(self, step: int) -> Plan:
-        """Return the shares of a usual global batch at a step."""
+        """Return the split of a full global batch at a step."""
         return self.schedule.get_plan(step, self.records.full_batch)
 
     def compute(self, run: Callable[[Any], None], rows: Any) -> None:
         """Run a function on the rows of the present piece, in smaller parts if memory runs out.
 
-        After an error this rank computes all its rows of the global batch so far once more, each
-        with the same random numbers, and keeps the smaller size.
+        After an out-of-memory error, this rank computes all its rows of the global batch so far
+        once more, in smaller parts. Each row has the same random numbers as before. Later batches
+        keep the smaller size.
 
         Args:
-            run: computes the loss of some rows, and its gradient.
+            run: function that computes the loss of some rows, and its gradient.
             rows: the rows of the present piece, which the script may have moved to a device.
 
         Raises:
-            MotleyError: the script has changed the rows in another way.
+            MotleyError: the script has changed the rows besides moving them.
             NoMemoryError: not even one row fits.
         """
         piece, most = self.piece, self.schedule.most_rows
@@ -303,9 +307,10 @@ class RankLoop:
         if self.shards:
             if failure := self._try(lambda: run(rows)):
                 raise NoMemoryError(
-                    f"{self.names[self.rank]}: {failure}; the ranks communicate in each piece, so "
-                    "this one cannot compute it again by itself: give motley.join() a micro_batch "
-                    f"below {piece.rows}, or this rank a smaller share in MOTLEY_SHARES"
+                    f"{self.names[self.rank]}: {failure}. The ranks communicate in each piece of "
+                    "a batch, so this rank cannot repeat a piece alone: give motley.join() a "
+                    f"micro_batch below {piece.rows}, or this rank a smaller share in "
+                    "MOTLEY_SHARES"
                 )
             return
         devices = self.yielded.find_devices(rows, by_value=not self._are_rows_checked)
@@ -326,13 +331,13 @@ class RankLoop:
                 return
             size //= 2
         raise NoMemoryError(
-            f"{self.names[self.rank]}: not even {group} {'rows fit' if group > 1 else 'row fits'} "
-            f"({failure}); make the model smaller, use torch.utils.checkpoint, or give this rank "
-            "the share 0 in MOTLEY_SHARES"
+            f"{self.names[self.rank]}: not even {group} "
+            f"{('rows fit' if group > 1 else 'row fits')} in memory ({failure}). Make the model "
+            "smaller, use torch.utils.checkpoint, or give this rank the share 0 in MOTLEY_SHARES"
         )
 
     def _try(self, work: Callable[[], None]) -> str:
-        """Run a function; return a description of the memory that it lacks, or an empty text."""
+        """Run a function; return a description of its out-of-memory error, or an empty text."""
         try:
             work()
             return ""
@@ -360,12 +365,12 @@ class RankLoop:
     def collective(self, work: Callable[[], T]) -> T:
         """Run a collective that all ranks call; return its result.
 
-        The ranks count their collectives, and run them in the same order. If a rank is lost, the
-        survivors form a new group. At most one collective separates them: a rank that has not
-        finished it gets its result from one that has.
+        All ranks run and count their collectives in the same order. If a rank is lost, the
+        survivors form a new group. Some survivors may have finished the interrupted collective, and
+        they send its result to the others.
 
         Raises:
-            GroupChangedError: a rank was lost while this one was in the collective.
+            GroupChangedError: another rank was lost while this rank was in the collective.
         """
         self.gate.clock.lap(HOST)
         self._is_blocked = True
@@ -386,11 +391,11 @@ class RankLoop:
         return result
 
     def wait_until_blocked(self) -> int | None:
-        """Wait until this rank waits for the others; called from another thread after a loss.
+        """Wait until this rank is blocked in a collective. Another thread calls it after a loss.
 
         Returns:
-            The number of global batches so far whose gradients no optimizer has used; None if the
-            state is not that after a whole number of steps.
+            The number of global batches whose gradients no optimizer has used yet. None: this rank
+            is not blocked in time, or an optimizer has stepped with the present batch.
         """
         deadline = time.monotonic() + _BLOCKED_S
         while not self._is_blocked:
@@ -400,7 +405,7 @@ class RankLoop:
         return self.gate.count_unused()
 
     def repeat_collective(self, work: Callable[[], T]) -> T:
-        """Run a collective again after a lost rank; return its result. See :meth:`collective`."""
+        """Run :meth:`collective`, again after each lost rank, and return its result."""
         while True:
             try:
                 return self.collective(work)
@@ -410,29 +415,30 @@ class RankLoop:
                     return result
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank. After a lost rank it is that of each survivor."""
+        """Return the value of each rank, in the order of ranks. A lost rank has no entry."""
         return self.repeat_collective(lambda: all_gather_object(value, can_leave=True))
 
     def end_without(self, advice: str) -> None:
-        """Let a lost rank end the job, for a framework whose loop cannot repeat a step.
+        """End the job when a rank is lost, for a framework whose loop cannot repeat a step.
 
         Args:
-            advice: words on how to continue, for the last message.
+            advice: part of the last message that explains how to continue.
         """
         self.require_whole_models()
         self._can_continue, self.records.advice = False, advice
         self.after_step = lambda: None  # the framework saves its own checkpoints
 
     def require_whole_models(self) -> None:
-        """Raise MotleyError if the models are in parts, which no framework's loop expects."""
+        """Raise MotleyError if the models are sharded, which no framework's loop supports."""
         if self.shards:
             raise MotleyError(
-                'motley.join(strategy="fsdp") is for a loop of your own, and here a framework has '
-                "the loop: leave it out, or train the model with `motley train --strategy fsdp`"
+                'motley.join(strategy="fsdp") works only in a loop of your own, and here a '
+                "framework runs the loop: leave it out, or train the model with `motley train "
+                "--strategy fsdp`"
             )
 
     def _offer_rebuild(self) -> None:
-        """Declare that this rank can continue without a lost one from now on."""
+        """Declare that this rank can continue if another rank is lost from now on."""
         if self.size > 1 and self._can_continue:
             rebuild = self.session.rebuild
             shared, first = self.records.run.is_shared(), self.rank == 0
@@ -442,9 +448,10 @@ class RankLoop:
                 self.session.world.supervisor.can_rescue(self.rescue, first)
 
     def _continue_without(self, error: Exception) -> Any:
-        """Join the group of the survivors; return the result of this rank's collective, or None.
+        """Join the group of the survivors; return the result of the interrupted collective.
 
-        The job ends if no rank is lost, or if the survivors cannot continue.
+        The result is None if no survivor has finished the collective. The job ends if no rank is
+        lost, or if the survivors cannot continue.
         """
         while True:
             survivors = self.session.rebuild.get_survivors(error)
@@ -485,9 +492,10 @@ class RankLoop:
         return outcome
 
     def _catch_up(self) -> Any:
-        """Return the result of this rank's collective if another rank has finished it, else None.
+        """Return the result of the interrupted collective if another rank has finished it.
 
-        After a sum of gradients, the ranks that have not finished it get the sum.
+        If the collective is a sum of gradients, the ranks that have not finished it also receive
+        the sum. None: this rank has missed no result.
         """
         counts = [int(count) for (count,) in all_gather_floats([float(self._count)])]
         most = max(counts)
@@ -503,9 +511,13 @@ class RankLoop:
         return outcome if is_behind else None
 
     def _receive_step(self, source: int, is_behind: bool) -> None:
-        """Send one rank's sum of gradients to the ranks that have not finished it; all call it.
+        """Send one rank's sum of gradients to the ranks that have missed it; all ranks call it.
 
-        They get its parameters instead if its optimizer has stepped.
+        If the optimizer of that rank has stepped already, the ranks receive its parameters instead.
+
+        Args:
+            source: rank that has the sum.
+            is_behind: True if this rank has missed the sum.
         """
         gradients = self.gate.take_sum()
         has_stepped = broadcast_object(gradients is None, self.device, source)
@@ -532,7 +544,10 @@ class RankLoop:
 
 
 def _explain(error: Exception) -> Exception:
-    """Return an error that names the cause if another rank may have left the loop."""
+    """Return an error that explains a failed collective if another rank may have left the loop.
+
+    Any other error is returned unchanged.
+    """
     if not isinstance(error, RuntimeError) or isinstance(error, RankLostError):
         return error
     result = MotleyError(

@@ -21,8 +21,9 @@ def check_model(model: nn.Module) -> None:
     """Raise MotleyError if another wrapper already divides a model's work among ranks."""
     if isinstance(model, DistributedDataParallel | DataParallel | FSDPModule):
         raise MotleyError(
-            f"the model is a {type(model).__name__}, which averages equal parts: give "
-            "lab.prepare() the model inside, and remove the wrapper"
+            f"the model is a {type(model).__name__}, which averages equal parts, and the parts of "
+            "Motley's ranks are unequal: give lab.prepare() the model inside, and remove the "
+            "wrapper"
         )
 
 
@@ -30,7 +31,7 @@ def check_allowed(allow: Collection[str]) -> None:
     """Raise MotleyError if ``allow`` of ``motley.join()`` has an unknown name."""
     unknown = sorted(set(allow) - set(ALLOWED))
     if unknown:
-        raise MotleyError(f"allow={unknown}: the known name is {', '.join(ALLOWED)}")
+        raise MotleyError(f"allow={unknown} is unknown: the known name is {', '.join(ALLOWED)}")
 
 
 def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> None:
@@ -38,7 +39,7 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
 
     Args:
         models: the models, in the mode in which they train.
-        allow: names of what the user accepts.
+        allow: names of checks to skip, as for :func:`motley.join`.
     """
     if "batch_norm" in allow:
         return
@@ -57,7 +58,7 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
 
 
 def check_optimizers(optimizers: Collection[Optimizer]) -> None:
-    """Raise MotleyError if there is no optimizer whose step adds up the ranks' gradients."""
+    """Raise MotleyError without an optimizer, because its step sums gradients over ranks."""
     if not optimizers:
         raise MotleyError(
             "lab.prepare() was given no optimizer, and the ranks add up their gradients in "
@@ -67,11 +68,11 @@ def check_optimizers(optimizers: Collection[Optimizer]) -> None:
 
 
 def check_same(noun: str, own: Mapping[str, Any], ranks: Sequence[str]) -> None:
-    """Raise MotleyError if the ranks have different facts; all ranks call it.
+    """Raise MotleyError if a value differs between ranks; all ranks call it.
 
     Args:
         noun: noun for the message, as in ``model``.
-        own: facts of this rank by name.
+        own: values of this rank by name.
         ranks: each rank with its host, for the message.
     """
     facts = all_gather_object(dict(own))

@@ -1,8 +1,8 @@
 """The order of samples in a user's own DataLoader, drawn on rank 0 and sent to all ranks.
 
-Any finite sampler works, since only rank 0 iterates over it. Its random numbers are those that the
-script would have drawn on one machine: torch's, NumPy's and Python's, as they were when the first
-loader was read. A stream of their own keeps them apart from the numbers that a model draws.
+Any finite sampler works, since only rank 0 iterates over it. The sampler gets the random numbers
+that it would get on one machine, from the states of torch, NumPy and ``random`` when the first
+loader is read. Samplers have a random state of their own, which a model's draws do not change.
 """
 
 import contextlib
@@ -67,12 +67,12 @@ def kept_random_state() -> Iterator[None]:
 
 
 class SampleOrder:
-    """The stream of random numbers from which samplers draw. Rank 0 draws, and all ranks hold it.
+    """The random state from which samplers draw. Rank 0 draws, and all ranks hold the state.
 
     Attributes:
-        before: state of the stream before the last order was drawn; None before the first.
-        state: state of the stream; None: that of the global generators, when the next order is
-            drawn.
+        before: random state before the last order was drawn; None before the first order.
+        state: random state from which the next order is drawn. None: the next order is drawn from
+            the global generators.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class SampleOrder:
 
         Args:
             loader: the user's loader, which has a batch sampler.
-            generators: the user's own generators from which its samplers draw.
+            generators: ``torch.Generator`` objects that the user gave to the loader's samplers.
             device: device of this rank.
         """
         drawn = None
@@ -127,7 +127,7 @@ class SampleOrder:
 
 
 class ConsecutiveBatches(Sequence[range]):
-    """The batches of rows in their order, which take no memory.
+    """The batches of a loader without shuffling, computed on access instead of stored.
 
     Args:
         rows: number of rows of the data set.
@@ -158,17 +158,17 @@ class ConsecutiveBatches(Sequence[range]):
 
 
 def count_most_rows(batches: Batches) -> int:
-    """Return the number of rows of the largest batch; batches in order are not looked at."""
+    """Return the number of rows of the largest batch."""
     return len(batches[0]) if isinstance(batches, ConsecutiveBatches) else max(map(len, batches))
 
 
 def is_consecutive(loader: "DataLoader[Any]") -> bool:
-    """Return True if the batches of a loader have the rows of its data set in their order."""
+    """Return True if a loader yields the rows of its data set in their order."""
     sampler = loader.batch_sampler
     return type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler
 
 
 def take_parts(values: Sequence[Any], sizes: Sequence[int]) -> Batches:
-    """Return consecutive parts of these sizes."""
+    """Return consecutive slices of ``values`` with these sizes."""
     starts = accumulate(sizes, initial=0)
     return [values[start : start + size] for start, size in zip(starts, sizes, strict=False)]

@@ -19,14 +19,14 @@ from motley.measure.process_group import ProcessGroup, join_process_group, leave
 from motley.plan.precision import read_precisions
 from motley.train.group_rebuild import GroupRebuild
 
-_LEAVE_S = 3.0  # between this rank's end and that of the others, which usually end together
+_LEAVE_S = 3.0  # seconds that this rank waits for the other ranks' end
 
 
 class Session:
     """The ranks that train in a user's own script, and their process group.
 
-    An uncaught error of one rank ends all of them, as with ``motley train``. A rank that has no
-    device of its own leaves the script, and waits for the others' end.
+    An uncaught error of one rank ends all ranks, as with ``motley train``. A rank that has no
+    device of its own leaves the script, and waits until the other ranks end.
 
     Args:
         precision: precision of ``lab.autocast()``, or auto; see ``--precision``.
@@ -34,9 +34,10 @@ class Session:
     Attributes:
         world: the ranks that train, which exchange values through their process group.
         group: process group of the ranks that train.
-        before_end: called at the end of the script. Other ranks may still be in a collective.
-        rebuild: forms the group of the survivors after a lost rank.
-        finish: waits until all ranks have ended their scripts.
+        before_end: function that is called at the end of the script. Other ranks may still be in a
+            collective.
+        rebuild: object that forms a new process group of the survivors after a rank is lost.
+        finish: function that waits until all ranks have ended their scripts.
     """
 
     def __init__(self, precision: str) -> None:
@@ -49,7 +50,7 @@ class Session:
         self._usual_hook = sys.excepthook
         self.catch_errors()
         launched.supervisor.set_status(Phase.BUILD, None)
-        self.rebuild = GroupRebuild(launched)  # which knows the connections from before the group
+        self.rebuild = GroupRebuild(launched)  # it records the connections from before the group
         group = join_process_group(launched, read_precisions(precision))
         atexit.register(self._end)
         self.join_group(group)
@@ -57,10 +58,10 @@ class Session:
             for line in group.describe_left_out():
                 print(f"motley: {line}", file=sys.stderr, flush=True)
             self.finish = self._finish_left_out
-            sys.exit(0)  # which waits for the others
+            sys.exit(0)  # _end() then waits for the other ranks
 
     def join_group(self, group: ProcessGroup) -> None:
-        """Use a process group, which this rank has joined or is left out of."""
+        """Set the present process group, which may leave this rank out."""
         self.group, launched = group, self.rebuild.world
         launched.hide_group()
         self.catch_errors()
@@ -68,7 +69,7 @@ class Session:
             self.world = launched.among(group.ranks(launched), all_gather_object)
 
     def _finish_left_out(self) -> None:
-        """Wait for the end of the ranks that train, and join their calls after a lost rank."""
+        """Wait until the ranks that train end, and take part in rebuilding their group."""
         rebuild = self.rebuild
         while True:
             rebuild.offer(self.group, lambda: None, rebuild.can_lose_first(shared=False))
@@ -79,22 +80,22 @@ class Session:
                 self.join_group(rebuild.join())
 
     def catch_errors(self) -> None:
-        """End all ranks with the first uncaught error. Call it after a process group is made.
+        """Install a ``sys.excepthook`` that ends all ranks with the first uncaught error.
 
-        Torch replaces ``sys.excepthook`` then, and has its hook print to a string.
+        Call it after each new process group, because torch then replaces the hook.
         """
         sys.excepthook = self._end_with
 
     def _end_with(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """End all ranks, because of an error that the script has not caught."""
+        """End all ranks because of an error that the script has not caught."""
         self._failed = True
-        sys.excepthook = self._usual_hook  # which words the fault
+        sys.excepthook = self._usual_hook  # the usual hook prints the fault
         self.world.supervisor.fail(error)
 
     def _end(self) -> None:
-        """Wait for the end of all ranks' scripts."""
+        """Wait until the scripts of all ranks have ended."""
         if self._failed:
             return
         try:
@@ -115,7 +116,7 @@ class Session:
 
 
 def _use_all_cores() -> None:
-    """Undo Open MPI's default binding to one core, as ``motley run`` does before the imports."""
+    """Undo Open MPI's default binding of the process to one core, as ``motley run`` does."""
     if leave_default_binding() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank(read_launch().local_size or 1))
 

@@ -1,12 +1,12 @@
-"""The step of a user's own loop: weighted pieces, one sum over all ranks, one update.
+"""The step of a user's own loop: weighted gradients, one sum over all ranks, one update.
 
-A rank computes its rows of a global batch in one or several pieces. Its gradient is the sum of the
-pieces' gradients, each weighted by its part of the global batch. The ranks add up their gradients
-when the user's code first needs the sum: in ``lab.clip_grad_norm_`` or ``optimizer.step()`` of the
-last piece.
+A rank computes its rows of a global batch in one or several pieces. The rank's gradient is the sum
+of the pieces' gradients, each weighted by the piece's part of the global batch. The ranks add up
+their gradients when the user's code first needs the sum. This happens after the last piece, in
+``lab.clip_grad_norm_`` or ``optimizer.step()``.
 
-Between two pieces of a step no parameter has a gradient: they are set aside until the next
-backward pass. Code that clips, logs or zeroes gradients after each piece therefore changes nothing.
+Between two pieces of a step, ``parameter.grad`` is None: the gradients are stored elsewhere until
+the next backward pass. Code that clips or zeroes gradients after each piece thus changes nothing.
 """
 
 import math
@@ -45,7 +45,7 @@ class _Call:
 
     Attributes:
         usual: divisor of the losses, equal on all ranks.
-        weight: weight of this rank's rows so far; None if every row counts 1, or for a sum.
+        weight: total weight of this rank's rows so far; None for a call without ``weight=``.
     """
 
     usual: float
@@ -57,15 +57,15 @@ class FinishedStep:
     """A step that all ranks have taken, or skipped after an overflow.
 
     Attributes:
-        piece: this rank's last piece of it.
-        batches: number of global batches that the script has accumulated.
-        numbers: numbers of all ranks, by rank.
+        piece: this rank's last piece in the step.
+        batches: number of global batches whose gradients the script has accumulated in the step.
+        numbers: the numbers that each rank has sent with its gradient.
         loss: mean loss of the global batch.
         norm: norm of the gradient before clipping; None if the script does not clip.
-        overflow: True if the gradient was not finite, and no rank stepped.
+        overflow: True if the gradient was not finite, so that no rank stepped.
         loss_scale: loss scale of the step.
-        rate: learning rate of the first optimizer's first group.
-        laps: this rank's time by activity.
+        rate: learning rate of the first parameter group of the last optimizer in the step.
+        laps: seconds that this rank spent on each activity in the step.
     """
 
     piece: Piece
@@ -83,8 +83,8 @@ class GroupChangedError(Exception):
     """A rank was lost, and the survivors have formed a new group.
 
     Attributes:
-        outcome: result of the collective that this rank was in, if another survivor had finished
-            it. None: no rank had.
+        outcome: result of the collective that was interrupted, received from a survivor that had
+            finished it. None: no survivor had finished it.
     """
 
     def __init__(self, outcome: Any = None) -> None:
@@ -93,15 +93,15 @@ class GroupChangedError(Exception):
 
 
 def _override(owner: Any, name: str, may_run: Callable[..., bool]) -> None:
-    """Let a method of one object run only if ``may_run`` allows it, with the same arguments.
+    """Make a method of one object run only if ``may_run`` returns True.
 
-    The object gets a class of its own. An attribute of the object would become a part of a
-    scheduler's ``state_dict``.
+    The object gets a new subclass of its class. A method that is set on the object itself would
+    become a part of a scheduler's ``state_dict``.
 
     Args:
         owner: the object.
         name: name of the method.
-        may_run: returns True if the method may run.
+        may_run: function of the method's arguments that returns True if the method may run.
     """
     usual = getattr(type(owner), name)
 
@@ -113,30 +113,34 @@ def _override(owner: Any, name: str, may_run: Callable[..., bool]) -> None:
 
 
 class StepGate:
-    """The gate through which pieces become steps of the optimizers.
+    """The object that turns backward passes over pieces into steps of the optimizers.
+
+    An optimizer steps only after the last piece of a global batch, with the sum of all ranks'
+    gradients.
 
     Args:
-        names: for messages, each rank with its host.
+        names: description of each rank with its host, for messages.
         rank: number of this rank.
         device: device of this rank.
-        reducer: reducer of the wire mode.
+        reducer: object that sums gradients over ranks in the chosen wire mode.
         scale: the loss scale that all ranks share.
         statistics: statistics of the models' batch norms.
-        shards: the ranks' parts of the models; None: each rank has whole models.
+        shards: the models if they are sharded over the ranks; None: each rank has whole models.
 
     Attributes:
         piece: the piece that the user's code computes now; None outside of the loop.
-        clock: this rank's time by activity.
-        reached: returns the last step that this rank's loader has requested.
-        wants_save: returns True if this rank asks for a checkpoint after the step.
-        on_step: called after each step, before the loader is asked for more rows.
-        collective: runs a collective, and returns its result; raises GroupChangedError if a rank
-            was lost meanwhile.
-        numbers: numbers of all ranks in the last step, by rank.
+        clock: clock that measures this rank's time by activity.
+        reached: function that returns the number of the last step that this rank's loader has
+            requested.
+        wants_save: function that returns True if this rank requests a checkpoint after the step.
+        on_step: function that is called after each step, before the loader is asked for more rows.
+        collective: function that runs a collective, and returns its result. The function raises
+            GroupChangedError if a rank is lost meanwhile.
+        numbers: the numbers that each rank has sent with its gradient in the last step.
         loss: loss of the last step; None before it.
         stepped: True if the last call of ``optimizer.step()`` has changed parameters.
-        repeats: True if the present global batch is computed again.
-        norm: norm to which the gradient of the present step was clipped; None: it was not.
+        repeats: True if the present global batch will be computed again, because a rank was lost.
+        norm: norm of the present step's gradient before clipping; None if it was not clipped.
     """
 
     def __init__(
@@ -166,18 +170,18 @@ class StepGate:
         self._versions: list[tuple[Tensor, int]] = []  # gradients after the last backward pass
         self._known: set[int] = set()  # ids of the gradients after backward passes of the step
         self._parts: list[Tensor] = []  # this rank's parts of gradients, then
-        self._norm = 0.0  # of these parts, then
+        self._norm = 0.0  # norm of these parts at that time
         self._totals: tuple[float, ...] = ()  # weights of the last step, over all ranks
         self._summing: OptimizerSum | None = None  # the one whose sum was asked for last
-        self._usual_order: list[OptimizerSum] = []  # of the sums in the last step
-        self._order: list[OptimizerSum] = []  # in the present one
+        self._usual_order: list[OptimizerSum] = []  # order of the sums in the last step
+        self._order: list[OptimizerSum] = []  # order of the sums in the present step
         self._can_step = False  # True from the end of that sum until its optimizer steps
         self._stepped_in = -1  # step in which an optimizer has stepped last
         self._start_step()
 
     def _start_step(self) -> None:
         self._calls: list[_Call] = []
-        self._first_call = self._call = 0  # of the present global batch, and of the present piece
+        self._first_call = self._call = 0  # number of backward calls before the batch, and so far
         self._loss: Tensor | float = 0.0
         self._known = set()
         self._rows, self._batches, self._rate = 0, 0, 0.0
@@ -188,7 +192,7 @@ class StepGate:
     # -- pieces
 
     def begin_piece(self, piece: Piece) -> None:
-        """Start a piece, whose rows are read."""
+        """Start a piece after its rows are read."""
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self.statistics.begin(piece)
         if self._shards:
@@ -198,15 +202,16 @@ class StepGate:
         self.clock.lap("data")
 
     def repeat_pieces(self) -> None:
-        """Drop this rank's gradient of the present global batch, to compute it once more.
+        """Discard this rank's gradient of the present global batch, to compute it once more.
 
         Raises:
-            NoMemoryError: the gradient of earlier batches would be lost too.
+            NoMemoryError: the script has accumulated gradients of earlier batches, which would be
+                lost too.
         """
         if self._first_call:
             raise NoMemoryError(
-                "out of memory while gradients of several batches are accumulated: give "
-                "motley.join() a smaller micro_batch, or use a larger batch_size in place of "
+                "out of memory while the gradients of several batches are accumulated: give "
+                "motley.join() a smaller micro_batch, or use a larger batch_size instead of "
                 "accumulation"
             )
         rows = self._rows
@@ -216,12 +221,12 @@ class StepGate:
         self._rows = rows
 
     def begin_part(self, piece: Piece) -> None:
-        """Start a part of the present piece, which is computed once more."""
+        """Start a part of the present piece, to compute it once more."""
         self.piece, self._call = piece, self._first_call
         self.statistics.begin(piece)
 
     def end_piece(self) -> None:
-        """End the present piece, whose rows the user's code does not need any more."""
+        """End the present piece, when the user's code asks for the next rows."""
         piece, self.piece = self.piece, None
         if piece is None:
             return
@@ -255,30 +260,31 @@ class StepGate:
 
     @property
     def is_within_step(self) -> bool:
-        """True after a backward pass of a step that no sum over all ranks has finished."""
+        """True from the first backward pass of a step until its gradients are summed."""
         return bool(self._calls) and not (self.piece and self._is_summed(self.piece))
 
     def count_unused(self) -> int | None:
-        """Return the number of global batches so far whose gradients no optimizer has used.
+        """Return the number of global batches whose gradients no optimizer has used yet.
 
-        None if an optimizer has stepped with the present batch, whose code may not have ended.
+        None: an optimizer has stepped with the present batch, and the user's code for this batch
+        may not have ended.
         """
         if self.piece is None:
             return self._batches
         return None if self._stepped_in == self.piece.step else self._batches + 1
 
     def _is_summed(self, piece: Piece) -> bool:
-        """Return True if the gradients of an optimizer are summed in the step of a piece."""
+        """Return True if the gradients of any optimizer are summed already in a piece's step."""
         return any(each.summed == piece.step for each in self._updates.values())
 
     def drop(self) -> None:
-        """Drop all gradients of the present step, which all ranks compute again."""
+        """Discard all gradients of the present step, because all ranks compute them again."""
         self._forget_sums()
         self._drop_gradients()
         self.repeats = True
 
     def _forget_sums(self) -> None:
-        """Drop all sums that have begun; all ranks do so."""
+        """Discard all sums that have begun; all ranks call it."""
         self._order = []
         for update in self._updates.values():
             update.forget()
@@ -311,7 +317,7 @@ class StepGate:
         part = float(piece.rows if weight is None else weight)
         if not (math.isfinite(part) and part >= 0):
             raise MotleyError(
-                f"weight={part} is no number of 0 or more; give the sum of the weights of the "
+                f"weight={part} is not a number of 0 or more; give the sum of the weights of the "
                 "piece's rows, such as its number of tokens"
             )
         sending = self._open_sum(piece)
@@ -320,7 +326,7 @@ class StepGate:
             if call.weight is not None:
                 call.weight += part
             self._loss = self._loss + loss.detach() * factor
-        if piece.rows or self._shards:  # with shards, the others need this rank's backward pass
+        if piece.rows or self._shards:  # with shards, the other ranks need this pass
             factor *= self.scale.value * (self._shards.loss_factor if self._shards else 1.0)
             with self.statistics.paused():
                 (loss if factor == 1.0 else loss * factor).backward(**options)  # type: ignore[no-untyped-call]
@@ -335,9 +341,12 @@ class StepGate:
             self._set_aside()
 
     def _open_sum(self, piece: Piece) -> OptimizerSum | None:
-        """Let the sum begin in this backward pass if it completes the gradients; return that sum.
+        """Start the next optimizer's sum if this backward pass probably completes its gradients.
 
-        The optimizers sum in one order on all ranks, so that only the next one may begin.
+        All ranks sum for the optimizers in the order of the previous step.
+
+        Returns:
+            The sum that has started, or None.
         """
         done = len(self._order)
         update = self._usual_order[done] if done < len(self._usual_order) else None
@@ -364,8 +373,8 @@ class StepGate:
             raise MotleyError(f'reduction={reduction!r} is neither "mean" nor "sum"')
         if self._was_asked and not piece.last:
             raise MotleyError(
-                "a backward pass follows optimizer.step() within one batch, as in a GAN, and this "
-                "rank computes its rows in several pieces, so that the second pass would use "
+                "a backward pass follows optimizer.step() within one batch, as in a GAN. This "
+                "rank computes its rows in several pieces, and the second pass would use "
                 "parameters from before the step: leave out micro_batch"
             )
         return piece
@@ -385,14 +394,14 @@ class StepGate:
         call = self._calls[self._call]
         if weighs != (call.weight is not None):
             raise MotleyError(
-                "lab.backward() has weight= for one piece of a batch and not for another: give it "
-                "for all or for none"
+                "lab.backward() got weight= for one piece of a batch and not for another: give it "
+                "for all pieces or for none"
             )
         self._call += 1
         return call
 
     def _mark_gradients(self) -> None:
-        """Note the gradients after a backward pass, to find a later change of them."""
+        """Store the versions of all gradients after a backward pass, to detect later changes."""
         gradients = [each.grad for each in self._trained() if each.grad is not None]
         self._versions = [(each, each._version) for each in gradients]
         self._known.update(map(id, gradients))
@@ -419,7 +428,7 @@ class StepGate:
                 parameter.grad = None
 
     def _trained(self) -> list[Tensor]:
-        """Return the trained parameters of all optimizers, each once."""
+        """Return all parameters that optimizers train, each parameter once."""
         return list(dict.fromkeys(p for each in self._updates.values() for p in each.parameters()))
 
     # -- the user's objects
@@ -440,7 +449,8 @@ class StepGate:
             if closure is not None:
                 raise MotleyError(
                     f"{type(optimizer).__name__}.step() was given a closure, which computes the "
-                    "loss again, and the other ranks would not: use an optimizer without a closure"
+                    "loss again on this rank and not on the others: use an optimizer without a "
+                    "closure"
                 )
             if not self.add_up(optimizer):
                 return None
@@ -456,7 +466,7 @@ class StepGate:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def add_scaler(self, scaler: Any) -> None:
-        """Let a ``torch.amp.GradScaler`` see the gradient of all ranks, once per global batch."""
+        """Let a ``torch.amp.GradScaler`` use the gradient of all ranks, once per global batch."""
 
         def may_step(optimizer: Optimizer, *_: Any) -> bool:
             return self.add_up(optimizer)
@@ -466,7 +476,7 @@ class StepGate:
         self.add_gated(scaler, "update")
 
     def add_gated(self, owner: Any, name: str) -> None:
-        """Let a method do nothing before the last piece of a global batch, and in a repeated one.
+        """Let a method run only in the last piece of a global batch that is not repeated.
 
         Args:
             owner: object with the method, such as a scheduler.
@@ -475,7 +485,7 @@ class StepGate:
         _override(owner, name, lambda *_: self.is_open)
 
     def add_up_for(self, parameters: Sequence[Tensor]) -> bool:
-        """Sum the gradients of the optimizers of some parameters; see :meth:`add_up`."""
+        """Sum the gradients of all optimizers of some parameters; see :meth:`add_up`."""
         chosen = set(map(id, parameters))
         for optimizer, update in self._updates.items():
             if chosen.intersection(map(id, update.parameters())) and not self.add_up(optimizer):
@@ -485,7 +495,7 @@ class StepGate:
     # -- the sum over all ranks
 
     def add_up(self, optimizer: Optimizer) -> bool:
-        """Sum an optimizer's gradients over all ranks, unless that was done in this step.
+        """Sum an optimizer's gradients over all ranks, once per step.
 
         Returns:
             True if the optimizer may step.
@@ -499,8 +509,8 @@ class StepGate:
             return False
         if piece is None:
             raise MotleyError(
-                "optimizer.step() was called outside of a loop over lab.loader(...), and has no "
-                "gradient there: call it inside that loop"
+                "optimizer.step() was called outside of a loop over lab.loader(...), where it has "
+                "no gradient: call it inside that loop"
             )
         if update.summed == piece.step:
             return update.may_step
@@ -508,14 +518,14 @@ class StepGate:
         if not self._calls or any(id(each) not in self._known for each in gradients):
             raise MotleyError(
                 f"{type(optimizer).__name__}.step() found no lab.backward() in this batch, or a "
-                "gradient that is not from it: write lab.backward(loss) in place of "
-                "loss.backward(), for each loss"
+                "gradient that lab.backward() did not compute: write lab.backward(loss) instead "
+                "of loss.backward(), for each loss"
             )
         if self._are_changed():
             raise MotleyError(
                 "the gradient was changed between lab.backward() and optimizer.step(), before the "
-                "ranks had added theirs up: use lab.clip_grad_norm_() to clip it, and pass a "
-                "GradScaler to lab.prepare()"
+                "ranks had added up their gradients: use lab.clip_grad_norm_() to clip it, and "
+                "pass a GradScaler to lab.prepare()"
             )
         self.clock.lap("compute", ready=True)
         self._rate = float(optimizer.param_groups[0]["lr"])
@@ -540,18 +550,19 @@ class StepGate:
         return update.may_step
 
     def _check_repeatable(self, piece: Piece) -> None:
-        """Raise MotleyError if an optimizer has stepped with the batch that is to be repeated."""
+        """Raise MotleyError if gradients of the batch to be repeated were summed already."""
         if self._is_summed(piece):
             raise MotleyError(
                 "a rank was lost after one of several optimizers had stepped with a batch, and "
-                "before another one had, so that the batch cannot be computed again: start the "
-                "script again, and lab.resume() continues from the last lab.save()"
+                "before another had, so the batch cannot be computed again: start the script "
+                "again, and lab.resume() continues from the last lab.save()"
             )
 
     def take_sum(self) -> dict[str, Tensor] | None:
-        """Return the last sum by number of the parameter, and the batch norms' buffers by name.
+        """Return the last summed gradients, and the batch norms' running statistics, by name.
 
-        None if its optimizer has stepped.
+        A gradient's name is the number of its parameter. None: the optimizer has stepped with the
+        sum already.
         """
         if not self._can_step or self._summing is None:
             return None
@@ -561,7 +572,7 @@ class StepGate:
         return gradients | {f"{_STATISTICS}{name}": each for name, each in buffers.items()}
 
     def load_sum(self, gradients: Mapping[str, Tensor]) -> None:
-        """Replace the gradients of the sum that was interrupted by those of another rank."""
+        """Load the result of :meth:`take_sum` of a rank that has finished the interrupted sum."""
         assert self._summing is not None
         for number, parameter in enumerate(self._summing.parameters()):
             gradient = gradients.get(str(number))
@@ -571,7 +582,7 @@ class StepGate:
         self._can_step = True
 
     def _sum(self, update: OptimizerSum, piece: Piece) -> SumOutcome:
-        """Sum the gradients of an optimizer over all ranks, and divide them by the true weight."""
+        """Sum an optimizer's gradients over all ranks, and divide by the total row weight."""
         rates = update.list_rates()
         while True:
             absent, sums = update.wait()
@@ -620,9 +631,9 @@ class StepGate:
         """Continue in another group of ranks.
 
         Args:
-            names: for messages, each rank with its host.
-            rank: number of this rank.
-            reducer: reducer of the wire mode in the new group.
+            names: description of each rank with its host, for messages.
+            rank: number of this rank in the new group.
+            reducer: object that sums gradients over the new group in the chosen wire mode.
         """
         self._names, self._rank, self._reducer = list(names), rank, reducer
         self._forget_sums()
@@ -632,7 +643,7 @@ class StepGate:
         return leavable(self._reducer.send(bucket), self._device)
 
     def _check_numbers(self, numbers: Sequence[RankNumbers]) -> None:
-        """Raise MotleyError if the ranks are not in the same step, or a loss is not finite."""
+        """Raise MotleyError if steps or learning rates differ, or a loss is not finite."""
         steps = {each.step for each in numbers}
         calls = {len(each.weights) for each in numbers}
         if len(steps) > 1 or len(calls) > 1:
@@ -641,19 +652,19 @@ class StepGate:
                 for name, each in zip(self._names, numbers, strict=True)
             )
             raise MotleyError(
-                f"optimizer.step() was called in different batches on different ranks ({listed}): "
-                "ranks read their rows in different numbers of pieces, so a condition on the "
-                "number of passes through the loop differs between them; use lab.batch in it, or "
-                "a larger batch_size in place of accumulation"
+                f"optimizer.step() was called in different batches on different ranks ({listed}). "
+                "Ranks read their rows in different numbers of pieces, so a condition that counts "
+                "passes through the loop differs between ranks: use lab.batch in that condition, "
+                "or a larger batch_size instead of accumulation"
             )
         if len({each.rates for each in numbers}) > 1:
             listed = ", ".join(
                 f"{name}: {each.rate:g}" for name, each in zip(self._names, numbers, strict=True)
             )
             raise MotleyError(
-                f"the learning rates differ between ranks (of the first group, {listed}): call the "
-                "scheduler on all ranks, give it a number that lab.reduce() has added up, and "
-                "change rates by hand by lab.batch alone"
+                f"the learning rates differ between ranks (in the first group, {listed}): call "
+                "the scheduler on all ranks, give it a number that lab.reduce() has added up, and "
+                "change rates by hand only by lab.batch"
             )
         bad = [rank for rank, each in enumerate(numbers) if not math.isfinite(each.loss)]
         if bad and not self.scale.dynamic:
@@ -666,10 +677,10 @@ class StepGate:
             )
 
     def _get_correction(self, totals: Sequence[float]) -> float | None:
-        """Return the factor by which the gradient is too large; None: it is exact.
+        """Return the number by which the gradient is to be divided; None: no division is needed.
 
         Args:
-            totals: weights of all ranks' rows in each backward call that has one.
+            totals: total weight of all ranks' rows, for each backward call with ``weight=``.
         """
         usual = [call.usual for call in self._calls if call.weight is not None]
         if not totals:
@@ -679,8 +690,8 @@ class StepGate:
             ratios.append(1.0)  # a loss by rows, which is exact
         if min(ratios) <= 0:
             raise MotleyError(
-                "the weights of all rows of a global batch are 0 in all, so its mean loss has no "
-                "value: leave such rows out of the data set"
+                "the weights of all rows of a global batch are 0, so its mean loss has no value: "
+                "leave such rows out of the data set"
             )
         if max(ratios) > min(ratios) * (1 + _ALIKE):
             raise MotleyError(

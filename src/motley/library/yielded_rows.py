@@ -1,4 +1,4 @@
-"""The rows of a piece as the loader yields them, beside the rows that a script computes.
+"""A comparison of the rows that the loader yields with the rows that a script computes.
 
 After an out-of-memory error, ``lab.step()`` reads the rows of a piece once more, in smaller parts,
 and calls the script's function with each part. Each part is moved to the devices to which the
@@ -30,14 +30,14 @@ class YieldedRows:
         self._leaves = {path: (leaf, _count_changes(leaf)) for path, leaf in _list_leaves(rows)}
 
     def find_devices(self, rows: Any, by_value: bool = True) -> dict[_Path, torch.device]:
-        """Return the devices to which a script has moved these rows, by path.
+        """Return the device of each tensor that a script has moved, by the tensor's path.
 
         Args:
             rows: the rows that the script gives to ``lab.step()``.
-            by_value: True to compare the values of copied tensors too, which takes time.
+            by_value: True: compare the values of copied tensors too, which takes time.
 
         Raises:
-            MotleyError: the script has changed more than the device.
+            MotleyError: the script has changed the rows in another way.
         """
         given = dict(_list_leaves(rows))
         changed = [path for path in given.keys() | self._leaves.keys()
@@ -45,9 +45,10 @@ class YieldedRows:
         if changed:
             where = "".join(f"[{key!r}]" for key in min(changed, key=repr))
             raise MotleyError(
-                f"lab.step() got other rows than the loader has yielded: rows{where} differs. It "
-                "reads the rows once more, in smaller pieces, after an out-of-memory error: give "
-                "it the batch as the loader yields it, and change the rows inside the function"
+                f"lab.step() got other rows than the loader has yielded: rows{where} differs. "
+                "After an out-of-memory error, lab.step() reads the rows again in smaller pieces: "
+                "give it the batch as the loader yields it, and change the rows inside the "
+                "function"
             )
         return {
             path: leaf.device
@@ -70,7 +71,7 @@ class YieldedRows:
 
 
 def move_rows(rows: Any, devices: Mapping[_Path, torch.device], path: _Path = ()) -> Any:
-    """Return rows with each tensor on its device.
+    """Return rows with each tensor moved to its device in ``devices``.
 
     Args:
         rows: tensors and other objects in lists, tuples and mappings.
@@ -102,5 +103,5 @@ def _list_leaves(rows: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
 
 
 def _count_changes(leaf: Any) -> int:
-    """Return the number of changes of a tensor in place, which torch counts."""
+    """Return the number of in-place changes of a tensor, as torch counts them."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0

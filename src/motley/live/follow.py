@@ -127,6 +127,7 @@ def _sampled(file: int, begin: int, end: int, samples: int) -> list[bytes]:
 
 
 _EVENTS, _SAMPLES = 100, 120  # events that are kept; samples of a device that are kept
+_EVALUATIONS = 200  # evaluations that are kept
 _AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines per read: of all ranks, of a rank, before them
 _BEGUN = 3  # steps after which every host has written a record
 LAST_WORDS_S = 5.0  # seconds after the end in run.json in which last records arrive
@@ -155,7 +156,7 @@ class RunFollower:
         troubles: reason why another host's records cannot be copied, by host.
         unread: reason why a GPU log cannot be read, by host.
         events: the last events.
-        evaluation: the last evaluation, or None.
+        evaluations: the last evaluations, oldest first.
     """
 
     def __init__(self, run: RunFolder, copies: Sequence[RunFolder] = ()) -> None:
@@ -167,7 +168,7 @@ class RunFollower:
         self.troubles: dict[str, str] = {}
         self.unread: dict[str, str] = {}
         self.events: deque[JsonDict] = deque(maxlen=_EVENTS)
-        self.evaluation: JsonDict | None = None
+        self.evaluations: deque[JsonDict] = deque(maxlen=_EVALUATIONS)
         self._tails: dict[Path, Tail] = {}
         self._rows: dict[Path, GpuRows] = {}
         self._steps: dict[int, Tail] = {}
@@ -192,7 +193,7 @@ class RunFollower:
             if isinstance(line.get("event"), str):
                 self.events.append(line)
         for line in self._lines(self.run.epochs_file, wall, samples=0):
-            self.evaluation = line
+            self.evaluations.append(line)
         for rank, path in self._find_files(RunFolder.step_files).items():
             self._steps[rank] = self._tail(path, samples=SAMPLES)
             self._look_at_steps(rank, wall)

@@ -157,8 +157,8 @@ class Copies:
         done = remote.run(_SCRIPT, mark, MOST, self._piece, self._folder, *words, limit=_LIMIT_S)
         if done.code == 3:
             raise HostTrouble(
-                "no run folder", f"{remote.host} has no {self._folder}",
-                "start this in the folder from which mpirun was started",
+                "no run folder", f"{remote.host} has no folder {self._folder}",
+                "run this command in the folder from which mpirun was started",
             )  # fmt: skip
         more = False
         for piece in done.output.split(f"{mark} ")[1:]:

@@ -6,7 +6,7 @@ a whole.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from motley.live.words import (
     event,
     headline,
     mapping,
+    metric_curves,
     plain,
     silences,
 )
@@ -231,6 +232,7 @@ class Snapshot:
             sent.
         losses: pairs of a step and a loss. Each loss is a mean over some steps.
         evaluation: metrics of the last evaluation, in words.
+        metrics: pairs of step and value in the last evaluations, by the metric's name.
         link: sentence on the slowest link.
         rows: rows of ranks, ascending.
         hidden: number of further ranks that have no row.
@@ -256,6 +258,7 @@ class Snapshot:
     lr: float | None = None
     loss_scale: float | None = None
     evaluation: str = ""
+    metrics: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     link: str = ""
     rows: tuple[Row, ...] = ()
     hidden: int = 0
@@ -305,8 +308,9 @@ def take_snapshot(
         rate and rate * compute_sample_weight(steps), fraction_of_limit(about, rate),
         next((loss for _, loss in reversed(losses)), None), tuple(losses),
         last.lr if last else None, last.loss_scale if last else None,
-        evaluation(followed.evaluation), plain(followed.slow_link), tuple(shown),
-        len(rows) - len(shown), tuple(map(event, list(followed.events)[-_EVENTS:])),
+        evaluation(followed.evaluations), metric_curves(followed.evaluations),
+        plain(followed.slow_link), tuple(shown), len(rows) - len(shown),
+        tuple(map(event, list(followed.events)[-_EVENTS:])),
         elsewhere(followed), plain(followed.problem), get_history(followed, rank),
     )  # fmt: skip
 
@@ -378,7 +382,7 @@ def elsewhere(followed: RunFollower) -> tuple[str, ...]:
     """Return one sentence for each host whose files are not on this host or cannot be read."""
     usual = f"{typed_command('python plots/watch.py')} --collect reads them by ssh"
     absent = (
-        f"{host}: its own records are not here; {followed.troubles.get(host, usual)}"
+        f"{host}: its records are not on this machine; {followed.troubles.get(host, usual)}"
         for host in hosts_elsewhere(followed)
     )
     return tuple(map(plain, (*absent, *followed.unread.values())))

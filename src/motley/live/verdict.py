@@ -124,8 +124,8 @@ class RunVerdict:
             return f"{words}."
         if self.fraction > 1 + _OFF:
             return (
-                f"{words}: {self.fraction:.2f} times the speed that was measured at the start, "
-                "when other programs may have used the machines."
+                f"{words}, which is {self.fraction:.2f} times the speed that was measured at the "
+                "start. Other programs may have used the machines then."
             )
         return f"The run reached {self.fraction:.0%} of the limit, the sum of all devices. {words}."
 
@@ -143,12 +143,12 @@ class RunVerdict:
             f"{part:.0%} {name}{why.get(name, '')}"
             for name, part in self.lost.items() if part >= _WORTH
         ]  # fmt: skip
-        return f"The rest of a step: {', '.join(parts)}." if parts else ""
+        return f"The rest of a step went to: {', '.join(parts)}." if parts else ""
 
     def _who_is_slower(self) -> str:
         if self.slower_times is None or self.slower_times < _SLOWER or not self.slower:
             return ""
-        why = self.crowd or "another program uses the machine, or it has become slower"
+        why = self.crowd or "another program uses the machine, or the machine has become slower"
         return (
             f"{self.slower} takes {self.slower_times:.2f} times as long as at the start for the "
             f"same samples: {why}."
@@ -325,7 +325,10 @@ def _crowd(training: Training, worker: dict[str, Any]) -> str:
     cores = facts[0].get("cores") if facts else None
     if worker.get("uuid") or not cores or len(beside) <= cores:
         return ""
-    return f"{len(beside)} ranks share {cores} processors here; in a lab, each has its own"
+    return (
+        f"{len(beside)} ranks share {cores} processors on this machine; on machines of their "
+        "own, each rank has its own processors"
+    )
 
 
 def _name(training: Training, rank: int) -> str:

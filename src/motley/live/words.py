@@ -4,7 +4,7 @@ The words contain no control characters.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -54,25 +54,44 @@ class Event:
     text: str
 
 
-def evaluation(line: JsonDict | None) -> str:
-    """Return an evaluation in words, as in ``top1 0.9722, loss 0.1021 (epoch 9)``."""
-    if not line:
+def evaluation(lines: Sequence[JsonDict]) -> str:
+    """Return the last evaluation in words, as in ``top1 0.9722, loss 0.1021 (epoch 9)``."""
+    if not lines:
         return ""
-    metrics = EpochRecord.read_metrics(line)
-    parts = [f"{name} {value:.4g}" for name, value in metrics.items()
-            if isinstance(value, int | float) and not name.startswith(EMA)]  # fmt: skip
-    return plain(f"{', '.join(parts)} (epoch {line.get('epoch')})") if parts else ""
+    parts = [f"{name} {value:.4g}" for name, value in _metrics(lines[-1]).items()]
+    return plain(f"{', '.join(parts)} (epoch {lines[-1].get('epoch')})") if parts else ""
+
+
+def metric_curves(lines: Sequence[JsonDict]) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Return the pairs of step and value of each metric of some evaluations, by its name."""
+    curves: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in lines:
+        step = line.get("step")
+        if isinstance(step, int):
+            for name, value in _metrics(line).items():
+                curves[plain(name)].append((step, float(f"{value:.5g}")))
+    return {name: tuple(points) for name, points in curves.items()}
+
+
+def _metrics(line: JsonDict) -> dict[str, float]:
+    """Return the metrics of an evaluation, without those of averaged parameters."""
+    return {
+        name: value for name, value in EpochRecord.read_metrics(line).items()
+        if isinstance(value, int | float) and not name.startswith(EMA)
+    }  # fmt: skip
 
 
 _SAID = {
-    "overflow": "step {step} is skipped: its gradient is not finite at the loss scale {loss_scale}",
+    "overflow": (
+        "step {step} was skipped: its gradient is not finite at the loss scale {loss_scale}"
+    ),
     "loss_scale": "the loss scale is {value} from step {step} on",
     "left_out": "rank {rank} on {host} is left out: {reason}",
     "fault": "rank {rank} on {host}, step {step}: {error}",
-    "lost": "rank {rank} on {host} is lost in step {step}; the others go on",
-    "silent": "rank {rank} on {host} is silent",
-    "heard_again": "rank {rank} on {host} is heard again",
-    "waited_for": "all wait for rank {rank} on {host}, which is {doing}",
+    "lost": "rank {rank} on {host} was lost in step {step}; the other ranks continue",
+    "silent": "rank {rank} on {host} sends no heartbeats",
+    "heard_again": "rank {rank} on {host} sends heartbeats again",
+    "waited_for": "all other ranks wait for rank {rank} on {host}, which is {doing}",
     "unreadable": "{sample} cannot be read",
     "finished": "after {steps} steps",
 }
@@ -172,11 +191,11 @@ def headline(
     """Return the condition of a run, and a sentence about it."""
     status = followed.about.get("status")
     if not followed.about:
-        return Mood.STARTING, "being made: there is no run.json yet"
+        return Mood.STARTING, "starting: there is no run.json yet"
     if status == "finished":
         result = mapping(followed.about, "result")
         steps = f" after {result['steps']} steps" if "steps" in result else ""
-        text = evaluation(followed.evaluation)
+        text = evaluation(followed.evaluations)
         return Mood.DONE, plain(f"finished{steps}{': ' if text else ''}{text}")
     if status != "running":
         return Mood.FAILED, _ended(followed)
@@ -190,8 +209,8 @@ def headline(
         return Mood.WAITS, f"waits for {who}, which is {doing}: no step for {lasts:.0f} s"
     if silence.stalled_s is not None:
         return Mood.WAITS, (
-            f"no step for {lasts:.0f} s: an evaluation or a checkpoint, or all ranks "
-            "wait for what no record tells"
+            f"no step for {lasts:.0f} s: an evaluation or a checkpoint is running, or all ranks "
+            "wait for something that is not recorded"
         )
     return _waits(followed, waits)
 
@@ -207,7 +226,7 @@ def name_rank(followed: RunFollower, rank: int) -> str:
 def _ended(followed: RunFollower) -> str:
     failure, status = mapping(followed.about, "failure"), plain(followed.about.get("status"))
     if not failure:
-        return f"{status}: no process holds the run any more; continue with --resume auto"
+        return f"{status}: the run's process has ended; continue with --resume auto"
     rank, host, step = failure.get("rank"), failure.get("host"), failure.get("step")
     at = format_step(step if isinstance(step, int) else None)
     where = f"rank {rank} on {host}, {at}: " if host else ""
@@ -247,7 +266,7 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
     share = f"{part(waits.share)} of each step"
     if waits.held is Held.RANK:
         if waits.rank is None:
-            return Mood.WAITS, f"waits for a rank whose records are not here: {share}"
+            return Mood.WAITS, f"waits for a rank whose records are not on this machine: {share}"
         text = f"waits for {name_rank(followed, waits.rank)}: {share}"
         if waits.own_s is not None and waits.others_s is not None:
             why = ", most of it for its input" if waits.for_input else ""
@@ -256,7 +275,7 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
                 f"{waits.others_s:.3g} s"
             )
             if waits.usual_s is not None:
-                text += f"; before, all were after {waits.usual_s:.3g} s"
+                text += f"; earlier, all ranks were ready after {waits.usual_s:.3g} s"
         return Mood.WAITS, text
     if waits.held is Held.WIRE:
         link = f"; {plain(followed.slow_link)}" if followed.slow_link else ""
@@ -265,9 +284,9 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
         also = _and_for(followed, waits)
         return Mood.WAITS, f"waits for its input: {share}{_where_input(followed)}{also}"
     if waits.held is Held.OPTIMIZER:
-        return Mood.WELL, f"no rank waits; the optimizer takes {share}"
+        return Mood.WELL, f"no rank waits, and the optimizer takes {share}"
     if waits.held is Held.HOST:
-        return Mood.WAITS, f"waits for the host, whose Python takes {share}"
+        return Mood.WAITS, f"waits for the host: Python takes {share}"
     if waits.held is Held.NOTHING:
         return Mood.WELL, f"no rank waits: compute is {share}"
     return Mood.WELL, "this engine cannot tell compute from waiting"

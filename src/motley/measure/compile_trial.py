@@ -143,9 +143,9 @@ def why_not(promises: Sequence[Promise | None], least_s: float, rest_s: float) -
     if most_s >= least_s:
         return ""
     return (
-        f"the model is not compiled: of the {rest_s:,.0f} s that are left, {most_s:,.0f} s at "
-        f"most would be saved, and to try it takes {least_s:,.0f} s or more; --compile on does so "
-        "anyway"
+        f"the model is not compiled: compiling could save at most {most_s:,.0f} s of the "
+        f"{rest_s:,.0f} s that are left, and a trial takes at least {least_s:,.0f} s; --compile "
+        "on compiles it anyway"
     )
 
 
@@ -303,7 +303,7 @@ def _try(
         model.compute_plainly()
         lines = str(error).strip().splitlines() or [type(error).__name__]
         text = " ".join(lines[:2])[:200]  # torch names the compiler, and in the next line why
-        return speed, f"the model is not compiled, for that fails: {text}"
+        return speed, f"the model is not compiled, because compiling fails: {text}"
     finally:
         model.zero_grad(set_to_none=True)
     cost_s = time.perf_counter() - start

@@ -163,9 +163,9 @@ def _measure_speed(
     if not sizes:
         held = f", besides {amount(model.held_mib)} of the model itself" if model.held_mib else ""
         raise NoMemoryError(
-            f"{device} has no room for {'one sample' if grain == 1 else f'{grain} samples'} of "
-            f"this model{held}; add --grad-checkpointing, choose a smaller --model or --img-size, "
-            "or see who holds its memory with: bash setup/test_cn_connection.sh"
+            f"{device} has no room for {('one sample' if grain == 1 else f'{grain} samples')} of "
+            f"this model{held}. Add --grad-checkpointing, choose a smaller --model or --img-size, "
+            "or see which processes use its memory with: bash setup/test_cn_connection.sh"
         )
     rests = rest if device.type == "cuda" else None
     return SpeedTable(

@@ -173,7 +173,7 @@ def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> t
             back = _receive(line)
             line.sendall(_RATE.pack(back))
         except OSError as error:
-            what = "small messages pass and large ones do not; compare the MTU of both interfaces"
+            what = "small messages arrive and large ones do not; compare the MTU of both interfaces"
             failure = f"{what} ({error})" if latency_s else f"it does not answer ({error})"
             return (
                 Flow(there, latency_s, "" if there else failure),
@@ -242,7 +242,7 @@ def _receive(line: socket.socket) -> float:
         while view:
             count = line.recv_into(view)
             if count == 0:
-                raise ConnectionError("the other machine hung up")
+                raise ConnectionError("the other host closed the connection")
             view = view[count:]
         came.append(time.perf_counter())
         if not chunk[0]:
@@ -256,7 +256,7 @@ def _exactly(line: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = line.recv(size - len(data))
         if not part:
-            raise ConnectionError("the other machine hung up")
+            raise ConnectionError("the other host closed the connection")
         data += part
     return data
 

@@ -450,14 +450,14 @@ def _stay(
     stay = [group.workers[rank] for rank in choice.ranks]
     hosts = ", ".join(dict.fromkeys(worker.host for worker in stay))
     slower = (
-        f"with all a step would take {choice.with_all.step_s:.3g} s, with {hosts} alone "
-        f"{choice.chosen.step_s:.3g} s"
+        f"a step would take {choice.with_all.step_s:.3g} s with all hosts, and "
+        f"{choice.chosen.step_s:.3g} s with {hosts} alone"
     )
 
     def reason(rank: int) -> str:
         machine = world.machines[group.workers[rank].rank]
         link = measured.links.remark(machine) if measured.links else ""
-        why = "the share would be less than a sample" if rank in choice.idle else slower
+        why = "its share would be less than one sample" if rank in choice.idle else slower
         return f"{link}{': ' if link else ''}{why}; --hosts all keeps all"
 
     reasons = {worker.rank: reason(rank) for rank, worker in enumerate(group.workers)}

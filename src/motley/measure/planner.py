@@ -161,8 +161,8 @@ def _check(
         return
     changes = _changes(need, group, config, traits, there)
     raise NoMemoryError(
-        f"the model does not fit: {where} {own.host} would hold {amount(needed)}, and "
-        f"{amount(there)} are free; of a rank that is {need.words()}. Take {', or '.join(changes)}"
+        f"the model does not fit in memory: {where} {own.host} would need {amount(needed)}, and "
+        f"{amount(there)} are free. A rank needs {need.words()}. Take {', or '.join(changes)}"
     )
 
 
@@ -294,7 +294,9 @@ def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
         MotleyError: the options already set the shares.
     """
     if config.shares is not None:
-        raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
+        raise MotleyError(
+            "--shares sets the split already; leave it out to see the plan that Motley would choose"
+        )
     task = get_task(config)
     world.once_per_node(task.prepare)
     group = join_process_group(world, config.precision, config.hosts)
@@ -322,7 +324,7 @@ def check_grain(task: Task, batch_size: int, ranks: int) -> int:
         less = global_batch // grain * grain
         text = global_batch if batch_size == global_batch else f"{batch_size}: {global_batch}"
         raise MotleyError(
-            f"--batch-size {text} is no multiple of {grain}, and {grain} samples "
+            f"--batch-size {text} is not a multiple of {grain}, and {grain} samples "
             f"{task.grain_is}; take {f'{less} or ' if less else ''}{less + grain}"
             + _other_group(task, global_batch, ranks)
         )
@@ -342,23 +344,25 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
     """Raise MotleyError if the engine does not support these devices or the given ``--wire``."""
     if group.is_mixed and not traits.mixed:
         raise MotleyError(
-            f"{traits.words}; {group.kinds} together cannot. Leave out one kind with --hosts, or "
-            "train with torch_dist/train_vit.py --strategy ddp"
+            f"{traits.words}, which {group.kinds} cannot do together. Leave out one kind with "
+            "--hosts, or train with torch_dist/train_vit.py --strategy ddp"
         )
     if asked is not None and not traits.can(asked):
         raise MotleyError(
-            f"--wire {asked}: {traits.words}, as they are or rounded, in a ring; choose exact, "
-            "bf16 or fp16, or train with torch_dist/train_vit.py --strategy ddp"
+            f"--wire {asked} does not work with this strategy: {traits.words}, whole or rounded "
+            "to 16 bits. Choose exact, bf16 or fp16, or train with torch_dist/train_vit.py "
+            "--strategy ddp"
         )
     if asked is not None and group.is_mixed and not asked.mixes_devices:
         raise MotleyError(
-            f"--wire {asked} is not for {group.kinds} together; choose exact, bf16 or fp16, or "
-            "leave out one kind with --hosts"
+            f"--wire {asked} does not work with {group.kinds} together; choose exact, bf16 or "
+            "fp16, or leave out one kind with --hosts"
         )
     if asked is not None and asked.slow_rank is not None and not asked.slow_rank < group.size > 2:
         raise MotleyError(
-            f"--wire {asked}: {group.size} ranks take part; /leafK spares rank K, from 0, of 3 or "
-            "more; leave it to the plan with --wire exact"
+            f"--wire {asked}: /leafK spares the link of rank K, counted from 0, and needs 3 or "
+            f"more ranks; {group.size} ranks take part. Leave the choice to the plan with --wire "
+            "exact"
         )
 
 

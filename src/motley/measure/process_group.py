@@ -81,9 +81,10 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
         able = [p for p in PRECISIONS if kernel_speed(device, p, seconds=0.02).tflops is not None]
         other = "bash setup/install_cn.sh chooses" if ROOT else f"{INSTALL_TORCH} installs"
         fix = (
-            f"it can do {', '.join(able)}: choose one with --precision for rank {own.group_rank}"
+            f"the device supports {', '.join(able)}: choose one of these with --precision for "
+            f"rank {own.group_rank}"
             if able
-            else f"this torch has no kernels for it: {other} one that has"
+            else f"this torch has no kernels for the device: {other} a build that has them"
         )
         raise MotleyError(f"{own.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}")
     return replace(own, device=name, uuid=uuid, precision=precision, why=why, maker=maker)
@@ -115,7 +116,7 @@ def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]
     plain = kernel_speed(device, "fp32", seconds=0.02).tflops or 0.0
     if fast > _FASTER * plain:
         return precision, why
-    return "fp32", f"{why}, but {precision} does {fast:.3g} TFLOP/s here and fp32 {plain:.3g}"
+    return "fp32", f"{why}, but {precision} reaches {fast:.3g} TFLOP/s here, fp32 {plain:.3g}"
 
 
 _RCCL = "RCCL "

@@ -273,9 +273,9 @@ def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
         links = measure_links(world)  # a host may have been busy for seconds
     if broken := links.broken():
         raise MotleyError(
-            f"the hosts cannot talk: {'; '.join(broken[:_SHOWN])}"
-            f"{'; ...' if len(broken) > _SHOWN else ''}. Mend it, or start without one of them: "
-            "take it out of hosts.txt"
+            "some hosts cannot reach each other: "
+            f"{'; '.join(broken[:_SHOWN])}{'; ...' if len(broken) > _SHOWN else ''}. Repair the "
+            "network, or remove one of the two hosts from hosts.txt"
         )
     return links
 

@@ -164,7 +164,7 @@ def mark_away(seconds: float | None, polite: str = "") -> Away:
             os.rename(new, _name(), src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
             raise MotleyError(
-                f"cannot write {_path() / _name()}: {error.strerror}; see to that disk"
+                f"cannot write {_path() / _name()}: {error.strerror}; check that disk"
             ) from None
     return away
 
@@ -214,15 +214,15 @@ def _check(opened: int) -> None:
     """Raise MotleyError unless this user owns a file or folder and no other may write to it."""
     result = os.fstat(opened)
     if result.st_uid != os.getuid():
-        raise _not_ours(f"it is owned by user {result.st_uid}")
+        raise _not_ours(f"user {result.st_uid} owns it")
     if result.st_mode & 0o022:
-        raise _not_ours(f"others may write to it (mode {stat.S_IMODE(result.st_mode):o})")
+        raise _not_ours(f"other users may write to it (mode {stat.S_IMODE(result.st_mode):o})")
 
 
 def _not_ours(found: str) -> MotleyError:
     return MotleyError(
-        f"{_path()} is not for you alone: {found}; remove it, or have its owner do so, and make it "
-        f"with: mkdir -m 700 {_path()}"
+        f"{_path()} must be your own folder, which no other user can write to ({found}); remove "
+        f"it, or ask its owner to, and create it with: mkdir -m 700 {_path()}"
     )
 
 

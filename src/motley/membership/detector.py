@@ -523,7 +523,7 @@ class StopSignals:
         name = signal.Signals(number).name
         return Fault(
             status.number, status.host, step,
-            f"stopped by {name}, which came to this rank alone, when {where}",
+            f"stopped by {name}, which was sent to this rank alone while {where}",
             "continue with --resume auto", echo=True, kind=FaultKind.KILLED, signal=number,
         )  # fmt: skip
 

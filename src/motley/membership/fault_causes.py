@@ -55,13 +55,13 @@ def make_death_fault(rank: int, host: str, step: int | None, said: str = "") -> 
         kind = next((kind for kind, name in _CRASHES if re.search(name, crash[1])), FaultKind.ERROR)
         return Fault(
             rank, host, step, f"crashed in compiled code: {crash[1]}",
-            "its traceback above names the call, and so the library, that crashed",
+            "its traceback above names the call that crashed, and the library",
             said[:MOST_DETAILS], kind=kind, echo=kind is FaultKind.ABORTED,
         )  # fmt: skip
     return Fault(
-        rank, host, step, "died without a word (killed, or it left early)",
-        f"see its output above, and the kernel's log (dmesg) on {host} for its out-of-memory "
-        "killer",
+        rank, host, step, "died without a message: the process was killed, or it exited early",
+        f"see its output above, and the kernel's log on {host} (dmesg), which reports processes "
+        "that the out-of-memory killer ended",
         kind=FaultKind.KILLED,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def make_leave_fault(rank: int, hosts: Sequence[str], step: int | None, who: str
     return Fault(
         rank, hosts[0], step, who,
         typed_command(
-            f"continue with --resume auto, without {names} in hosts.txt or after: bash "
+            f"continue with --resume auto after you remove {names} from hosts.txt, or after: bash "
             f"setup/join_cn.sh {' '.join(hosts)}"
         ),
         kind=FaultKind.LEFT,
@@ -120,7 +120,8 @@ def make_launcher_fault(host: str, launcher: str, step: int | None) -> Fault:
         step: step of the training; None: before step 1.
     """
     return Fault(
-        0, host, step, f"the launcher ({launcher} on {host}) was killed, or it gave up a host that "
+        0, host, step,
+        f"the launcher ({launcher} on {host}) was killed, or it ended because it lost a host that "
         "it names above", "continue with --resume auto", kind=FaultKind.LAUNCHER_LOST,
     )  # fmt: skip
 
@@ -134,8 +135,9 @@ def make_daemon_fault(rank: int, host: str, step: int | None) -> Fault:
         step: step of the training; None: before step 1.
     """
     return Fault(
-        rank, host, step, f"the launcher lost {host}: its MPI daemon there was killed, or the ssh "
-        "session to it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
+        rank, host, step,
+        f"the launcher lost {host}: its MPI daemon on {host} was killed, or the ssh session to "
+        f"{host} ended", f"see the kernel's log on {host} (dmesg), and continue with --resume auto",
         kind=FaultKind.LAUNCHER_LOST,
     )  # fmt: skip
 
@@ -154,9 +156,9 @@ def make_silent_fault(
     """
     return Fault(
         rank, host, step,
-        f"silent for {seconds:.0f} s{like}: the host is frozen, off or cut off, or the process "
-        "was stopped",
-        f"continue with --resume auto; if {host} stays away, without it in hosts.txt",
+        f"silent for {seconds:.0f} s{like}: the host is frozen, off or cut off from the network, "
+        "or the process was stopped",
+        f"continue with --resume auto, and remove {host} from hosts.txt if it stays away",
         kind=FaultKind.HOST_LOST,
     )  # fmt: skip
 
@@ -174,8 +176,9 @@ def make_alone_fault(rank: int, host: str, step: int | None, seconds: float, oth
         others: names of the other hosts.
     """
     return Fault(
-        rank, host, step, f"all other hosts are silent for {seconds:.0f} s ({others})",
-        f"see whether {host} is off the network; continue with --resume auto",
+        rank, host, step,
+        f"{host} has received nothing from any other host ({others}) for {seconds:.0f} s",
+        f"check the network of {host}, and continue with --resume auto",
         kind=FaultKind.HOST_LOST,
     )  # fmt: skip
 
@@ -184,10 +187,11 @@ def make_link_fault(rank: int, host: str, step: int | None, other: str) -> Fault
     """Return the fault of two hosts that do not reach each other, while rank 0 reaches both."""
     return Fault(
         rank, host, step,
-        f"the link between {host} and {other} is dead, though the head receives from both",
+        f"{host} and {other} no longer reach each other, though rank 0 receives from both",
         typed_command(
-            "look for a cable, switch or firewall between them, with bash setup/test_mpi.sh; "
-            "continue with --resume auto, if need be without one of them"
+            "test the cable, switch and firewall between them with bash setup/test_mpi.sh, and "
+            "continue with --resume auto; if that fails, remove one of the two hosts from "
+            "hosts.txt"
         ),
         kind=FaultKind.LINK_LOST,
     )  # fmt: skip
@@ -204,7 +208,7 @@ def make_hang_fault(rank: int, host: str, step: int | None, seconds: float, wher
         where: current phases of the ranks, in words.
     """
     return Fault(
-        rank, host, step, f"no rank has moved for {seconds:.0f} s: {where}",
+        rank, host, step, f"no rank has made progress for {seconds:.0f} s: {where}",
         "continue with --resume auto", kind=FaultKind.HANG,
     )  # fmt: skip
 

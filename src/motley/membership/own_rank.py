@@ -363,8 +363,8 @@ HOLD_S = 60.0  # seconds that saving the state may take
 # Open MPI 5 kills the others 0.5 s after a rank is lost, Open MPI 4.1 after 2 s. A large model
 # takes longer to save.
 _CUT_SHORT = (
-    "motley: the last step is not saved: the launcher ended all ranks while one wrote it; --resume "
-    "auto goes on from the checkpoint before, and --save-every 1m makes more of them"
+    "motley: the last step was not saved, because the launcher ended all ranks while one wrote "
+    "it. --resume auto continues from the checkpoint before; --save-every 1m saves more often"
 )
 
 

@@ -278,8 +278,8 @@ def decode(content: Mapping[str, Any]) -> Message | None:
         if name not in _reported:
             _reported.add(name)
             print(
-                f"motley: a message of the unknown kind {name[:40]!r} is dropped: some rank runs "
-                "another version of Motley; compare them with: "
+                f"motley: a message of the unknown kind {name[:40]!r} is dropped, because a rank "
+                "runs another version of Motley; compare the versions with: "
                 + typed_command("bash setup/test_cn_connection.sh"),
                 file=sys.stderr, flush=True,
             )  # fmt: skip

@@ -114,7 +114,9 @@ class Regroup:
         own, lost = self._own, survivors.lost
         faults = self._regrouping.faults
         lines = [format_fault(fault) for fault in faults]
-        own.print("\n".join(lines) + f"; on with {len(survivors.ranks)} of {own.place.size} ranks")
+        own.print(
+            "\n".join(lines) + (f"; {len(survivors.ranks)} of {own.place.size} ranks continue")
+        )
         for fault in faults:
             self._record({"kind": "lost", "rank": fault.rank, "host": fault.host,
                           "step": fault.step, "error": fault.error})  # fmt: skip

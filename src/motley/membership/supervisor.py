@@ -12,7 +12,7 @@ and ends the job. A rank that receives nothing from rank 0 ends itself.
     {"heartbeat": [17, ...]}  ----------> remembered; none for 15 s: see detector.py
                             <------------ {"heartbeat": null}, or which ranks may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
-    (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
+    (connection breaks)     ------------> "rank 3 on b died without a message at step 17"
     Fatal Python error: ... ------------> the same, with a crash's traceback
     Timeout (0:00:06)! ...  ------------> one call keeps Python's lock, and no thread runs: it
                                           lives (messages.py); rank 0 informs the standby

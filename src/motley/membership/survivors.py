@@ -153,7 +153,7 @@ def packed(value: Any) -> str:
     """
     text = base64.b64encode(pickle.dumps(value)).decode()
     if len(text) > MOST_BYTES // 2:
-        raise MotleyError(f"a value of {len(text)} bytes is too long to be exchanged by ranks")
+        raise MotleyError(f"a value of {len(text)} bytes is too long for an exchange between ranks")
     return text
 
 

@@ -131,8 +131,8 @@ def better_engine(
     step_s = engines[best].step_s
     times = predicted.step_s / step_s
     text = (
-        f"{traits.words}: {predicted.exposed_s:.3g} s of a step that nothing hides; with {best} "
-        f"a step should take {step_s:.3g} s, {times:.2f} times as fast"
+        f"{traits.words}, which takes {predicted.exposed_s:.3g} s of each step that no compute "
+        f"hides; with {best} a step should take {step_s:.3g} s, {times:.2f} times as fast"
     )
     return (Advice(text, best, times),)
 
@@ -179,9 +179,10 @@ def larger_batch(
         larger, _, rate = gain(samples)
         if larger >= _BEATS:
             text = (
-                f"these hosts together are {max(1.0, times):.2f} times as fast as {names[best]} "
-                f"alone: the exchange takes too much of so short a step; with --batch-size "
-                f"{samples} they should be {larger:.2f} times as fast"
+                f"these hosts together are only {max(1.0, times):.2f} times as fast as "
+                f"{names[best]} alone, because exchanging gradients takes too large a part of "
+                f"such a short step; with --batch-size {samples} they should be {larger:.2f} "
+                "times as fast"
             )
             price = "a larger batch changes the training, so adjust --lr"
             return (Advice(text, f"--batch-size {samples}", rate / planned, price),)
@@ -199,7 +200,7 @@ def bound_by_input(
         counts: samples of each rank in a step.
         packs: True if the samples are image files, which ``--dataset packed`` reads faster.
     """
-    packed = typed_command("--dataset packed reads images sooner (see setup/stage_cn.sh -h)")
+    packed = typed_command("--dataset packed reads images faster (see setup/stage_cn.sh -h)")
     result = {}
     for name, speed, n in zip(names, speeds, counts, strict=True):
         if not n or speed.waits_s(n) < _WAITS * speed.compute_seconds(n):
@@ -211,12 +212,13 @@ def bound_by_input(
         if speed.reads_ahead:
             how = f"{who} can read {reads} samples/s, and the rank could compute {computes}"
         else:
-            how = f"{who} reads {reads} samples/s, in turn with computing {computes}, since " + (
-                "they share its cores" if readers else "it has no loader process"
-            )
+            how = (
+                f"{who} reads {reads} samples/s and does not read while the rank computes "
+                f"({computes} samples/s), since "
+            ) + ("they share its cores" if readers else "it has no loader process")
         fixes = [packed] * packs
         if not readers:
-            fixes.append("--workers 1 reads beside the computing, where a core is idle")
+            fixes.append("--workers 1 reads during the compute, if a core is idle")
         text = f"input limits {name}: {how}" + "".join(f"; {fix}" for fix in fixes)
         result[name] = Advice(
             text, "--dataset packed" if packs else "" if readers else "--workers 1"

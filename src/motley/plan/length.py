@@ -98,17 +98,20 @@ def read_ramp(text: str) -> Ramp:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise MotleyError(
-            f"--batch-size {text}: write FIRST:LAST:BY/SAMPLES, as 512:2048:32/100M, which grows "
-            "from 512 to 2048 by 32 over the first 100 million samples"
+            f"--batch-size {text}: write FIRST:LAST:BY/SAMPLES, as in 512:2048:32/100M, which "
+            "raises the batch from 512 to 2048 in steps of 32 over the first 100 million samples"
         )
     first, most, by, over = (int(number) for number in match.groups()[:4])
     over *= _TIMES[match[5]]
     if not (0 < first < most and by > 0 and over > 0):
-        raise MotleyError(f"--batch-size {text}: it is to begin above 0, grow, and take samples")
+        raise MotleyError(
+            f"--batch-size {text}: give a first batch above 0, a larger last batch, and a number "
+            "of samples above 0"
+        )
     if (most - first) % by:
         near = first + (most - first) // by * by
         raise MotleyError(
-            f"--batch-size {text}: from {first} by {by} it never is {most}; take "
+            f"--batch-size {text}: steps of {by} from {first} do not end at {most}; take "
             f"{f'{near} or ' if near > first else ''}{near + by}"
         )
     return Ramp(first, most, by, over)
@@ -119,8 +122,8 @@ def growth(ramp: Ramp) -> Iterator[str]:
     if ramp.over:
         steps = ramp.steps(0, ramp.over)
         yield (
-            f"the batch grows from {ramp.first} to {ramp.most} samples, by {ramp.by}, over the "
-            f"first {ramp.over:,} samples: {steps:,} steps"
+            f"the batch grows from {ramp.first} to {ramp.most} samples, in steps of {ramp.by}, "
+            f"over the first {ramp.over:,} samples, which are {steps:,} steps"
         )
 
 

@@ -227,7 +227,9 @@ def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
 
 def _some(tables: Sequence[SpeedTable]) -> Sequence[SpeedTable]:
     if not tables:
-        raise MotleyError("no rank is left to train; see why each was left out")
+        raise MotleyError(
+            "all ranks were left out, so none can train; see the reason given for each"
+        )
     return tables
 
 
@@ -311,8 +313,8 @@ def choose_participants(
             gpu = rank.gpus.index(free[0])
         elif rank.gpus:
             reason = (
-                f"{rank.host} has {_count(len(rank.gpus), 'GPU')} and rank "
-                f"{rank.rank} is number {rank.local_rank + 1} there"
+                f"{rank.host} has {_count(len(rank.gpus), 'GPU')}, and rank {rank.rank} is rank "
+                f"number {rank.local_rank + 1} on it"
             )
         chosen.append(replace(rank, gpu=gpu, reason=reason))
     return tuple(sorted(chosen, key=lambda rank: rank.rank))
@@ -453,7 +455,7 @@ class Plan:
         for rank in ranks:
             most[rank] = max(self.micro_batches[rank]) // self.grain // 2 * self.grain
         if min(most) < 1:
-            raise ValueError(f"rank {most.index(min(most))} can have no smaller micro-batches")
+            raise ValueError(f"rank {most.index(min(most))} cannot use smaller micro-batches")
         return replace(self, max_micro_batch=tuple(most))
 
     def sentence(self, rank: int) -> str:
@@ -495,14 +497,14 @@ def make_plan(
     if global_batch < working * grain:
         least = "one sample" if grain == 1 else f"one group of {grain} samples"
         raise MotleyError(
-            f"--batch-size {global_batch} is the global batch and must hold at least {least} "
-            f"for each of the {working} ranks with work; raise it, start fewer ranks, or give a "
+            f"--batch-size {global_batch} is the global batch, and needs at least {least} for "
+            f"each of the {working} ranks that compute; raise it, start fewer ranks, or give a "
             "rank the share 0"
         )
     if min(max_micro_batch) < grain:
         raise MotleyError(
-            f"--micro-batch {min(max_micro_batch)}: {grain} samples of this task stay together, "
-            f"and a micro-batch holds them; give {grain} or more"
+            f"--micro-batch {min(max_micro_batch)} is less than the {grain} samples of this task "
+            f"that have to stay together in a micro-batch; give {grain} or more"
         )
     return Plan(
         int(global_batch),  # the largest of a growing batch

@@ -46,8 +46,8 @@ class PerRank(Generic[Value]):
         values = self.values * ranks if self.for_all else self.values
         if len(values) != ranks:
             raise MotleyError(
-                f"{self.flag} {self.text} is for {len(values)} rank{'s' * (len(values) != 1)}, but "
-                f"{ranks} take part; give {ranks} values, or change -np and hosts.txt"
+                f"{self.flag} {self.text} has {len(values)} value{'s' * (len(values) != 1)}, but "
+                f"{ranks} ranks take part; give {ranks} values, or change -np and hosts.txt"
             )
         return values
 
@@ -81,10 +81,12 @@ def read_shares(text: str) -> PerRank[float]:
         shares = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise MotleyError(
-            f"--shares {text}: not numbers separated by commas, as in 3,2,1"
+            f"--shares {text}: give numbers separated by commas, as in 3,2,1"
         ) from None
     if not all(0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
-        raise MotleyError(f"--shares {text}: shares are 0 or more, at least one above 0")
+        raise MotleyError(
+            f"--shares {text}: give shares of 0 or more, at least one of them above 0"
+        )
     return PerRank("--shares", text, shares, for_all=False)
 
 
@@ -100,7 +102,8 @@ def read_micro_batches(text: str) -> PerRank[int]:
         sizes = (0,)
     if min(sizes) < 1:
         raise MotleyError(
-            f"--micro-batch {text}: give one whole number of 1 or more, or one a rank"
+            f"--micro-batch {text}: give whole numbers of 1 or more, one for all ranks or one per "
+            "rank"
         )
     return PerRank("--micro-batch", text, sizes, for_all=len(sizes) == 1)
 
@@ -127,9 +130,9 @@ def named_hosts(asked: str | tuple[str, ...], known: Sequence[str]) -> tuple[str
     for name in asked:
         if name not in known:
             raise MotleyError(
-                f"--hosts {','.join(asked)}: there is no {name!r} among the started hosts, "
-                f"{', '.join(dict.fromkeys(known))}{did_you_mean(name, known)}; or give auto, "
-                "or all"
+                f"--hosts {','.join(asked)}: {name!r} is not among the started hosts, which are "
+                f"{', '.join(dict.fromkeys(known))}{did_you_mean(name, known)}; name some of "
+                "these, or give auto or all"
             )
     return asked
 
@@ -156,7 +159,7 @@ def read_precisions(text: str) -> PerRank[str]:
         if name not in (*PRECISIONS, "auto"):
             raise MotleyError(
                 f"--precision {name} is unknown{did_you_mean(name, (*PRECISIONS, 'auto'))}; "
-                f"choose auto, {', '.join(PRECISIONS)}, or one of these for each rank"
+                f"choose auto, {', '.join(PRECISIONS)}, or give one of these per rank"
             )
     return PerRank("--precision", ",".join(names), names, for_all=len(names) == 1)
 

@@ -443,9 +443,9 @@ class Links:
             return ""
         why = ""
         if port.mbit and 8e-6 * self.carries(machine) > _FULL * port.mbit:
-            why = f"; its port {port.interface} is of {port.mbit:,.0f} Mbit/s"
+            why = f"; its port {port.interface} has {port.mbit:,.0f} Mbit/s"
         if port.faster:
-            why += f"; {port.faster} there is not on the subnet that all share"
+            why += f"; its faster port {port.faster} is not on the subnet that all hosts share"
         return why
 
     def _busy(self, machine: int) -> str:
@@ -476,8 +476,8 @@ class Links:
         if not 0 < 8e-6 * most < _FULL * least or self.in_use():
             return ""
         return (
-            f"no link carries more than {_rate(most)}, though all ports are of {min(says):,.0f} "
-            "Mbit/s or more: what is between them is slower, a switch or a limit"
+            f"no link carries more than {_rate(most)}, though all ports have {min(says):,.0f} "
+            "Mbit/s or more, so a switch or a limit between the hosts is slower"
         )
 
     def remarks(self) -> list[str]:

@@ -116,12 +116,12 @@ class WireMode(ABC):
     def price(self) -> str:
         """Effect on the gradient and on accuracy, in words."""
         if self.lost_points is None:
-            return "it is inexact, and what that costs in accuracy was not measured"
+            return "it is inexact, and its cost in accuracy was not measured"
         lost, seeds = self.lost_points
         dear = "it is inexact and DEAR" if lost > _DEAR else "it is inexact"
         return (
-            f"{dear}: {lost:.1f} points of top-1 were lost, mean of {seeds} seeds, in the "
-            "benchmarks"
+            f"{dear}: the benchmarks lost {lost:.1f} points of top-1 with it (mean of {seeds} "
+            "seeds)"
         )
 
     def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:

@@ -63,7 +63,7 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
             command.warn(f"{error}; left out")
             continue
         if not seconds:
-            command.warn(f"{log} holds no two epochs, so the time of one is unknown")
+            command.warn(f"{log} holds fewer than two epochs, so the time of one epoch is unknown")
             continue
         result.append(OldRun(gpus, log.parent.name, seconds))
     return result
@@ -246,7 +246,7 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
     """Draw the picture of one matrix."""
     rows = read_rows(folder)
     if not rows:
-        raise MotleyError(f"{folder.path} holds no run that has ended; left out")
+        raise MotleyError(f"{folder.path} is left out: none of its runs has ended")
     series = group_series(rows)
     heights = [1.2 + 0.46 * len(rows), *([3.4] if series else []), 3.2]
     figure = style.new_figure(11, sum(heights))
@@ -270,7 +270,7 @@ def story(name: str, rows: Sequence[Row]) -> str:
     done = [row for row in rows if row.samples_per_s and row.outcome == DONE]
     best = max(done, key=lambda row: row.samples_per_s or 0.0, default=None)
     if best is None:
-        return f"{name}: {ways}, none of which ended well"
+        return f"{name}: {ways}, none of which has finished"
     part = f", {best.fraction_of_limit:.0%} of the limit" if best.fraction_of_limit else ""
     return f"{best.name} is the fastest of {ways} ({name}): {best.rate}{part}"
 

@@ -85,7 +85,7 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
                 command.show_progress(f"reading {log} ({mib:,.0f} MiB)")
             result = read_gpu_log(log, command.warn)
             if not result:
-                command.warn(f"{log} holds no sample; left out")
+                command.warn(f"{log} is left out: it holds no sample")
             samples += result
         except (MotleyError, OSError, ValueError) as error:
             command.warn(f"{error}; left out")
@@ -290,7 +290,7 @@ def make_panels(name: str, series: list[Series]) -> list[Panel]:
     """
     panels = [panel for panel in PANELS if any(panel.shows(one) for one in series)]
     if not panels:
-        raise MotleyError(f"the GPU logs of {name} hold no value; left out")
+        raise MotleyError(f"{name} is left out: its GPU logs hold no value")
     return panels
 
 

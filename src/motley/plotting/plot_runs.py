@@ -205,7 +205,7 @@ def read_losses(trainings: Iterable[Training]) -> dict[str, Losses]:
         if len(curves.loss.values):
             result[path.name if path.name not in result else "/".join(path.parts[-2:])] = curves
         else:
-            command.warn(f"{training.path} tells no loss; left out")
+            command.warn(f"{training.path} is left out: it records no loss")
     return result
 
 

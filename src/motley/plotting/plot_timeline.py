@@ -156,7 +156,7 @@ def draw_timeline(
     if not result:
         last = training.lead[-1]["step"] + 1
         raise MotleyError(
-            f"{training.path} has no step from {first + 1} to {end}: its last one is {last}"
+            f"{training.path} has no step from {first + 1} to {end}; its last step is {last}"
         )
     ranks = sorted({span.rank for span in result})
     figure = style.new_figure(width, 1.7 + 0.32 * min(len(ranks), _FEW_RANKS))
@@ -175,9 +175,13 @@ def read_steps(text: str) -> tuple[int, int]:
     """Return the steps of ``FROM:TO``: those after the first FROM, up to TO."""
     result = re.fullmatch(r"(\d+):(\d+)", text)
     if not result:
-        raise argparse.ArgumentTypeError(f"{text}: write FROM:TO; 100:104 draws steps 101 to 104")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a range; write FROM:TO, as in 100:104, which draws steps 101 to 104"
+        )
     if int(result[1]) >= int(result[2]):
-        raise argparse.ArgumentTypeError(f"{text} ends before it begins")
+        raise argparse.ArgumentTypeError(
+            f"{text} ends before it begins; give the smaller number first"
+        )
     return int(result[1]), int(result[2])
 
 

@@ -39,7 +39,7 @@ def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
     parser.add_argument("run", type=Path, help="its folder, as logs/RUN")
     parser.add_argument("--to", required=True, choices=kinds, metavar="TRACKER",
                         help=", ".join(kinds))  # fmt: skip
-    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--follow", action="store_true", help="continue until the run ends")
     parser.add_argument(
         "--project", default=PROJECT, help=f"the tracker's project or experiment, default {PROJECT}"
     )
@@ -96,7 +96,10 @@ class Session:
             The counts of published records.
         """
         if self._args.follow:
-            print(f"{self._args.run} to {self._args.to} until it ends; Ctrl-C ends this alone")
+            print(
+                f"publishing {self._args.run} to {self._args.to} until the run ends; Ctrl-C "
+                "stops only the publishing"
+            )
         return self._publisher.publish(self._args.follow, self._look)
 
     def _look(self) -> bool:
@@ -121,9 +124,13 @@ class Session:
             return  # the records may still arrive
         self._said.add(host)
         usual = (
-            f"--collect reads them by ssh; or bring them into {self._args.run} and type it again"
+            f"--collect reads them by ssh; or copy them into {self._args.run}, and run this "
+            "command again"
         )
-        warn(f"{plain(host)}: its records are not here and not published; {trouble or usual}")
+        warn(
+            f"{plain(host)}: its records are not on this machine, and are not published; "
+            f"{trouble or usual}"
+        )
 
 
 def end_on_signals(publisher: Publisher) -> None:
@@ -140,7 +147,7 @@ def end_on_signals(publisher: Publisher) -> None:
 def print_counts(args: argparse.Namespace, told: PublishedCounts) -> None:
     """Print the counts of published records."""
     if not told.status:
-        print(f"{args.run} has no run.json yet: nothing is published")
+        print(f"{args.run} has no run.json yet, so nothing is published")
         return
     counts = ((told.steps, "step"), (told.evaluations, "evaluation"), (told.events, "event"),
               (told.samples, "sample"))  # fmt: skip
@@ -148,5 +155,6 @@ def print_counts(args: argparse.Namespace, told: PublishedCounts) -> None:
     print(f"{args.run} to {args.to}: {', '.join(new) or 'nothing new since the last time'}")
     if told.status == "running":
         print(
-            "the run goes on: publish what comes by the same line again, or all of it with --follow"
+            "the run is still going on; publish the rest with the same command later, or "
+            "continuously with --follow"
         )

@@ -35,7 +35,7 @@ from motley.plotting.run_diff import describe_run, format_value
 from motley.plotting.run_steps import read_or_say, title
 from motley.plotting.run_verdict import add_co2
 from motley.plotting.traces import describe_trace
-from motley.records.classes import read_worst
+from motley.records.classes import ClassResult, read_classes, read_worst
 from motley.records.costs import Training, median
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.json_files import JsonDict
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _WRONG = 0.01  # relative difference of a wrong loss; 30 steps in 16 bits differ by a tenth of that
 _TIE = 0.02  # relative difference of equal rates
+_CLASSES = 10  # classes that are shown of a run
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -70,13 +71,16 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     for row in measured:
         if is_wrong(row):
             sentences.append(
-                f"{row.name} ends with a loss {row.loss_difference:+.1%} from the fp32 run of the "
-                "same samples: its speed is worth nothing until that is understood."
+                f"{row.name} ends with a loss {row.loss_difference:+.1%} from that of the fp32 "
+                "run on the same samples. Find the reason before you rely on its speed."
             )
     if sane and not any(map(is_wrong, measured)):
         known = [abs(row.loss_difference) for row in sane if row.loss_difference is not None]
         if known:
-            sentences.append(f"All losses are those of the fp32 run to {max(known):.0e} of it.")
+            sentences.append(
+                "All losses agree with that of the fp32 run to a relative difference of "
+                f"{max(known):.0e}."
+            )
     if leaky := [row for row in measured if row.leak_mib]:
         words = ", ".join(f"{row.name} ({row.leak_mib:.3g} MiB a step)" for row in leaky)
         sentences.append(f"Memory grows to the end of the run: {words}.")
@@ -118,7 +122,7 @@ def _where_it_went(row: Row) -> str:
     whole = row.samples_per_s + sum(lost(row).values())
     shares = sorted(parts, key=lambda name: -parts[name])
     words = ", ".join(f"{LOST[name].label} {parts[name] / whole:.0%}" for name in shares)
-    return f"What it misses of the limit: {words}."
+    return f"Time that it loses against the limit: {words}."
 
 
 def _frugal(ranked: Sequence[Row]) -> list[str]:
@@ -130,8 +134,8 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
         best = most_memory(ranked[0])
         if row is not ranked[0] and best is not None and memory < 0.95 * best:
             sentences.append(
-                f"{row.name} needs the least memory: {memory:,.0f} MiB on the fullest host, where "
-                f"{ranked[0].name} needs {best:,.0f}; it makes {row.rate}."
+                f"{row.name} needs the least memory: {memory:,.0f} MiB on the host that uses "
+                f"most, where {ranked[0].name} needs {best:,.0f} MiB. Its speed is {row.rate}."
             )
     with_joules = [row for row in ranked if row.joules]
     if len(with_joules) > 1:
@@ -221,6 +225,7 @@ class Details:
         verdict: sentences on the speed of the run.
         pictures: pictures of the run.
         profiled: lines that summarise traces of the run.
+        classes: the classes with the lowest held-out accuracy.
         worst: held-out samples with the largest loss.
     """
 
@@ -229,6 +234,7 @@ class Details:
     verdict: list[str]
     pictures: list[Picture]
     profiled: list[str]
+    classes: list[ClassResult]
     worst: list[WorstSample]
 
 
@@ -350,7 +356,11 @@ def details(
             profiled += describe_trace(summarise(read_trace(path)))
         except MotleyError as error:
             command.warn(error)
-    return Details(name, summary, sentences, pictures, profiled, list_worst(run))
+    classes = [
+        replace(each, name=plain(each.name), mistaken_for=plain(each.mistaken_for))
+        for each in read_classes(run)[:_CLASSES]
+    ]
+    return Details(name, summary, sentences, pictures, profiled, classes, list_worst(run))
 
 
 def make_matrix_section(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:

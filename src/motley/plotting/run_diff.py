@@ -72,7 +72,8 @@ def print_differences(paths: list[Path]) -> int:
     if len(folders) < 2:
         found = ", ".join(str(each.path) for each in folders) or "none"
         raise MotleyError(
-            f"two runs are needed, and {found} was found: name two runs' folders, as logs/A logs/B"
+            f"two runs are needed, and {found} was found; name the folders of two runs, as in "
+            "logs/A logs/B"
         )
     rows = list_rows([describe_run(each) for each in folders])
     heads = [format_value(each.path.resolve().name) for each in folders]

@@ -36,7 +36,9 @@ def print_verdicts(paths: list[Path], json_lines: bool, co2: float) -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this script has."""
-    parser.add_argument("--json", action="store_true", dest="json_lines", help="one line a run")
+    parser.add_argument(
+        "--json", action="store_true", dest="json_lines", help=("print one line per run")
+    )
     add_co2(parser)
 
 
@@ -44,7 +46,7 @@ def add_co2(parser: argparse.ArgumentParser) -> None:
     """Add the option for the CO2 per kWh."""
     parser.add_argument(
         "--co2", type=float, default=CO2_PER_KWH, metavar="G",
-        help=f"grams of CO2 a kWh, default: {CO2_PER_KWH:g}, the world's mean of 2023 (Ember)",
+        help=f"grams of CO2 per kWh, default: {CO2_PER_KWH:g}, the world's mean of 2023 (Ember)",
     )  # fmt: skip
 
 

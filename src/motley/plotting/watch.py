@@ -241,7 +241,9 @@ def parse() -> argparse.Namespace:
         help="a run's folder, or one that holds runs at any depth, default: logs",
     )  # fmt: skip
     parser.add_argument("--once", action="store_true", help="print it, and end")
-    parser.add_argument("--serve", metavar="HOST:PORT", help="a page in place of the terminal")
+    parser.add_argument(
+        "--serve", metavar="HOST:PORT", help=("serve a page instead of the view in the terminal")
+    )
     add_collect(parser)
     return parser.parse_args()
 

@@ -59,7 +59,7 @@ def parse_address(where: str) -> tuple[str, int]:
     result = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+)):)?([0-9]{1,5})", where.strip())
     if result is None or int(result[3]) > 65535:
         raise MotleyError(
-            f"--serve {where} is no address; it is HOST:PORT, for example: --serve 127.0.0.1:8080"
+            f"--serve {where} is not an address; write HOST:PORT, as in --serve 127.0.0.1:8080"
         )
     return result[1] or result[2] or "127.0.0.1", int(result[3])
 
@@ -108,7 +108,7 @@ class Live:
             time.sleep(GLANCE_S)
 
     def render(self, name: str, rank: int | None) -> str:
-        """Return a page's content as JSON: all runs in short, and one run in full.
+        """Return a page's content as JSON: all runs with their curves, and one run in full.
 
         The run in full is the run with the given name. Without a name, it is the only run, or the
         only running one.
@@ -119,7 +119,10 @@ class Live:
             if name not in names:
                 alone = names if len(names) == 1 else running if len(running) == 1 else []
                 name = "" if name or not alone else alone[0]
-            brief = ("status", "mood", "headline", "step", "last_step", "left_s", "rate", "unit")
+            brief = (
+                "status", "mood", "headline", "step", "last_step", "left_s", "rate", "unit",
+                "losses", "metrics",
+            )  # fmt: skip
             known = [(each, runs.snapshot(each, wall)) for each in names]
             listed = [
                 {"id": each, **{field: getattr(now, field) for field in brief}}

@@ -80,6 +80,9 @@ def waited(row: Row) -> tuple[float, ...]:
     return *(-each for each in row.urgency), row.rank
 
 
+_CURVE = 16  # columns of a curve in the list of runs
+
+
 def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool = False) -> str:
     """Draw a curve of one line; several values per column are averaged.
 
@@ -468,11 +471,22 @@ def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> l
     return lines
 
 
+def _curves(now: Snapshot, signs: Signs) -> str:
+    """Return the loss and the metrics of a run, each with its curve and its last value."""
+    known = {"loss": now.losses, **{f"held-out {name}": now.metrics[name] for name in now.metrics}}
+    words = []
+    for name, points in known.items():
+        values = [value for _, value in points]
+        drawn = f" {curve(values, _CURVE, signs)}" if len(values) > 1 else ""
+        words += [f"{name}{drawn} {values[-1]:.4g}"] if values else []
+    return "  ".join(words)
+
+
 def runs_screen(
     runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
 ) -> list[Text]:
-    """Return the lines of all runs, two per run, the newest first."""
-    text = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
+    """Return the lines of all runs, the newest first: state, headline, loss and evaluations."""
+    text = f"{len(runs)} runs" if runs else "there is no run yet; this view waits for one"
     lines = [Text(text, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")
     for now in runs:
@@ -485,4 +499,6 @@ def runs_screen(
         look = "reverse" if now.name == view.run else ""
         lines.append(Text(fit(text, width, signs.cut).rstrip(), look))
         lines.append(Text(fit(f"  {now.headline}", width, signs.cut).rstrip(), MOODS[now.mood]))
+        if curves := _curves(now, signs):
+            lines.append(Text(fit(f"  {curves}", width, signs.cut).rstrip()))
     return _cut(lines, foot, width, height)

@@ -74,14 +74,14 @@ class CellLauncher:
         """Raise MotleyError if the launcher cannot start ranks on this machine."""
         if shutil.which(self.words[0]) is None:
             raise MotleyError(
-                f"there is no {self.words[0]!r} on PATH; put "
-                f"{'.venv/bin' if ROOT else Path(sys.executable).parent} there, or name it with "
-                "--mpirun"
+                f"{self.words[0]!r} is not on PATH; add "
+                f"{('.venv/bin' if ROOT else Path(sys.executable).parent)} to PATH, or give its "
+                "path with --mpirun"
             )
         if self.slurm and not allocated_nodes():
             raise MotleyError(
-                "--nodes is of Slurm's allocation, and this is in none; submit the line with "
-                "setup/slurm_job.sh --array"
+                "--nodes needs an allocation of Slurm, and this shell is in none; submit the "
+                "command with setup/slurm_job.sh --array"
             )
 
     def line(self, hosts: Sequence[Host], hostfile: Path) -> list[str]:
@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace) -> int:
         matrix = shorter(matrix, options.only)
     for cell in matrix.all_cells:
         if not (PLACE / cell.script).is_file() and (ROOT or cell.script not in (TORCH, ZERO)):
-            raise MotleyError(f"cell {cell.name}: there is no script {cell.script}")
+            raise MotleyError(f"cell {cell.name}: the script {cell.script} does not exist")
         check_options(cell, matrix.options)
     folder = BaselineFolder(options.out or Path("baselines") / Path(options.matrix).stem)
     todo = order(matrix, folder, options.retry)
@@ -191,7 +191,7 @@ def run_task(
     """Measure one cell, and write the table of finished runs. Return 0 if it is done, else 1."""
     folder.join(matrix)
     if number >= len(matrix.all_cells):
-        raise MotleyError(f"--task {number}: the matrix has {len(matrix.all_cells)} cells")
+        raise MotleyError(f"--task {number}: the matrix has only {len(matrix.all_cells)} cells")
     own = matrix.all_cells[number]
     run_all(matrix, folder, launcher, [turn for turn in todo if turn[0] == own])
     ended = {row.name: row.outcome for row in write_table(matrix, folder)}
@@ -328,7 +328,10 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
     except MotleyError as error:
         refuse(str(error))
     if config.wire is not None and not traits.can(config.wire):
-        refuse(f"--wire {config.wire} is for ddp, not for {cell.strategy}; choose another one")
+        refuse(
+            f"--wire {config.wire} works only with ddp, and the cell has {cell.strategy}; "
+            "choose another one"
+        )
 
 
 def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -362,8 +365,8 @@ def matrix_file(name: str) -> Path:
     path = Path(name)
     if not path.is_file():
         raise MotleyError(
-            f"--matrix {name} is no preset{did_you_mean(name, PRESETS)} and no file; the presets "
-            f"are {', '.join(PRESETS)}"
+            f"--matrix {name} is neither a preset{did_you_mean(name, PRESETS)} nor a file; the "
+            f"presets are {', '.join(PRESETS)}"
         )
     return path
 
@@ -375,7 +378,9 @@ def read_nodes(text: str) -> tuple[Host, ...]:
     """
     nodes, _, ranks = text.partition("x")
     if not all(word.isdecimal() and 0 < int(word[:5]) == int(word) for word in (nodes, ranks)):
-        raise argparse.ArgumentTypeError(f"{text!r}: give nodes and ranks of each, as in 2x4")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give the number of nodes and the ranks of each node, as in 2x4"
+        )
     return tuple(Host(f"node{number}", int(ranks)) for number in range(1, int(nodes) + 1))
 
 
@@ -395,16 +400,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, metavar="N", help=f"{usual}3")
     parser.add_argument("--steps", type=int, metavar="K", help=f"of each run, {usual}30")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"of each run, {usual}600")
-    parser.add_argument("--only", default="", metavar="WORDS", help="cells with this in their name")
-    with_options = "with its own options, as in 'mpirun --mca btl_tcp_if_include eno1'"
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help=("measure only cells whose name contains this")
+    )
+    with_options = "launcher with its own options, as in 'mpirun --mca btl_tcp_if_include eno1'"
     parser.add_argument("--mpirun", metavar="COMMAND", help=with_options)
-    of_slurm = "of this Slurm allocation, with ranks each, in place of a hostfile; by srun"
+    of_slurm = (
+        "use this many nodes of the Slurm allocation, with so many ranks each, instead of a "
+        "hostfile; starts ranks by srun"
+    )
     parser.add_argument("--nodes", type=read_nodes, metavar="NODESxRANKS", help=of_slurm)
-    parser.add_argument("--task", type=int, metavar="K", help="measure the cell of this number")
-    ready = "make the folder ready for such tasks, and say which there are"
+    parser.add_argument(
+        "--task", type=int, metavar="K", help=("measure only the cell of this number")
+    )
+    ready = "prepare the folder for such tasks, and list them"
     parser.add_argument("--prepare", action="store_true", help=ready)
-    parser.add_argument("--retry", action="store_true", help="run again what failed")
-    parser.add_argument("--dry-run", action="store_true", help="show the cells, run nothing")
+    parser.add_argument("--retry", action="store_true", help="repeat failed runs")
+    parser.add_argument("--dry-run", action="store_true", help="list the cells, and run nothing")
     options = parser.parse_args(words[:at])
     options.rest = tuple(words[at + 1 :])
     for name, least in (("repeats", 1), ("steps", 6), ("limit", 1), ("task", 0)):

@@ -42,7 +42,7 @@ from motley.provision.setup_command import (
 
 LIMIT_S = 30.0  # seconds for all hosts together
 DONE, CHANGE, DIRECTORY = "already done", "change", "kept by a directory"
-UNNEEDED = "launching works under any shell, tcsh too"
+UNNEEDED = "Motley starts ranks under any shell, tcsh too"
 
 # Argument: the wanted shell. Prints one line: user, present shell, and the facts that hold.
 _PROBE = """
@@ -95,11 +95,11 @@ def decide(account: Account, wanted: str, host: str) -> str:
     if "local" not in account.facts:
         return DIRECTORY
     needs = {
-        "exists": ("no such shell", f"{host} has no {wanted}", "name another with --shell"),
+        "exists": ("no such shell", f"{host} has no {wanted}", "name another shell with --shell"),
         "listed": (
             "shell not allowed",
             f"/etc/shells on {host} does not list {wanted}",
-            "name one that it lists with --shell",
+            "name one of the listed shells with --shell",
         ),
         "listed_now": (
             "locked to its shell",
@@ -110,7 +110,7 @@ def decide(account: Account, wanted: str, host: str) -> str:
     }
     for fact, (kind, result, fix) in needs.items():
         if fact not in account.facts and not (fact == "listed_now" and "root" in account.facts):
-            raise HostTrouble(kind, result, f"{fix}, or leave it: {UNNEEDED}")
+            raise HostTrouble(kind, result, f"{fix}, or keep the shell: {UNNEEDED}")
     return CHANGE
 
 
@@ -137,8 +137,8 @@ class Visit:
         if len(words) < 2:
             raise HostTrouble(
                 "account unknown",
-                f"{self.host} does not say which login shell the account has",
-                f"try there: getent passwd $USER; ssh -- {self.host}",
+                f"{self.host} did not report the login shell of your account",
+                f"see it with: ssh -- {self.host} 'getent passwd $USER'",
             )
         return Account(words[0], words[1], frozenset(words[2:]))
 
@@ -156,10 +156,10 @@ class Visit:
             self._chsh(old, password)
             raise HostTrouble(
                 "changed back",
-                f"with {self.wanted}, {self.host} no longer let us work ({trouble}), so it is "
-                f"{old} again",
-                f"see what ~/.bashrc or the like does there when it is not a terminal: "
-                f"ssh -- {self.host} {self.wanted} -c true",
+                f"{self.host} could not be used with {self.wanted} ({trouble}), so the login "
+                f"shell is {old} again",
+                "see what ~/.bashrc and other start-up files do without a terminal: ssh -- "
+                f"{self.host} {self.wanted} -c true",
             ) from None
         return "changed"
 
@@ -172,23 +172,31 @@ class Visit:
         text = " ".join((done.errors or done.output).split()).removeprefix("Password: ")
         if "uthentication" in text:
             raise HostTrouble(
-                "password refused", f"{self.host} does not take this password: {text}",
-                "see that the account is not locked",
+                "password refused", f"{self.host} refuses this password: {text}",
+                "check that the account is not locked",
             )  # fmt: skip
         raise HostTrouble(
-            "chsh failed", f"{self.host} says: {text}",
-            f"ask its administrator, or leave it: {UNNEEDED}",
+            "chsh failed", f"{self.host} could not change the shell: {text}",
+            f"ask the administrator of {self.host}, or keep the shell: {UNNEEDED}",
         )  # fmt: skip
 
     def _log_in_again(self) -> None:
         if self.remote.here:
             done = self.remote.run('exec "$1" -c "exit 0"', self.wanted, limit=10)
             if done.code:
-                raise HostTrouble("", f"it ends with status {done.code}", "see its start-up files")
+                raise HostTrouble(
+                    "",
+                    f"{self.wanted} exits with status {done.code}",
+                    "look for the cause in its start-up files",
+                )
             return
         with connect(self.host) as second:
             if "same" not in self._ask(second).facts:
-                raise HostTrouble("", "the shell is still the old one", "ask its administrator")
+                raise HostTrouble(
+                    "",
+                    "a new login still has the old shell",
+                    f"ask the administrator of {self.host}",
+                )
 
 
 def change_all(visits: Sequence[Visit]) -> dict[str, str | HostTrouble]:
@@ -247,7 +255,7 @@ def main(words: Sequence[str]) -> int:
     if options.dry_run:
         print(f"\nwould run chsh -s {options.shell} on {names}")
         return status
-    need_terminal("a yes and the password", "nothing was changed; run this from one")
+    need_terminal("a yes and the password", "nothing was changed; run this command in a terminal")
     if not ask(f"\nChange the login shell on {names} to {options.shell}?"):
         raise MotleyError("not confirmed; nothing was changed")
     done = change_all(todo)

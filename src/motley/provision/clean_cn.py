@@ -146,8 +146,8 @@ def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
         if "stuck" in result.values():
             troubles[host] = HostTrouble(
                 "stuck",
-                "not even SIGKILL ends it, so it waits for a disk or a driver",
-                "when that comes back it ends; else have the host rebooted",
+                "the process does not end after SIGKILL, so it waits for a disk or a driver",
+                "it ends when that disk or driver answers; otherwise the host has to be rebooted",
             )
     return troubles
 

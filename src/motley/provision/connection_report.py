@@ -109,8 +109,8 @@ def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
     if report.machine not in (None, here.machine):
         yield Finding(
             "architecture",
-            f"its processor is {report.machine}, this machine's {here.machine}",
-            "no package serves both: leave it out of hosts.txt",
+            f"its processor is {report.machine}, and this machine's is {here.machine}",
+            "no package runs on both, so remove it from hosts.txt",
         )
     if not report.repository and ROOT:
         yield Finding(
@@ -121,8 +121,8 @@ def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
     elif not report.repository:
         yield Finding(
             "no folder",
-            f"{here.root} is not there, where ranks start and write logs/",
-            f"make it with: ssh -- {report.host} mkdir -p {shlex.quote(str(here.root))}",
+            f"it lacks the folder {here.root}, in which ranks start and write logs/",
+            f"create it with: ssh -- {report.host} mkdir -p {shlex.quote(str(here.root))}",
         )
 
 
@@ -137,16 +137,17 @@ def judge_environment(report: HostReport, here: Here) -> Iterator[Finding]:
     elif report.environment is None:
         yield Finding(
             "environment absent",
-            f"there is no environment at {here.venv}, where this machine has it",
+            f"it lacks the environment {here.venv}, which this machine has",
             "make it with: bash setup/install_cn.sh",
         )
     elif differing := differences(report, here):
         more = f" and {len(differing) - 6} more" if len(differing) > 6 else ""
         yield Finding(
             "versions differ",
-            f"its environment differs from this machine's: {', '.join(differing[:6])}{more}",
-            "ranks with other versions hang or compute something else; make them equal with: "
-            "bash setup/install_cn.sh",
+            "the versions of its environment differ from this machine's: "
+            f"{', '.join(differing[:6])}{more}",
+            "ranks with different versions hang or compute different values; install the same "
+            "versions with: bash setup/install_cn.sh",
         )
 
 
@@ -160,8 +161,8 @@ def judge_clock(report: HostReport) -> Iterator[Finding]:
             "clock off",
             f"its clock is {abs(report.clock_offset_s):,.1f} s {way} this machine's "
             f"(+- {report.clock_doubt_s:.1f} s)",
-            "the records of all hosts are merged by time, and make compares the times of files: "
-            "have its administrator set it, best by NTP (timedatectl set-ntp true)",
+            "the records of all hosts are merged by time, and make compares the times of files; "
+            "ask its administrator to set the clock, best by NTP (timedatectl set-ntp true)",
         )
 
 
@@ -174,48 +175,48 @@ def judge_room(report: HostReport) -> Iterator[Finding]:
         yield Finding(
             "disk full",
             f"the disk of {place} is full or nearly{remaining}{why}",
-            "a checkpoint takes 1 GB: free some, or your quota's administrator can",
+            "a checkpoint takes about 1 GB; free some space, or ask your administrator for a "
+            "larger quota",
         )
     elif report.disk_free_inodes is not None and report.disk_free_inodes < INODES:
         yield Finding(
             "disk full",
-            f"the disk of {place} takes only {report.disk_free_inodes} more files, whatever "
-            "their size",
-            "remove many small files there (df -i, du --inodes)",
+            f"the disk of {place} has inodes for only {report.disk_free_inodes} more files",
+            "remove small files there (df -i, du --inodes)",
         )
     elif report.place_write not in (None, "yes"):
         yield Finding(
             "not ours to write",
             f"you may not write to {place} ({report.place_write})",
-            "train with --logs DIR, a folder that you may write to",
+            "choose a folder that you may write to with --logs DIR",
             wrong=False,
         )
     if report.home_write not in (None, "yes"):
         fix = {
-            "Permission denied": "have its administrator give it to you (chown)",
-            "Read-only file system": "have its administrator mount it writable (mount, dmesg)",
-            "No such file or directory": "have its administrator make it",
-            "HOME is not set": "set it in that host's login shell, or have its administrator add "
-            "your user number to the list of users (getent passwd)",
-        }.get(report.home_write, "free some, or ask for a larger quota")
+            "Permission denied": "ask its administrator to give it to you (chown)",
+            "Read-only file system": "ask its administrator to mount it writable (mount, dmesg)",
+            "No such file or directory": "ask its administrator to create it",
+            "HOME is not set": "set it in the login shell of that host, or ask its administrator "
+            "to add your user number to the list of users (getent passwd)",
+        }.get(report.home_write, "free some space, or ask for a larger quota")
         yield Finding(
             "disk full" if _full(report.home_write) else "home not writable",
             f"no file can be written to your home {report.home or 'folder'} ({report.home_write})",
-            f"MPI and ssh keep files there: {fix}",
+            f"MPI and ssh keep files in it: {fix}",
         )
     if report.temporary_write not in (None, "yes"):
         yield Finding(
             "disk full" if _full(report.temporary_write) else "temporary folder not writable",
             f"no file can be written to {report.temporary} ({report.temporary_write})",
-            "MPI keeps files there: free some (df -h, df -i), or set TMPDIR in that host's login "
-            "shell to a folder that can be written to",
+            "MPI keeps files in it; free some space (df -h, df -i), or set TMPDIR in the login "
+            "shell of that host to a folder that you can write to",
         )
     if report.shm_total_mib is not None and report.shm_total_mib < SHM_MIB:
         yield Finding(
             "/dev/shm small",
             f"/dev/shm has {report.shm_total_mib:,.0f} MiB",
-            f"data workers and NCCL pass batches through it and need {SHM_MIB} MiB or more: have "
-            "its administrator enlarge it (mount -o remount,size=50% /dev/shm)",
+            f"data workers and NCCL pass batches through it, and need {SHM_MIB} MiB or more; ask "
+            "its administrator to enlarge it (mount -o remount,size=50% /dev/shm)",
         )
 
 
@@ -231,9 +232,9 @@ def judge_login(report: HostReport) -> Iterator[Finding]:
         first = report.chatter.strip().splitlines()[0][:60]
         yield Finding(
             "chatty login",
-            f"its login shell, {shell}, prints text to programs too ({first!r})",
-            f"it gets into what scp, rsync and MPI read: find it in {files}, and print it to "
-            f"people alone: {guard}",
+            f"its login shell, {shell}, prints text even to programs ({first!r})",
+            f"scp, rsync and MPI read that text as data; find where it is printed in {files}, "
+            f"and print it only to people: {guard}",
         )
 
 
@@ -243,13 +244,13 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
         yield Finding(
             "driver fails",
             f"nvidia-smi is there and fails: {report.gpu_error}",
-            "have its administrator reboot it or reinstall the driver",
+            "ask its administrator to reboot it or to reinstall the driver",
         )
     elif report.devices and len(report.devices) < slots:
         yield Finding(
             "fewer GPUs",
-            f"hosts.txt gives it {slots} slots, and it has {len(report.devices)} GPUs",
-            "the ranks beyond are left out",
+            f"hosts.txt gives it {slots} slots, and it has only {len(report.devices)} GPUs",
+            "the ranks without a GPU are left out; lower its slots",
             wrong=False,
         )
     # CUDA 13, and builds of torch for it, have no code for GPUs older than Turing.
@@ -259,9 +260,9 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
             assert each.capability
             yield Finding(
                 "torch too new",
-                f"its torch is built for CUDA 13, which has nothing for the {each.name} "
+                f"its torch is built for CUDA 13, which does not support the {each.name} "
                 f"(compute capability {each.capability[0]}.{each.capability[1]})",
-                "choose a build for the oldest GPU with: "
+                "choose a build that supports the oldest GPU with: "
                 + ("bash setup/install_cn.sh" if ROOT else INSTALL_TORCH),
             )
 

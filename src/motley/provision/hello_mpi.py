@@ -27,7 +27,11 @@ _LEAVE_S = 0.3
 def main() -> None:
     """Print a greeting from all ranks, or lose a rank with ``--lose-one``."""
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lose-one", action="store_true", help="see which ranks outlive another")
+    parser.add_argument(
+        "--lose-one",
+        action="store_true",
+        help=("find out whether ranks survive the loss of another"),
+    )
     if parser.parse_args().lose_one:
         lose_one()
     run(greet)
@@ -37,7 +41,10 @@ def greet(world: World) -> None:
     """Print one complete line per rank. Then rank 0 prints the links' bandwidth."""
     total = sum(world.allgather(world.rank + 1))
     if total != world.size * (world.size + 1) // 2:
-        raise MotleyError(f"{world}: the sum of ranks is {total}")
+        raise MotleyError(
+            f"{world}: the sum over all ranks is {total}, and has to be the same on each; MPI "
+            "passes wrong data"
+        )
     print(f"hello from rank {world.rank} of {world.size} on {world.host}\n", end="", flush=True)
     if len(set(world.machines)) == 1:
         return

@@ -358,7 +358,8 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
     except (LookupError, ValueError, TypeError):
         raise HostTrouble(
             "no shell",
-            f"{remote.host} lets us in but does not run our script ({_last(done)})",
+            f"{remote.host} accepts the login, but does not run the script of this command "
+            f"({_last(done)})",
             f"see what its login shell does: ssh -- {remote.host} echo hello",
         ) from None
 

@@ -144,13 +144,14 @@ def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
     fitting = [each for each in BUILDS if all(fits(each, gpu) for gpu in all_gpus)]
     if not fitting:
         raise MotleyError(
-            f"no build of torch runs on all GPUs ({'; '.join(map(describe_gpu, all_gpus))}); leave "
-            "the oldest or the newest host out of hosts.txt, or update the lowest driver"
+            "no build of torch supports the GPUs of all hosts "
+            f"({'; '.join(map(describe_gpu, all_gpus))}). Remove the host with the oldest or the "
+            "newest GPU from hosts.txt, or update the oldest driver"
         )
     best = next((each for each in fitting if each.name == here), fitting[0])
     limits = [gpu for gpu in all_gpus if not fits(BUILDS[0], gpu)] if best != BUILDS[0] else []
     why = f"for {describe_gpu(limits[0])}" if limits else "it runs on every GPU here"
-    return best.name, why + (f"; torch {best.last} is the last that has it" if best.last else "")
+    return best.name, why + (f"; torch {best.last} is its last version" if best.last else "")
 
 
 def get_build(version: str) -> str:
@@ -206,15 +207,15 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the options, checked before any host is visited."""
-    instead = f"make {VENV} on each host, and there: {VENV}/bin/pip install {PINNED}"
+    instead = f"create {VENV} on each host, and in it run: {VENV}/bin/pip install {PINNED}"
     parser = Parser("install_cn", __doc__, instead=instead)
     parser.add_argument("--python-archive", type=Path)
     parser.add_argument("--offline", type=Path)
     options = parser.read(words)
     if not LOCK.exists():
-        raise MotleyError(f"{LOCK} is missing; complete this machine first: bash setup/make_env.sh")
+        raise MotleyError(f"{LOCK} is missing; set up this machine first: bash setup/make_env.sh")
     if options.python_archive and not options.python_archive.is_file():
-        raise MotleyError(f"--python-archive {options.python_archive} is no file")
+        raise MotleyError(f"--python-archive {options.python_archive} is not a file")
     if options.offline:
         check_wheels(options.offline)
     return options
@@ -228,8 +229,8 @@ def check_wheels(folder: Path) -> None:
     if missing:
         raise MotleyError(
             f"--offline {folder} lacks {len(missing)} of {len(lines)} packages "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); where there is a "
-            f"network: {VENV}/bin/pip download uv -r {LOCK} -d {folder}"
+            f"({', '.join(missing[:3])}{(', ...' if len(missing) > 3 else '')}). Download them on "
+            f"a machine with a network: {VENV}/bin/pip download uv -r {LOCK} -d {folder}"
         )
 
 
@@ -255,15 +256,17 @@ def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> 
         return
     if options.offline or build == PYPI:
         raise MotleyError(
-            f"torch {installed} here does not run on all hosts ({why}); make this environment "
-            f"again with the {build} build first, and its wheels after: rm -rf {VENV}; bash "
-            f"setup/make_env.sh{'' if build == PYPI else f' --torch {build}'}"
+            f"torch {installed} of this machine does not run on all hosts ({why}). Before "
+            f"you run this command again, make this machine's environment with the {build} build: "
+            f"rm -rf {VENV}; bash setup/make_env.sh{('' if build == PYPI else f' --torch {build}')}"
         )
     command = ["bash", str(PLACE / "setup/make_env.sh"), "--torch", build]
     if options.dry_run:
         print(f"would run: {' '.join(command)}")
     elif not _ends_well(command):
-        raise MotleyError(f"the {build} build could not be installed here; see above")
+        raise MotleyError(
+            f"the {build} build could not be installed on this machine; the error is above"
+        )
 
 
 def _ends_well(command: Sequence[str]) -> bool:
@@ -273,8 +276,8 @@ def _ends_well(command: Sequence[str]) -> bool:
     except subprocess.TimeoutExpired:
         hours = INSTALL_LIMIT_S / 3600
         raise MotleyError(
-            f"{command[1]} did not end within {hours:.0f} h; see whether the network and the disk "
-            "answer, then run the same command again"
+            f"{command[1]} did not end within {hours:.0f} h; check that the network and the disk "
+            "answer, and run the same command again"
         ) from None
 
 
@@ -308,8 +311,9 @@ def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespa
         if not report.environment:
             raise HostTrouble(
                 "environment broken",
-                f"the Python under {VENV} is not on {host} ({report.broken or 'not found'})",
-                f"make the environment again with one that lies beside it: rm -rf {VENV}; bash "
+                f"{host} lacks the Python that the environment {VENV} needs "
+                f"({report.broken or 'not found'})",
+                f"make the environment again with a Python of its own: rm -rf {VENV}; bash "
                 "setup/make_env.sh --own-python",
             )
         return
@@ -362,7 +366,7 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
         raise HostTrouble(
             "not installed",
             "; ".join(line.removeprefix("motley: ") for line in lines) or done.errors.strip(),
-            "put that right, then run the same command again",
+            "correct that, and run the same command again",
         )
     remote.run('rm -rf -- "$1"', STAGE, limit=INSTALL_S)
 
@@ -380,11 +384,11 @@ def verify(host: str) -> tuple[str, str]:
         done = run_python(remote, _VERIFY, limit=VERIFY_S)
     lines = done.output.splitlines()
     if done.code != 0 or not lines:
-        last = (done.errors.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.errors.strip().splitlines() or ["no message"])[-1]
         raise HostTrouble(
             "does not compute",
-            f"{host}: {last.removeprefix('motley: ')}",
-            f"see all of it with: ssh -- {host} {VENV}/bin/python -m {_VERIFY}",
+            f"{host} fails the check of its environment: {last.removeprefix('motley: ')}",
+            f"see its whole output with: ssh -- {host} {VENV}/bin/python -m {_VERIFY}",
         )
     result = json.loads(lines[-1])
     return result["torch"], ", ".join(result["kernels"])

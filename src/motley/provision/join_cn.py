@@ -36,10 +36,13 @@ def main(words: Sequence[str]) -> int:
         if not answer["away"]:
             print(f"{host} takes part already")
         elif options.dry_run:
-            print(f"{host} is away{answer['away']['words']}; would have it take part again")
+            print(
+                f"{host} is away{answer['away']['words']}; this command would let it take part "
+                "again"
+            )
         else:
             keep = typed_command("keep_training.sh")
-            print(f"{host} takes part again: a run under {keep} asks once a minute")
+            print(f"{host} takes part again; a run under {keep} looks for it once a minute")
     setup_command.print_troubles(troubles)
     return int(bool(troubles))
 

@@ -40,7 +40,10 @@ def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
         MotleyError: a number is not above 0.
     """
     if batch < 1 or step_s <= 0 or any(rate <= 0 for rate in rates):
-        raise MotleyError(f"a step of {batch} samples in {step_s} s, and hosts of {rates} a second")
+        raise MotleyError(
+            f"a batch of {batch} samples, a step of {step_s} s and rates of {rates} samples/s "
+            "have to be above 0"
+        )
     return batch / (batch / step_s + sum(rates))
 
 
@@ -76,9 +79,9 @@ class ReadmissionEstimate:
         """Return the estimate as a sentence."""
         saved = f"{self.saves_s:.0f} s" if self.saves_s > 0 else "nothing"
         return (
-            f"that saves {saved} of the {self.steps * self.step_s:.0f} s left ({self.steps} steps "
-            f"of {self.step_s:.3g} s, {self.with_s:.3g} s with it), and a new start costs "
-            f"{self.cost_s:.0f} s"
+            f"that saves {saved} of the {self.steps * self.step_s:.0f} s left ({self.steps} "
+            f"steps of {self.step_s:.3g} s, or {self.with_s:.3g} s with it), and a new start "
+            f"costs {self.cost_s:.0f} s"
         )
 
 
@@ -408,10 +411,10 @@ class Returns:
             self._due = time.monotonic() + _NOT_YET_S
         elif not gain.worth_it:
             if back != self._told:
-                print_now(f"{names} there again, and not taken back: {gain.sentence()}")
+                print_now(f"{names} answers again, but does not rejoin: {gain.sentence()}")
             self._told = back
         elif self._pause([h.name for h in asked.alive if asked.nodes.get(h.name) in trains]):
-            print_now(f"{names} taken back after this step: {gain.sentence()}")
+            print_now(f"{names} rejoins after this step: {gain.sentence()}")
 
     def _pause(self, hosts: Collection[str]) -> bool:
         """Have the job save and end at a step boundary. Return True if some rank got the request.

@@ -100,9 +100,11 @@ _LOOK_S = 0.5
 _SRUN_S, _SRUN_MOST_S = 3.0, 60.0
 _STOP_S = 2.0  # seconds after Ctrl-C in which mpirun may end by itself
 _NO_MACHINE = {  # faults that would happen again on any machines
-    FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
-    FaultKind.REFUSED: "what it says is for you to change",
-    FaultKind.STOPPED: "somebody has stopped it",
+    FaultKind.NOT_FINITE: (
+        "the loss or gradient is not finite, which other machines would not change"
+    ),
+    FaultKind.REFUSED: "its message asks for a change that only you can make",
+    FaultKind.STOPPED: "it was stopped on purpose",
 }
 _NO_FAULT = (FaultKind.LEFT, FaultKind.PAUSED)
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -204,7 +206,8 @@ class Keeper:
         # The last line of a job that had begun says how to continue.
         if not begun or self._content().get("status") != "stopped":
             print_now(
-                f"stopped by you; continue with the same line and --run {self._line.folder.name}"
+                "stopped by you; to continue, run the same command with --run "
+                f"{self._line.folder.name}"
             )
         return CODES[signal.Signals(self._stop.number)]
 
@@ -256,11 +259,11 @@ class Keeper:
         failure = content.get("failure") or {}
         kind = failure.get("kind", "")
         if content and kind in set(_NO_MACHINE):
-            return f"does not start it again: {_NO_MACHINE[FaultKind(kind)]}"
+            return f"does not start the training again: {_NO_MACHINE[FaultKind(kind)]}"
         done = progress(self._line.folder)
         where = self._figures.resume_point()
         if kind in set(_NO_FAULT):
-            print_now(f"it goes on {where}")
+            print_now(f"the training continues {where}")
             return ""
         self._faults = 1 if done > before else self._faults + 1
         if done <= before and self._back:
@@ -268,19 +271,21 @@ class Keeper:
         gone = asked.missing - self._missing
         if self._faults > self._restarts or (not content and not gone):
             return "gives up: " + (
-                f"it ended before it had begun, and {self._who_answers()}" if not content
-                else f"{self._faults} faults in a row, and no step in between" if self._restarts
+                f"the training ended before it began, and {self._who_answers()}" if not content
+                else f"{self._faults} faults in a row without a step between them" if self._restarts
                 else "--restarts 0"
             )  # fmt: skip
         what = f"rank {failure['rank']} on {failure['host']}" if failure else "the launcher"
-        print_now(f"{what} was lost ({kind or 'without a word'}); it goes on {where}")
+        print_now(
+            f"{what} was lost ({kind or 'without a message'}); the training continues {where}"
+        )
         return ""
 
     def _who_answers(self) -> str:
         """Return the phrase that all hosts answer, or that the line names no host to ask."""
         if self._line.hosts:
             return "all hosts answer"
-        return "no host was asked, for the line names none (--hostfile FILE or -H HOSTS)"
+        return "no host was asked, because the command names none (--hostfile FILE or -H HOSTS)"
 
     def _ask(self) -> HostAnswers:
         return ask(self._line.hosts, self._line.folder, self._unwanted)
@@ -304,7 +309,7 @@ class Keeper:
             if not why:
                 return requested
             if why != text:
-                print_now(f"{why}; it waits, and asks once a minute")
+                print_now(f"{why}; this command waits, and asks the hosts once a minute")
             text, until = why, time.monotonic() + until_asked_s(requested)
             while time.monotonic() < until:
                 if self._stop.number:
@@ -315,13 +320,15 @@ class Keeper:
         """Return the reason why a start has to wait; empty: the start need not wait."""
         if not asked.alive:
             if not asked.away:
-                raise MotleyError("no host answers; see bash setup/test_cn_connection.sh")
+                raise MotleyError(
+                    "no host answers; find the cause with: bash setup/test_cn_connection.sh"
+                )
             return "all hosts are away"
         first = asked.alive[0].name
         if progress(self._line.folder) >= 0 and not asked.sees.get(first, True):
             return (
-                f"{first} would have the first rank, and does not see {self._line.folder}, where "
-                "the checkpoints are (with --logs DIR on a disk that all hosts share it would)"
+                f"{first} would have the first rank, and it does not see {self._line.folder}, "
+                "which has the checkpoints; name a folder that all hosts share with --logs DIR"
             )
         return ""
 
@@ -329,7 +336,7 @@ class Keeper:
         """Print which hosts were lost since the last start, and which are back."""
         used = self._line.hosts_with_ranks
         now = asked.missing & used
-        on = f"on with {len(used - now)} of {len(used)} hosts"
+        on = f"continues with {len(used - now)} of {len(used)} hosts"
         part = self._figures.speed_without([asked.nodes.get(name, name) for name in now])
         speed = "" if part is None else f", about {part:.2f} of the speed"
         for host in sorted(now - self._missing):  # hosts without ranks are not reported
@@ -413,12 +420,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("line", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
     if options.restarts < 0:
-        raise MotleyError(f"--restarts {options.restarts} is less than 0")
+        raise MotleyError(f"--restarts {options.restarts} is below 0; give 0 or more")
     line = LaunchLine.parse(options.line)
     if options.polite and not line.hosts:
         raise MotleyError(
-            "--polite watches the hosts of a hostfile, and the line names none; add one, as in "
-            "--hostfile hosts.txt, or leave --polite out"
+            "--polite watches the hosts of a hostfile, and the command names no hostfile; add "
+            "one, as in --hostfile hosts.txt, or leave out --polite"
         )
     line = line.named(time.strftime("%Y-%m-%d_%H-%M-%S"))
     if options.dry_run:
@@ -435,8 +442,8 @@ def main(words: Sequence[str]) -> int:
     line.folder.parent.mkdir(parents=True, exist_ok=True)
     place = line.folder.parent / f".keep.{line.folder.name}"
     place.mkdir(exist_ok=True)
-    busy = f"{line.folder} is kept alive by another keep_training.sh"
-    with take_folder(place, busy, "stop it first, or choose another --run NAME"):
+    busy = f"another keep_training.sh keeps {line.folder} running"
+    with take_folder(place, busy, "stop that one first, or choose another --run NAME"):
         stop = Stop()
         _append_output()
         for each in CODES:

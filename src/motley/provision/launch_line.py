@@ -118,14 +118,18 @@ class LaunchLine:
         """Return a user's line. Raise MotleyError if it does not start a training."""
         line = [word for word in words if word != "--"] if words[:1] == ["--"] else list(words)
         if not line:
-            raise MotleyError(f"which line? As in: bash setup/keep_training.sh {_EXAMPLE}")
+            raise MotleyError(
+                "the command to run is missing; give one, as in: bash setup/keep_training.sh "
+                f"{_EXAMPLE}"
+            )
         if _name(line[0]) not in _LAUNCHERS:
             raise MotleyError(
-                f"{line[0]} is no launcher ({', '.join(_LAUNCHERS)}); as in: {_EXAMPLE}"
+                f"{line[0]!r} does not start ranks; begin the command with one of "
+                f"{', '.join(_LAUNCHERS)}, as in: {_EXAMPLE}"
             )
         if not _find_rank_words(line):
             raise MotleyError(
-                f"the line has no ./{_ENTRY}, which starts each rank; as in: {_EXAMPLE}"
+                f"the command lacks ./{_ENTRY}, which starts each rank; write it as in: {_EXAMPLE}"
             )
         result = cls(tuple(line), ())
         if result.under_slurm:

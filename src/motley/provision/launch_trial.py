@@ -42,7 +42,7 @@ class Outcome(Enum):
     """The result of a trial. The value is a text for the user."""
 
     LIVE = "the other ranks live on"
-    END = "ended all ranks of a trial when one was killed"
+    END = "ended all ranks of a trial when one of them was killed"
     ALONE = "starts one rank"
     SILENT = f"finished no trial within {_LIMIT_S:.0f} s"
     FAILED = "ended with an error before the trial began"
@@ -160,7 +160,7 @@ def loss_warning(outcome: Outcome, launcher: str, save_every: str | None) -> str
         return ""
     seconds = parse_seconds(save_every) if save_every else None
     if save_every is None:
-        cost = f"up to a minute of steps, for this run saves every {SAVE_EVERY}"
+        cost = f"up to a minute of steps, because this run saves every {SAVE_EVERY}"
     else:
         cost = f"the steps since the last checkpoint (your --save-every {save_every})"
     fix = "To lose no step, start several ranks with the mpirun of setup/make_env.sh"

@@ -54,8 +54,8 @@ def chosen(options: argparse.Namespace) -> list[str]:
     for name in options.hosts:
         if name not in known and not is_here_by_name(name):
             raise MotleyError(
-                f"{name} is not in {options.hostfile}{did_you_mean(name, known)}; its hosts are "
-                f"{', '.join(known)}; another file of hosts: --hostfile FILE"
+                f"{name} is not in {options.hostfile}{did_you_mean(name, known)}, whose hosts are "
+                f"{', '.join(known)}; name another hostfile with --hostfile FILE"
             )
     return list(dict.fromkeys(options.hosts))
 
@@ -84,7 +84,9 @@ def read(output: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     except (ValueError, IndexError):
         raise HostTrouble(
-            "cannot ask", "its answer cannot be read", "see: bash setup/test_cn_connection.sh"
+            "cannot ask",
+            "the host's answer cannot be read",
+            "find the cause with: bash setup/test_cn_connection.sh",
         ) from None
     if "error" in answer:
         result, _, fix = str(answer["error"]).partition("; ")
@@ -117,7 +119,7 @@ def main(words: Sequence[str]) -> int:
         print(f"would have {join_names(hosts)} leave")
         return int(bool(troubles))
     if result:
-        print("they end after the step that they are in ...", flush=True)
+        print("these processes end after their current step ...", flush=True)
     order = ["leave", *([] if seconds is None else [seconds])]
     work = partial(_leave, order)
     remaining, failed = split(run_on_all(result, work, WAIT_S + ASK_S))
@@ -138,8 +140,8 @@ def describe_outcome(host: str, answer: Mapping[str, Any]) -> str:
     if answer["left"]:
         pids = ", ".join(map(str, answer["left"]))
         return typed_command(
-            f"{host}: process {pids} has not ended within {answer['seconds']:.0f} s; it will after "
-            f"its step, or end it with: bash setup/clean_cn.sh --running"
+            f"{host}: process {pids} has not ended within {answer['seconds']:.0f} s; it ends "
+            "after its step, or at once with: bash setup/clean_cn.sh --running"
         )
     ended = setup_command.many(answer["ranks"], "rank")
     return f"{host} has left{answer['until']}: {ended} ended in {answer['seconds']:.1f} s{back}"
@@ -154,20 +156,18 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
     for host, each in found.items():
         if not each["ranks"] and not each["away"]:
             raise MotleyError(
-                f"no training of yours runs on {host}, so there is nothing that it could leave, "
-                "and nothing was done; keep a run from taking it by removing its line from the "
-                "run's hostfile"
+                f"you have no training on {host} that it could leave, so nothing was changed. To "
+                f"keep {host} out of a run, remove its line from the run's hostfile"
             )
     sizes = {rank["job"]: rank["size"] for each in found.values() for rank in each["ranks"]}
     there = Counter(rank["job"] for each in found.values() for rank in each["ranks"])
     for job, size in sizes.items():
         if there[job] >= size:
             hosts = [h for h, e in found.items() if any(r["job"] == job for r in e["ranks"])]
-            them = "are all hosts" if len(hosts) > 1 else "is the last host"
             raise MotleyError(
-                f"{join_names(hosts)} {them} of a run, which could not go on: nothing was done; "
-                "to end that run, press Ctrl-C where it was started, and go on later with "
-                "--resume auto"
+                f"{join_names(hosts)} cannot leave, because the run would have no host left, so "
+                "nothing was changed. To end the run, press Ctrl-C where it was started; "
+                "continue it later with --resume auto"
             )
 
 
@@ -176,8 +176,8 @@ def parse_time(word: str) -> int:
     seconds = parse_seconds(word)
     if seconds is None:
         raise MotleyError(
-            f"--for {word!r} is no time from 1s to 366d; write it as in 2h, 30m, 1d or 1h30m, or "
-            "leave it out to stay away until join_cn.sh"
+            f"--for {word!r} is not a time from 1s to 366d; write it as in 2h, 30m, 1d or 1h30m, "
+            "or leave out --for to stay away until you run join_cn.sh"
         )
     return seconds
 

@@ -288,8 +288,8 @@ def _not_written(host: str, output: str, errors: str) -> HostTrouble:
     if not owner or user == owner:
         return HostTrouble(
             "not written",
-            f"MPI's parameters cannot be written on {host} ({why})",
-            f"see to it: ssh -- {host} df -h {folder or PLACE}",
+            f"{host} could not store MPI's parameters ({why})",
+            f"check the disk with: ssh -- {host} df -h {folder or PLACE}",
         )
     way = "bash setup/make_env.sh, bash setup/install_cn.sh, then this"
     venv = f"{home_folder()}/motley-env"
@@ -300,6 +300,6 @@ def _not_written(host: str, output: str, errors: str) -> HostTrouble:
     )  # fmt: skip
     return HostTrouble(
         "not written",
-        f"MPI's parameters cannot be written on {host} ({why}): {folder} belongs to {owner}",
-        f"have {owner} run this once, after which you need to write nothing there; or use {own}",
+        f"{host} does not let you write MPI's parameters ({why}): {folder} belongs to {owner}",
+        f"ask {owner} to run this command once, after which you need not write there, or use {own}",
     )

@@ -87,14 +87,22 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
     text = (done.errors.strip().splitlines() or [f"status {done.code}, no message"])[-1]
     text = re.sub(r"^motley: \d+: (eval: )?", "", text)  # how dash names a script from stdin
     if any(word in text for word in ("No space", "quota")):
-        raise HostTrouble("disk full", f"on {remote.host}: {text}", "make room in the home there")
+        raise HostTrouble(
+            "disk full",
+            f"{remote.host} has no space left in your home: {text}",
+            "free some space there",
+        )
     if any(word in text for word in ("ermission", "not permitted", "Read-only", "can't cd")):
         raise HostTrouble(
             "home not writable",
-            f"on {remote.host}: {text}",
-            "see whose the home is and how it is mounted, or ask its administrator",
+            f"{remote.host} does not let you write to your home: {text}",
+            "check who owns it and how it is mounted, or ask the administrator",
         )
-    raise HostTrouble("failed there", f"on {remote.host}: {text}", "put that right, then again")
+    raise HostTrouble(
+        "failed there",
+        f"{remote.host} could not make the change: {text}",
+        "correct that, and run the same command again",
+    )
 
 
 def authorized(public: str) -> str:
@@ -130,7 +138,9 @@ def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
     if dry_run:
         print("would ask whether they are right, pin them, and see who needs a password")
         return {}
-    need_terminal("a yes to them", "give --known-hosts FILE, or run this from one")
+    need_terminal(
+        "a yes to the host keys", "give --known-hosts FILE, or run this command in a terminal"
+    )
     if not ask("Are they right?"):
         raise MotleyError("host keys not confirmed; nothing was changed")
     return dict(shown)
@@ -150,9 +160,9 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
     if not held:
         raise HostTrouble(
             "host key not listed",
-            f"{host} shows the key {shown.fingerprint}, and {path} has none for "
+            f"{host} has the key {shown.fingerprint}, and {path} lists no key for "
             f"{read_login(host).known_as}",
-            "add its line there, or leave out --known-hosts to be asked",
+            "add its key to the file, or leave out --known-hosts to be asked",
         )
     if shown.kind not in [key.kind for key in held]:
         shown = host_key(host, [key.kind for key in held])
@@ -161,9 +171,9 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
     expected = next((key for key in held if key.kind == shown.kind), held[0])
     raise HostTrouble(
         "host key differs",
-        f"{host} shows the key {shown.fingerprint}, but {path} holds {expected.fingerprint}: it "
-        "was reinstalled, or another machine answers in its place",
-        "ask its administrator",
+        f"{host} has the key {shown.fingerprint}, but {path} lists {expected.fingerprint}: the "
+        "host was reinstalled, or another machine answers at its address",
+        "ask its administrator which key is right",
     )
 
 
@@ -226,7 +236,9 @@ def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
             pairs = "; ".join(f"to {other}: {why}" for other, why in failed.items())
             first = next(iter(failed))
             troubles[host] = HostTrouble(
-                "mesh incomplete", f"from {host} {pairs}", f"try there: ssh -v -- {first}"
+                "mesh incomplete",
+                f"{host} cannot log in {pairs}",
+                f"see why, on {host}, with: ssh -v -- {first}",
             )
     if remotes and not troubles:
         print(f"mesh: each of {', '.join(remotes)} reaches each other")
@@ -242,7 +254,9 @@ def remove(dry_run: bool) -> int:
     hosts = do(here, "block_hosts")
     public = (do(here, "public_key") or [""])[-1]
     if not hosts and not public:
-        print(f"already done: there is neither {own_key()} nor a block of ours in ~/.ssh/config")
+        print(
+            f"nothing is left to remove: neither {own_key()} nor our block in ~/.ssh/config exists"
+        )
         return 0
     if dry_run:
         for host in hosts:
@@ -343,7 +357,7 @@ def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
 
 def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
     """Ask for the password and log in to all hosts at once; return each connection or trouble."""
-    print("The password goes to these hosts alone, once, and is kept nowhere.")
+    print("The password is sent only to these hosts, once, and is not stored.")
     users = {host: read_login(host).user for host in hosts}
     return try_password(users, lambda password, host: connect(host, password), LIMIT_S)
 
@@ -373,8 +387,8 @@ def install(remote: Remote, public: str) -> str:
             raise
         raise HostTrouble(
             "key ignored",
-            f"our key is in ~/.ssh/authorized_keys on {host}, which refuses it all the same",
-            "ask its administrator whether sshd takes keys (PubkeyAuthentication) and from "
+            f"{host} refuses our key, although it is in ~/.ssh/authorized_keys on {host}",
+            "ask its administrator whether sshd accepts keys (PubkeyAuthentication), and reads "
             "that file (AuthorizedKeysFile)",
         ) from None
     return "key installed"
@@ -433,7 +447,9 @@ def check(states: States) -> dict[str, str]:
     for host, text in reached.items():
         if text != "works":
             states[host] = HostTrouble(
-                "ssh fails", f"ssh to {host} says: {text}", f"try: ssh -v -- {host}"
+                "ssh fails",
+                f"{host} cannot be reached by ssh: {text}",
+                f"see more with: ssh -v -- {host}",
             )
     return reached
 
@@ -461,12 +477,12 @@ def main(words: Sequence[str]) -> int:
     hosts = [host.name for host in read_hostfile(options)]
     for program in ("ssh", "ssh-keygen"):
         if shutil.which(program) is None:
-            raise MotleyError(f"{program} is not on this machine; install OpenSSH's client")
+            raise MotleyError(f"this machine has no program {program}; install the OpenSSH client")
     if options.remove:
         return remove(options.dry_run)
     states: States = ask_all(hosts, look, LIMIT_S)
     if all(state == HERE for state in states.values()):
-        print(f"{', '.join(hosts)}: this machine; nothing is to be done")
+        print(f"{', '.join(hosts)}: this machine; there is nothing to do")
         return 0
     pins = choose_host_keys(states, options)
     states |= run_on_all(pins, lambda host: look(host, pins[host]), LIMIT_S)
@@ -474,7 +490,7 @@ def main(words: Sequence[str]) -> int:
         plan(states, pins, options.mesh)
         return report(states, {})
     if CLOSED in states.values():
-        need_terminal("the password", "nothing was changed; run this from one")
+        need_terminal("the password", "nothing was changed; run this command in a terminal")
     if pins:
         lines = pinned({read_login(host).known_as: key for host, key in pins.items()})
         for note in do(this_machine(), "pin", *lines):

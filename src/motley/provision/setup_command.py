@@ -58,9 +58,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"{name}.sh", allow_abbrev=False, add_help=False)
         self._doc, self._refusal = typed_command(str(doc)).strip(), ""
         if instead and not ROOT:
-            self._refusal = f"{own_command()} needs a clone, and pip has installed this: {instead}"
+            self._refusal = (
+                f"{own_command()} works only in a clone, and this Motley was installed by pip: "
+                f"{instead}"
+            )
         self.add_argument("-h", "--help", action="help", help="print this text")
-        self.add_argument("--dry-run", action="store_true", help="print every change, do none")
+        self.add_argument(
+            "--dry-run", action="store_true", help=("print every change without making it")
+        )
         if visits:
             usual = (Path() if own_command() else PLACE) / "hosts.txt"
             self.add_argument("--hostfile", type=Path, default=usual)
@@ -123,15 +128,15 @@ def run_module(
     if done.code == _NO_PYTHON:
         raise HostTrouble(
             "no environment",
-            f"there is no environment at {VENV} to look with",
+            f"the environment {VENV} is missing",
             "make it with: bash setup/install_cn.sh",
         )
     if done.code:
         last = (done.errors.strip().splitlines() or ["no message"])[-1]
         raise HostTrouble(
             "cannot look",
-            f"the environment there fails: {printable(last)}",
-            "see what is wrong with: bash setup/test_cn_connection.sh",
+            f"a command fails in the environment: {printable(last)}",
+            "find the cause with: bash setup/test_cn_connection.sh",
         )
     return done.output
 
@@ -221,7 +226,7 @@ def ask_all(
 def ask(question: str) -> bool:
     """Return True if the user answers yes on the terminal. Without a terminal the answer is no."""
     if not sys.stdin.isatty():
-        print(f"{question} [y/N] no (there is no terminal to ask on; --yes says yes)")
+        print(f"{question} [y/N] no (there is no terminal to answer in; --yes answers yes)")
         return False
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
@@ -235,7 +240,7 @@ def ask_password(prompt: str) -> str:
     Raises:
         MotleyError: there is no terminal.
     """
-    need_terminal("a password", "run this from one")
+    need_terminal("a password", "run this command in a terminal")
     try:
         return getpass.getpass(prompt)
     except EOFError:
@@ -274,7 +279,7 @@ def try_password(
 def need_terminal(what: str, fix: str) -> None:
     """Raise MotleyError if there is no terminal."""
     if not sys.stdin.isatty():
-        raise MotleyError(f"there is no terminal to ask for {what} on; {fix}")
+        raise MotleyError(f"this command asks for {what}, and has no terminal; {fix}")
 
 
 class _Counter:

@@ -101,7 +101,8 @@ class Array:
             line = ["-P", "-m", "motley.cli", *line[1:]]
         elif Path(line[0]).name != _MATRIX_SCRIPT:
             raise MotleyError(
-                f"--array is for torch_dist/{_MATRIX_SCRIPT}, not for {line[0]}; {_EXAMPLE}"
+                f"--array runs torch_dist/{_MATRIX_SCRIPT} alone, and the command is {line[0]}; "
+                f"{_EXAMPLE}"
             )
         at = line.index("--") if "--" in line else len(line)
         start = " ".join(srun_words(mpi))
@@ -111,12 +112,15 @@ class Array:
         done = run_child(asks, PREPARE_LIMIT_S, "see whether its disk answers", PLACE)
         print(done.stderr, end="", file=sys.stderr)
         if done.returncode:  # its stderr has the reason
-            raise MotleyError(f"{_MATRIX_SCRIPT} cannot measure this matrix; nothing is submitted")
+            raise MotleyError(
+                f"{_MATRIX_SCRIPT} cannot measure this matrix, so nothing was submitted; its "
+                "error is above"
+            )
         request = json.loads(done.stdout)
         if not request["tasks"]:
             raise MotleyError(
-                f"every cell of {request['folder']} is measured; --retry, after {_MATRIX_SCRIPT}, "
-                "measures again what failed"
+                f"every cell of {request['folder']} is measured already; to measure failed cells "
+                f"again, add --retry after {_MATRIX_SCRIPT}"
             )
         return cls(
             words, rest, tuple(request["tasks"]), request["seconds"], Path(request["folder"])
@@ -229,7 +233,7 @@ def main(words: Sequence[str]) -> int:
     fix = "see whether Slurm answers (sinfo), and whether the job is there already (squeue --me)"
     done = run_child(["sbatch", "--parsable", path], SBATCH_LIMIT_S, fix)
     if done.returncode:
-        raise MotleyError(f"sbatch: {done.stderr.strip() or 'no word'}")
+        raise MotleyError(f"sbatch refuses the job: {done.stderr.strip() or 'no message'}")
     number = done.stdout.strip().partition(";")[0]
     output = f"{number}_*" if job.array else number
     print(
@@ -258,7 +262,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for name, least in (("nodes", 1), ("ranks", 1), ("before", 1), ("gpus", 0), ("at-once", 1)):
         given = getattr(options, name.replace("-", "_"))
         if given is not None and given < least:
-            raise MotleyError(f"--{name} {given} is less than {least}")
+            raise MotleyError(f"--{name} {given} is below {least}; give {least} or more")
     check_word("--mpi", options.mpi)
     for name in _REQUESTS:
         word = getattr(options, name)
@@ -267,14 +271,19 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for line in options.sbatch:
         if not re.fullmatch(r"--?[a-zA-Z][^\n\r]*", line):
             raise MotleyError(
-                f"--sbatch {line!r}: give one option of sbatch, as in --sbatch=--mail-type=END"
+                f"--sbatch {line!r}: give one option for sbatch, as in --sbatch=--mail-type=END"
             )
     if any("\n" in line or not line.strip() for line in options.run_before):
-        raise MotleyError("--run-before: give one command, and the option again for the next")
+        raise MotleyError(
+            "--run-before: give one command; repeat the option for each further command"
+        )
     if options.container and options.array:
-        raise MotleyError("--container: what --array measures is not run in an image; leave it out")
+        raise MotleyError(
+            "--container does not apply to --array, which measures without a container; leave it "
+            "out"
+        )
     if options.container and not options.container.exists():
-        raise MotleyError(f"--container {options.container} is no file")
+        raise MotleyError(f"--container {options.container} is not a file")
     if options.time:
         seconds_of_slurm(options.time)
     return options
@@ -283,7 +292,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def check_word(flag: str, word: str | None) -> None:
     """Raise MotleyError if a word is empty or not a single plain word in a batch script."""
     if word is not None and not _WORD.fullmatch(word):
-        raise MotleyError(f"{flag} {word!r}: give letters, digits and . _ - alone")
+        raise MotleyError(f"{flag} {word!r}: use letters, digits, '.', '_' and '-' alone")
 
 
 def plan_on_cluster(options: argparse.Namespace) -> Job:
@@ -330,14 +339,18 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
     most = place.most_s
     requested = seconds_of_slurm(options.time) if options.time else place.usual_s or most
     if options.nodes > place.nodes:
-        raise MotleyError(f"--nodes {options.nodes}: {place.name} has {many(place.nodes, 'node')}")
+        raise MotleyError(
+            f"--nodes {options.nodes}: the partition {place.name} has only "
+            f"{many(place.nodes, 'node')}"
+        )
     if (options.gpus or 0) > place.gpus:
         raise MotleyError(
-            f"--gpus {options.gpus}: the nodes of {place.name} have {place.gpus or 'none'}"
+            f"--gpus {options.gpus}: a node of the partition {place.name} has "
+            f"{place.gpus or 'no'} GPUs"
         )
     if most is not None and (requested is None or requested > most):
         raise MotleyError(
-            f"--time {options.time}: {place.name} lets a job take {clock(most)} at most"
+            f"--time {options.time}: the partition {place.name} limits a job to {clock(most)}"
         )
     if requested is not None and options.before >= requested:
         raise MotleyError(
@@ -347,7 +360,9 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
     gpus = place.gpus if options.gpus is None else options.gpus
     ranks = gpus or options.ranks
     if ranks > place.cores:
-        raise MotleyError(f"--ranks {ranks}: the nodes of {place.name} have {place.cores} cores")
+        raise MotleyError(
+            f"--ranks {ranks}: a node of the partition {place.name} has {place.cores} cores"
+        )
     requests = [f"{name}={word}" for name in _REQUESTS if (word := getattr(options, name))]
     requests += [line.lstrip("-") for line in options.sbatch]
     job = Job(
@@ -387,15 +402,18 @@ def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
     if name is None:
         usual = [each for each in found if each.usual] or list(found)
         if not usual:
-            raise MotleyError("this cluster has no partition that you may use (sinfo shows none)")
+            raise MotleyError(
+                "this cluster has no partition that you may use (sinfo lists none); ask its "
+                "administrator"
+            )
         name = usual[0].name
     if name not in known:
         raise MotleyError(
-            f"--partition {name}: there is none{did_you_mean(name, known)}; there are "
-            + ", ".join(known)
+            f"--partition {name} does not exist{did_you_mean(name, known)}; the partitions are "
+            f"{', '.join(known)}"
         )
     if not known[name].up:
-        raise MotleyError(f"--partition {name} is down; ask who runs the cluster")
+        raise MotleyError(f"--partition {name} is down; ask the administrator of the cluster")
     return known[name]
 
 

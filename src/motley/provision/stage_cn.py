@@ -126,7 +126,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--needs", type=float, default=0.0)
     options = parser.parse_args(words)
     if not options.to.is_absolute():
-        raise MotleyError(f"--to {options.to}: give a whole path, which is the same on all hosts")
+        raise MotleyError(
+            f"--to {options.to}: give an absolute path, which is the same on all hosts"
+        )
     for name, least in (("longest", 8), ("jobs", 1)):
         if (value := getattr(options, name)) is not None and value < least:
             raise MotleyError(f"--{name} {value}: give {least} or more")
@@ -148,7 +150,7 @@ def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None
         MotleyError: the file was made from another folder.
     """
     if not path.exists():
-        return None, "it is not there yet"
+        return None, "it does not exist yet"
     try:
         packed = open_packed(path)
     except MotleyError as error:
@@ -156,8 +158,8 @@ def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None
     about = packed.about
     if about.source != str(folder.root):
         raise MotleyError(
-            f"{path} is of the images of {about.source}, not of {folder.root}; choose another "
-            "folder with --to, or remove it"
+            f"{path} has the images of {about.source}, and --data-dir is {folder.root}; remove "
+            "the file, or choose another folder with --to"
         )
     if (about.files, about.kept, about.longest) != (folder.files, keep.kind, keep.longest):
         return None, "the images have changed since it was packed"
@@ -182,8 +184,9 @@ def check_budget(size: int, options: argparse.Namespace) -> None:
     """Raise MotleyError if the file is larger than ``--budget``."""
     if options.budget is not None and size > options.budget:
         raise MotleyError(
-            f"{format_size(size)} are more than --budget {format_size(options.budget)}; make it "
-            f"smaller with --longest PIXELS{'' if options.keep == JPEG else ' or --keep jpeg'}"
+            f"the packed images take {format_size(size)}, and --budget allows "
+            f"{format_size(options.budget)}; make them smaller with --longest "
+            f"PIXELS{('' if options.keep == JPEG else ' or --keep jpeg')}"
         )
 
 
@@ -205,7 +208,7 @@ def plan_rows(
         elif host in lack:
             rows.append((host, format_size(target.free), lack[host].kind))
         elif is_packed and target.complete == size:
-            rows.append((host, format_size(target.free), "is there; would be checked"))
+            rows.append((host, format_size(target.free), "it exists; would be checked"))
         else:
             rest = f", {format_size(target.part)} are there" if target.part else ""
             rows.append((host, format_size(target.free), f"would be copied{rest}"))
@@ -219,7 +222,7 @@ def pack_now(folder: Folder, keep: Keep, path: Path, jobs: int, size: int, why: 
     with Bar("packing", size) as bar:
         unreadable = pack(folder, keep, path, jobs, bar.at)
     for each in unreadable[:5]:
-        print(f"cannot be read, and is told so in training: {each}")
+        print(f"cannot be read, and training reports it: {each}")
     if len(unreadable) > 5:
         print(f"and {len(unreadable) - 5} more")
     return open_packed(path)
@@ -250,9 +253,11 @@ def slow(copied: Mapping[str, Copied], needs: float) -> dict[str, HostTrouble]:
     return {
         host: HostTrouble(
             "slow disk",
-            f"{host} reads {each.rate:,.0f} images/s from its disk, and {needs:,.0f} are needed",
-            "put the file on a faster disk with --to (/dev/shm is memory), or make it smaller with "
-            "--longest PIXELS or --keep jpeg; what fits in memory is read from the disk once",
+            f"{host} reads {each.rate:,.0f} images/s from its disk, and training needs "
+            f"{needs:,.0f}",
+            "name a folder on a faster disk with --to (/dev/shm is in memory), or make the file "
+            "smaller with --longest PIXELS or --keep jpeg; a file that fits in memory is read "
+            "from the disk only once",
         )
         for host, each in copied.items()
         if each.rate is not None and each.rate < needs

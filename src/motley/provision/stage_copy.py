@@ -70,7 +70,7 @@ def parse_size(text: str) -> int:
     result = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT])B?", text.strip().upper())
     size = round(float(result[1]) * _UNITS[result[2]]) if result else 0
     if not size:
-        raise MotleyError(f"--budget {text!r} is no size; write it as 20G or 500M")
+        raise MotleyError(f"--budget {text!r} is not a size; write it as 20G or 500M")
     return size
 
 
@@ -208,13 +208,15 @@ def look(host: str, path: Path) -> Target:
     if "not" in result:
         raise HostTrouble(
             "not ours", f"{host}: {printable(result['not'])}",
-            "move it away, or choose another folder with --to",
+            "move that file away, or choose another folder with --to",
         )  # fmt: skip
     try:
         return Target(**{name: int(number) for name, number in result.items()})
     except (TypeError, ValueError):
         raise HostTrouble(
-            "no shell", f"{host} lets us in but does not run our script ({_last(done)})",
+            "no shell",
+            f"{host} accepts the login, but does not run the script of this command "
+            f"({_last(done)})",
             f"see what its login shell does: ssh -- {host} echo hello",
         ) from None  # fmt: skip
 
@@ -223,9 +225,8 @@ def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
     """Return the fault of a host whose disk has too little room for the file."""
     return HostTrouble(
         "full",
-        f"{host} has {format_size(target.free)} free where {path} is to go, and "
-        f"{format_size(size)} are needed",
-        "free some space there, choose another folder with --to, or make it smaller with "
+        f"{host} has {format_size(target.free)} free for {path}, which needs {format_size(size)}",
+        "free some space, choose another folder with --to, or make the file smaller with "
         "--longest PIXELS or --keep jpeg",
     )
 
@@ -254,8 +255,8 @@ def read_source(
             on_progress(at + len(block))
     if whole.hexdigest() != wanted:
         raise MotleyError(
-            f"{path} is damaged: its images have another hash than when they were packed; remove "
-            "it, run the same command again, and see whether this disk is well"
+            f"{path} is damaged: the hash of its images has changed since they were packed. "
+            "Remove the file, check this disk, and run the same command again"
         )
     return Source(path, size, hashes)
 
@@ -316,7 +317,7 @@ class _Copying:
             limit = _LOOK_S + size / _SLOWEST
             self._do("write", run, payload=_Piece(file, size), limit=limit)
         if any(number not in self._right for number in range(run.first, run.last + 1)):
-            raise self._trouble("what its disk holds is not what was sent")
+            raise self._trouble("the copy on its disk differs from what was sent")
 
     def _do(self, what: str, *words: object, limit: float, payload: "_Piece | None" = None) -> None:
         done = _run(
@@ -340,8 +341,8 @@ class _Copying:
     def _trouble(self, why: str) -> HostTrouble:
         return HostTrouble(
             "not copied",
-            f"{self._remote.host} could not take {self._source.path} ({why})",
-            "put that right, then run the same command again: it goes on from there",
+            f"{self._remote.host} could not store {self._source.path} ({why})",
+            "correct that, and run the same command again, which continues from there",
         )
 
 

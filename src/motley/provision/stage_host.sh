@@ -27,15 +27,15 @@ why_not() { # why nothing may be written; nothing if it may
   case $folder in
     # Where anybody may make a folder of this name, somebody may have.
     /tmp/* | /var/tmp/*) [ "$at" != "$folder" ] || { ! [ -L "$at" ] && mine "$at"; } ||
-      { echo "$at is another user's, or a link"; return; } ;;
+      { echo "$at belongs to another user, or is a link"; return; } ;;
   esac
-  [ -d "$at" ] || { echo "$at is no folder"; return; }
+  [ -d "$at" ] || { echo "$at is not a folder"; return; }
   [ -w "$at" ] || { echo "you may not write in $at"; return; }
   for file in "$whole" "$part"; do
-    ours "$file" || { echo "$file is another user's, or no plain file"; return; }
+    ours "$file" || { echo "$file belongs to another user, or is not a plain file"; return; }
   done
   if [ -e "$whole" ] && ! head -c 8 -- "$whole" | grep -qa '^MOTLEYPK'; then
-    echo "$whole is there, and no packed data set"
+    echo "$whole exists, and is not a packed data set"
   fi
 }
 

@@ -105,8 +105,9 @@ def send(remote: Remote, source: Path, names: Iterable[str], target: Path) -> li
     if done.code != 0:
         raise HostTrouble(
             "not copied",
-            f"{remote.host} could not take the files into {target} ({done.errors.strip()})",
-            "free some space, or keep the repository where every host may write, as your home",
+            f"{remote.host} could not store the files in {target} ({done.errors.strip()})",
+            "free some space there, or keep the repository in a folder that you can write to on "
+            "every host, such as your home",
         )
     return missing
 
@@ -131,7 +132,7 @@ LIMIT_S = 600
 
 def main(words: Sequence[str]) -> int:
     """Send the files that differ. Return 1 if some host could not be updated, else 0."""
-    instead = "bring files of your own to the same path on all hosts with scp"
+    instead = "copy files of your own to the same path on all hosts with scp"
     options = Parser("sync_cn", __doc__, instead=instead).read(words)
     names = tracked_files()
 

@@ -110,7 +110,7 @@ def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
     for host in hosts:
         with contextlib.suppress(HostTrouble):
             keys |= {Path(key) for key in read_login(host).keys}
-    by_ssh, by_sshd = "ssh and mpirun refuse to use it", "its sshd takes none of the keys in it"
+    by_ssh, by_sshd = "ssh and mpirun refuse to use it", "its sshd accepts none of the keys in it"
     for path, others, refused in [
         (folder, "w", by_sshd), (folder / "config", "w", by_ssh),
         *((key, "rwx", by_ssh) for key in sorted(keys)),

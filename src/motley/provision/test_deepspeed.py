@@ -59,8 +59,8 @@ def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
     wrong = [str(rank) for rank, row in enumerate(rows) if not row[2] < bound]  # NaN too
     if wrong:
         raise MotleyError(
-            f"the product is wrong on rank {', '.join(wrong)}, by more than {bound:.1e}; a device "
-            "or the network corrupts data"
+            f"the result of a matrix product is wrong by more than {bound:.1e} on rank "
+            f"{', '.join(wrong)}: a device or the network corrupts data"
         )
     if world.rank == 0:
         print(f"the product is right; GPU log in {folder.path}", flush=True)

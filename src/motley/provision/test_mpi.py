@@ -145,8 +145,9 @@ def write_hosts(
     own = {
         host: HostTrouble(
             "own parameters",
-            f"lines of your own there go before what is found here: {text}",
-            "remove them",
+            "MPI's parameter file has lines of your own that override the lines of this command: "
+            f"{text}",
+            "remove these lines",
         )
         for host, text in result.items()
         if text
@@ -190,8 +191,8 @@ def try_pairs(
     deaf = {
         (host, "all"): HostTrouble(
             "cannot talk",
-            f"it opens no port on {shared.at[host].address}",
-            f"see whether that address is still there: ssh -- {host} ip addr",
+            f"{host} cannot open a port on {shared.at[host].address}",
+            f"check that it still has this address: ssh -- {host} ip addr",
         )
         for host in reports
         if host not in doors or not any(doors[host].ports)
@@ -200,7 +201,7 @@ def try_pairs(
         (host, peer): HostTrouble(
             "cannot talk",
             text,
-            "open the ports between the two (MPI takes any above 1023), or see whether "
+            "open the ports between the two hosts (MPI uses any above 1023), or check that "
             f"{peer} reaches {host} from {shared.at[peer].address}: ssh -- {peer} ip route get "
             f"{shared.at[host].address}",
         )
@@ -213,12 +214,12 @@ def try_pairs(
 def make_hello(reports: Mapping[str, HostReport]) -> bool:
     """Compile hello_mpi.c and copy it to all hosts. Return False if it cannot be compiled here."""
     if shutil.which("cc") is None:
-        print("no C compiler on this machine: hello_mpi.c is not tried")
+        print("this machine has no C compiler, so hello_mpi.c is not tried")
         return False
     made = VENV / HELLO
     if not os.access(made.parent, os.W_OK):
         if not made.exists():
-            print(f"{made.parent} is not yours to write: hello_mpi.c is not tried")
+            print(f"you cannot write to {made.parent}, so hello_mpi.c is not tried")
         return made.exists()  # its owner has brought it to all hosts
     compiler = [str(VENV / "bin/mpicc"), "-o", str(made), str(_HELLO)]
     done = run_child(compiler, LIMIT_S, f"see whether the disk of {VENV} answers")

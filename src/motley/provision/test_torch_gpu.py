@@ -53,7 +53,7 @@ class Report:
 def main() -> None:
     """Run the test with the options on the command line."""
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     as_json = parser.parse_args().json
     run(lambda world: test_ranks(world, as_json))
 
@@ -112,7 +112,7 @@ def mismatches(reports: list[Report]) -> list[str]:
         result = {getattr(report, what): report.host for report in reports if getattr(report, what)}
         if len(result) > 1:
             each = ", ".join(f"{host} has {value}" for value, host in result.items())
-            problems.append(f"hosts differ in {what}: {each}; install the same on all")
+            problems.append(f"the hosts have different {what}: {each}; install the same on all")
     return problems
 
 

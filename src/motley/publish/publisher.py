@@ -94,13 +94,14 @@ class Publisher:
         name = self._kind.name
         try:
             self._lock = take_folder(
-                self._run.path, f"{self._run.path} is being published to {name}",
-                "end that one first", f".published.{name}.lock",
+                self._run.path,
+                    f"{self._run.path} is being published to {name}",
+                "end that process first", f".published.{name}.lock",
             )  # fmt: skip
         except OSError as error:
             raise MotleyError(
-                f"cannot write to {self._run.path}: {error.strerror}; how far a run is published "
-                "is kept there: copy the folder to where you may write"
+                f"cannot write to {self._run.path}: {error.strerror}. That folder records how far "
+                "a run has been published; copy it to a folder that you can write to"
             ) from None
         return self
 
@@ -190,8 +191,9 @@ class Publisher:
         before = saved["tracker"].get("project", self._project)
         if before != self._project:
             raise MotleyError(
-                f"{self._run.path} is in {self._kind.name}'s project {before}: name that one by "
-                f"--project, or remove {self._run.published_file(self._kind.name)} to publish anew"
+                f"{self._run.path} was published to the project {before} of {self._kind.name}; "
+                "name that project with --project, or remove "
+                f"{self._run.published_file(self._kind.name)} to publish the whole run again"
             )
         tracker = self._call(self._kind, run, saved["tracker"])
         self._position = Position() if tracker.anew else saved["position"]
@@ -210,7 +212,9 @@ class Publisher:
         except FileNotFoundError:
             return {"started": None, "tracker": {}, "position": Position()}
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise MotleyError(f"{path} is damaged: remove it, to publish all anew") from None
+            raise MotleyError(
+                f"{path} is damaged; remove it, and the whole run is published again"
+            ) from None
 
     def _save(self, clock: float) -> None:
         """Save the last position before which the tracker certainly has all records."""
@@ -258,5 +262,5 @@ class Publisher:
         except Exception as error:
             text = plain(error) or type(error).__name__
             raise MotleyError(
-                f"{self._kind.name}: {text}; what was not published is when you type it again"
+                f"{self._kind.name}: {text}. Run this command again to publish the rest"
             ) from error

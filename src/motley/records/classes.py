@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder
@@ -45,6 +46,52 @@ def write_classes(folder: RunFolder, pairs: Pairs, names: Sequence[str]) -> None
         lines = csv.writer(file)
         lines.writerow(("label", "predicted", "samples"))
         lines.writerows((*pair, count) for pair, count in sorted(pairs.items()))
+
+
+@dataclass(frozen=True)
+class ClassResult:
+    """The held-out samples of one class in the last evaluation.
+
+    Attributes:
+        name: name of the class, or its number.
+        samples: number of samples with this label.
+        accuracy: part of them that was predicted rightly, 0 to 1.
+        mistaken_for: name of the wrong class that was predicted most often; empty: none was.
+        mistakes: number of these predictions.
+    """
+
+    name: str
+    samples: int
+    accuracy: float
+    mistaken_for: str
+    mistakes: int
+
+
+def read_classes(folder: RunFolder) -> list[ClassResult]:
+    """Return the classes of the last evaluation that have samples, the least accurate first.
+
+    The list is empty if the run has no such files, or they are damaged.
+    """
+    try:
+        with folder.classes_file.open(newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+        with folder.confusion_file.open(newline="", encoding="utf-8") as file:
+            pairs = [tuple(map(int, line.values())) for line in csv.DictReader(file)]
+        names = {int(line["class"]): line["name"] or line["class"] for line in lines}
+        wrong: dict[int, tuple[int, str]] = {}
+        for label, predicted, count in pairs:
+            if label != predicted and count > wrong.get(label, (0, ""))[0]:
+                wrong[label] = count, names[predicted]
+        result = []
+        for line in lines:
+            if samples := int(line["samples"]):
+                mistakes, mistaken_for = wrong.get(int(line["class"]), (0, ""))
+                accuracy = int(line["correct"]) / samples
+                name = names[int(line["class"])]
+                result.append(ClassResult(name, samples, accuracy, mistaken_for, mistakes))
+    except (OSError, ValueError, KeyError, TypeError, csv.Error):
+        return []
+    return sorted(result, key=lambda each: each.accuracy)
 
 
 def write_worst(folder: RunFolder, samples: Sequence[JsonDict]) -> None:

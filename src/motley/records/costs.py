@@ -297,7 +297,7 @@ def read_training(folder: RunFolder, last: bool = False) -> Training:
     result = folder.read_last_steps() if last else folder.read_steps()
     steps = {rank: records for rank, records in result.items() if records}
     if not steps:
-        raise MotleyError(f"{folder.path} holds no training step; left out")
+        raise MotleyError(f"{folder.path} is left out: it holds no training step")
     events = folder.read_events()
     starts = [event["time"] for event in events if event.get("event") == "resume"]
     return Training(folder.path, run, steps, lead(steps), folder.read_epochs(), starts)

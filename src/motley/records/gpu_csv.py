@@ -96,12 +96,12 @@ def _our_name(name: str) -> str:
 
 def _why_no_log(line: str, path: Path) -> str:
     if "\0" in line:
-        return f"{path} is not in UTF-8 (UTF-16, it seems): save it as UTF-8"
+        return f"{path} is not UTF-8 text, but perhaps UTF-16; save it as UTF-8"
     shown = " ".join(line.split())[:60]
     return (
-        f"{path} is not a GPU log: it has no column {TIME}, its first line is '{shown}'; give it "
-        f"one line of names, with {TIME} or nvidia-smi's timestamp among them, separated by a "
-        "comma, a semicolon or a tab"
+        f"{path} is not a GPU log: it has no column {TIME}, and its first line is '{shown}'. Its "
+        f"first line has to name the columns, one of them {TIME} or nvidia-smi's timestamp, "
+        "separated by a comma, a semicolon or a tab"
     )
 
 
@@ -316,7 +316,7 @@ class GpuRows:
             self._leave_out("time", f"the time is '{row[TIME][:40]}'")
             return None
         if not is_clock_set(when) and read_number(row[TIME]) is None:
-            self._leave_out("clock", f"the clock was not set, at '{row[TIME]}'")
+            self._leave_out("clock", f"the clock was not set yet, at '{row[TIME]}'")
             return None
         return _sample(row, when, self._host)
 
@@ -356,7 +356,9 @@ def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) 
     with path.open(encoding=detect_encoding(path), errors="replace") as file:
         samples = [sample for line in file if (sample := rows.read(line)) is not None]
     if not rows.columns:
-        raise MotleyError(f"{path} is empty: it is no GPU log, or its logger has just begun")
+        raise MotleyError(
+            f"{path} is empty: either it is not a GPU log, or its logger has just started"
+        )
     if message := rows.left_out(none_read=not samples):
         if not samples:
             raise MotleyError(message)

@@ -143,8 +143,9 @@ def full_text(host: str, used: float, total: float) -> str:
     """
     return (
         f"motley: {_SHARED} on {host} is {used / total:.0%} full ({used / MIB:,.0f} of "
-        f"{total / MIB:,.0f} MiB); a loader process that finds no room there dies: take fewer with "
-        "--workers (0: none), or make more room (of a container: --shm-size)"
+        f"{total / MIB:,.0f} MiB), and a loader process that finds no room in it dies. Start "
+        f"fewer loader processes with --workers (0: none), or enlarge {_SHARED} (in a container: "
+        "--shm-size)"
     )
 
 

@@ -21,8 +21,8 @@ from typing import Any, TextIO
 from motley.errors import MotleyError
 
 JsonDict = dict[str, Any]
-_NO_ROOM = "free some disk, or choose another one with --logs DIR"
-_NO_FILES = "raise the limit with ulimit -n, or see what keeps so many files open"
+_NO_ROOM = "free some space, or choose another folder with --logs DIR"
+_NO_FILES = "raise the limit with ulimit -n, or find what keeps so many files open"
 
 
 def open_to_append(path: Path, newline: str | None = None) -> TextIO:
@@ -46,8 +46,8 @@ def open_to_append(path: Path, newline: str | None = None) -> TextIO:
 def make_gone_error(path: Path) -> MotleyError:
     """Return the error for a missing file to which a running program writes."""
     return MotleyError(
-        f"{path} is gone: it was removed, moved or replaced while the run went on; put the run's "
-        "folder back if it was moved, and continue with --resume auto, else begin anew"
+        f"{path} was removed, moved or replaced during the run. If the run's folder was moved, "
+        "move it back and continue with --resume auto. Otherwise start a new run"
     )
 
 
@@ -56,8 +56,10 @@ def unwritable(path: Path, error: OSError) -> MotleyError:
     if isinstance(error, FileNotFoundError):
         return make_gone_error(path)
     room = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = fix_for(error, _NO_ROOM if room else "see to the disk of the run's folder")
-    return MotleyError(f"cannot write {path}: {error.strerror}; {fix}, then --resume auto")
+    fix = fix_for(error, _NO_ROOM if room else "check the disk of the run's folder")
+    return MotleyError(
+        f"cannot write {path}: {error.strerror}; {fix}, then continue with --resume auto"
+    )
 
 
 def fix_for(error: Exception, others: str) -> str:
@@ -141,7 +143,7 @@ def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> It
                 record = json.loads(line.decode())
             except (ValueError, RecursionError):
                 if torn is None:
-                    print(f"motley: {path}, line {number} is cut short; left out")
+                    print(f"motley: {path}, line {number} is cut short, and is left out")
                 else:
                     torn(number)
                 continue

@@ -118,8 +118,8 @@ def refuse_link(folder: Path) -> None:
     """Raise MotleyError if a run's folder is a symbolic link, perhaps to another run."""
     if folder.is_symlink():
         raise MotleyError(
-            f"the run folder {folder} is a symbolic link, to {folder.resolve()}; name that one by "
-            "--logs DIR and --run NAME, or by --resume PATH"
+            f"the run folder {folder} is a symbolic link to {folder.resolve()}; name that folder "
+            "with --logs DIR and --run NAME, or with --resume PATH"
         )
 
 
@@ -138,7 +138,7 @@ def is_free(folder: Path) -> bool:
 # Readers rely on these fields of run.json. Each is null or absent if it is unknown.
 _OBJECTS = ("config", "result", "failure", "plan", "task")
 _LISTS = ("ranks", "left_out", "facts", "groups", "advice")  # lists of objects
-_MEND = "; restore it, or write {} into it: all other records are read then"
+_MEND = "; restore it, or write {} into it, and all other records can still be read"
 
 
 def _misshapen(content: Mapping[str, Any]) -> str:
@@ -148,17 +148,17 @@ def _misshapen(content: Mapping[str, Any]) -> str:
     named = {**{name: content.get(name) for name in _OBJECTS}, "forecast": forecast}
     for name, result in named.items():
         if not isinstance(result, dict | None):
-            return f"its {name} is no object"
+            return f"its {name} is not an object"
     for name in _LISTS:
         result = content.get(name)
         objects = isinstance(result, list) and all(isinstance(each, dict) for each in result)
         if result is not None and not objects:
-            return f"its {name} is no list of objects"
+            return f"its {name} is not a list of objects"
     ranks = content.get("ranks") or []
     if any(not isinstance(each.get("host", ""), str | None) for each in ranks):
-        return "one of its hosts is no name"
+        return "the host of a rank is not a string"
     if any(isinstance(value, str) for value in (content.get("result") or {}).values()):
-        return "its result holds a text in place of a number"
+        return "its result holds a string instead of a number"
     return ""
 
 
@@ -237,8 +237,9 @@ class RunFolder:
         """Lock the folder for this process. Return the lock file; see :func:`take_folder`."""
         return take_folder(
             self.path, f"the run folder {self.path} is in use by another run",
-            "wait for it, end it to take its place, or choose another name with --run NAME (if "
-            f"that host is gone for good and the lock stays, remove {self.path / '.lock'})",
+            "wait until that run ends, end it to take its place, or choose another name with "
+            "--run NAME (if that host is gone for good and the lock stays, remove "
+            f"{self.path / '.lock'})",
         )  # fmt: skip
 
     def published_file(self, tracker: str) -> Path:
@@ -504,20 +505,20 @@ def open_run(path: str | Path) -> RunFolder:
     """
     folder = Path(path)
     if not folder.exists():
-        raise MotleyError(f"there is no {folder}: name a run's folder, as in logs/RUN")
+        raise MotleyError(f"{folder} does not exist; name a run's folder, as in logs/RUN")
     if not folder.is_dir():
-        raise MotleyError(f"{folder} is a file: name the run's folder, {folder.parent}")
+        raise MotleyError(f"{folder} is a file; name the run's folder, {folder.parent}")
     run = RunFolder(folder)
     if run.run_file.exists() or run.record_files():
         return run
     result = find_runs([folder])
     if not result:
-        raise MotleyError(f"{folder} is no run and holds none: it has no run.json")
+        raise MotleyError(f"{folder} is neither a run nor a folder of runs: it has no run.json")
     names = [str(each.path) for each in sorted(result, key=_changed, reverse=True)]
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise MotleyError(
-        f"{folder} holds {len(names)} run{'s' if len(names) > 1 else ''}; name one, the newest "
-        f"first: {', '.join(names[:_NAMED])}{more}"
+        f"{folder} holds {len(names)} run{('s' if len(names) > 1 else '')}; name one of them "
+        f"(newest first): {', '.join(names[:_NAMED])}{more}"
     )
 
 

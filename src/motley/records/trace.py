@@ -161,8 +161,8 @@ def merge_traces(traces: Sequence[Mapping[str, Any]], into: Path) -> None:
     bases = {trace["baseTimeNanoseconds"] for trace in traces}
     if len(bases) > 1:
         raise MotleyError(
-            f"the traces in {into.parent} are of several profiles; remove the older ones, then "
-            "try again"
+            f"the traces in {into.parent} are from several profiles; remove those of older "
+            "profiles, and try again"
         )
     events = [event for trace in traces for event in trace["traceEvents"]]
     _write(into, [each for trace in traces for each in trace["motley"]], bases.pop(), events)
@@ -182,7 +182,9 @@ def read_trace(path: Path) -> dict[str, Any]:
         if not isinstance(content["baseTimeNanoseconds"], int):
             raise ValueError("no time")
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise MotleyError(f"{path} is damaged, or no trace of Motley's: {error}") from None
+        raise MotleyError(
+            f"{path} is damaged, or is not a trace that Motley wrote: {error}"
+        ) from None
     result: dict[str, Any] = content
     return result
 
@@ -216,7 +218,7 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
     notes = [event for event in spans if event.get("cat") == "user_annotation"]
     steps = [event for event in notes if event["name"].startswith(_STEP)]
     if not steps:
-        raise MotleyError(f"the trace of rank {about['rank']} has no whole step")
+        raise MotleyError(f"the trace of rank {about['rank']} has no complete step")
     whole = (min(_span(each)[0] for each in steps), max(_span(each)[1] for each in steps))
     device = [event for event in spans if event.get("cat") in _DEVICE]
     wire = [event for event in device or notes if event["name"].startswith(_WIRE)]

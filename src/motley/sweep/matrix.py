@@ -157,7 +157,7 @@ def shorter(matrix: Matrix, only: str) -> Matrix:
     cells = tuple(cell for cell in matrix.cells if only in cell.name)
     if not cells:
         names = [cell.name for cell in matrix.cells]
-        raise MotleyError(f"--only {only}: no cell is called so{did_you_mean(only, names)}")
+        raise MotleyError(f"--only {only}: no cell has this in its name{did_you_mean(only, names)}")
     kinds = {cell.samples for cell in cells}
     references = tuple(each for each in matrix.references if each.samples in kinds)
     return replace(matrix, cells=cells, references=references)
@@ -215,7 +215,7 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes:
     if owned := [word for word in shared if word.partition("=")[0] in known.owned]:
         instead = known.owned[owned[0].partition("=")[0]]
         fix = "leave it out" if instead == "nothing" else f"use {instead} instead"
-        raise MotleyError(f"{owned[0]}: each cell sets this option itself; {fix}")
+        raise MotleyError(f"{owned[0]}: Motley sets this option for each cell; {fix}")
     given: dict[str, Any] = {
         key: content[key] for key in ("repeats", "steps", "limit_s") if key in content
     }
@@ -226,7 +226,7 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes:
         *(_single(path, {**script, **entry}, hosts, known) for entry in content.get("cell", ())),
     ]
     if not cells:
-        raise MotleyError(f"{path} names no cell; give it a [matrix], or a [[cell]]")
+        raise MotleyError(f"{path} has no cell; add a [matrix], or a [[cell]]")
     _check_numbers(path, given)
     _check_names(path, [cell.name for cell in cells])
     for cell in cells:
@@ -249,8 +249,8 @@ def _read_seed(path: Path, seed: Any) -> bool:
     """Return True if each repeat has a seed of its own."""
     if seed not in (0, "each"):
         raise MotleyError(
-            f'{path}: seed is {seed!r}; write seed = "each", with which repeat k has the seed k, '
-            "or leave it out for the seed 0"
+            f'{path}: seed is {seed!r}; write seed = "each", which gives repeat k the seed k, or '
+            "leave it out for the seed 0"
         )
     return bool(seed == "each")
 
@@ -265,12 +265,14 @@ def _check_numbers(path: Path, given: Mapping[str, Any]) -> None:
 def _check_names(path: Path, names: Sequence[str]) -> None:
     if odd := next((name for name in names if not re.fullmatch(_NAME, name)), None):
         raise MotleyError(
-            f"{path}: a cell is called {odd!r}; give it a name of letters, digits, - and _"
+            f"{path}: a cell has the name {odd!r}; use letters, digits, - and _ alone"
         )
     if taken := next((name for name in names if name.startswith(REFERENCE)), None):
-        raise MotleyError(f"{path}: {taken} is the name of the fp32 runs; choose another one")
+        raise MotleyError(
+            f"{path}: the name {taken} is reserved for runs in fp32; choose another name"
+        )
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise MotleyError(f"{path}: two cells are called {twice}; give one another name")
+        raise MotleyError(f"{path}: two cells have the name {twice}; rename one of them")
 
 
 def _product(
@@ -289,7 +291,10 @@ def _product(
     ]  # fmt: skip
     sweep = axes.get("sweep", {})
     if not isinstance(sweep, dict):
-        raise MotleyError(f"{path}: matrix.sweep is {sweep!r}; write options below [matrix.sweep]")
+        raise MotleyError(
+            f"{path}: matrix.sweep is {sweep!r}, and has to be a table; write options below "
+            "[matrix.sweep]"
+        )
     swept = {flag: _swept(path, flag, each, known) for flag, each in sweep.items()}
     cells = []
     for choice, settings in itertools.product(
@@ -347,8 +352,9 @@ def _swept(path: Path, option: str, given: Any, known: KnownNames) -> list[str]:
         or (is_log and min(numbers) <= 0)
     ):
         raise MotleyError(
-            f"{path}: matrix.sweep.{option} is no range; write {{from = 1e-4, to = 1e-2, "
-            "count = 3, log = true}}, with positive ends for equal ratios, or a list of values"
+            f"{path}: matrix.sweep.{option} is not a range; write {{from = 1e-4, to = 1e-2, count "
+            "= 3, log = true}, where log = true takes equal ratios and needs positive ends, or "
+            "write a list of values"
         )
     low, high = numbers
     parts = [place / (count - 1) for place in range(count)]
@@ -397,8 +403,8 @@ def _cell(path: Path, name: str, named: Mapping[str, Any], known: KnownNames) ->
     strategy = named["strategy"]
     if str(strategy) not in known.strategies:
         raise MotleyError(
-            f"{path}: the strategy {strategy} is unknown"
-            f"{did_you_mean(str(strategy), known.strategies)}; choose of "
+            f"{path}: the strategy {strategy} is "
+            f"unknown{did_you_mean(str(strategy), known.strategies)}; choose one of "
             f"{', '.join(known.strategies)}"
         )
     script, words = known.strategies[strategy]
@@ -420,13 +426,14 @@ def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
     where = f"{path}: cell {cell.name}"
     if not 1 <= cell.hosts <= len(hosts):
         raise MotleyError(
-            f"{where} is of {cell.hosts} hosts, and hosts.txt names {len(hosts)}; change hosts"
+            f"{where} is for {cell.hosts} hosts, and hosts.txt names {len(hosts)}; change one "
+            "of the two"
         )
     _, ranks = first_hosts(cell, hosts)
     if cell.batch < 1 or not 0 < cell.fraction <= 1:
         raise MotleyError(
-            f"{where}: a batch of {cell.batch} and the fraction {cell.fraction:g}; a batch is 1 or "
-            "more, a fraction above 0 and at most 1"
+            f"{where} has a batch of {cell.batch} and the fraction {cell.fraction:g}; give a "
+            "batch of 1 or more, and a fraction above 0 and at most 1"
         )
     precisions = cell.precision.split(",")
     if unknown := [each for each in precisions if each not in _PRECISIONS]:
@@ -435,8 +442,8 @@ def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
         )
     if len(precisions) not in (1, ranks):
         raise MotleyError(
-            f"{where}: {len(precisions)} precisions for the {ranks} ranks of {cell.hosts} hosts; "
-            "give one, or one a rank"
+            f"{where}: {len(precisions)} precisions are given for the {ranks} ranks of "
+            f"{cell.hosts} hosts; give one for all ranks, or one per rank"
         )
 
 

@@ -103,7 +103,7 @@ def judge(
         step, phase = taken + 1, None  # a rank's last report can be half a second old
     known = status is not None  # a rank that was stopped is not to blame
     return Outcome(
-        kind, error[:_LONGEST] or f"ended with status {status} and said nothing",
+        kind, error[:_LONGEST] or f"ended with status {status} and without a message",
         failure.get("host") if known else None, failure.get("rank") if known else None,
         epoch, step, (phase or None) if known else None, seconds,
     )  # fmt: skip
@@ -151,7 +151,7 @@ class BaselineFolder:
             ours["cells"] = [*{**saved, **{cell["name"]: cell for cell in ours["cells"]}}.values()]
         elif self.path.exists() and any(self.path.iterdir()):
             raise MotleyError(
-                f"{self.path} holds something else than a matrix's results; choose another folder "
+                f"{self.path} holds files that are not results of a matrix; choose another folder "
                 "with --out"
             )
         self.cells.mkdir(parents=True, exist_ok=True)
@@ -168,12 +168,15 @@ class BaselineFolder:
         ours = matrix.as_json()
         if not (self.path / "matrix.json").exists():
             raise MotleyError(
-                f"{self.path} is not made ready for tasks of a matrix; submit them with "
+                f"{self.path} is not prepared for Slurm tasks; submit them with "
                 "setup/slurm_job.sh --array, from the same folder"
             )
         saved = self._check(ours)
         if lacking := [cell["name"] for cell in ours["cells"] if cell["name"] not in saved]:
-            raise MotleyError(f"{self.path} holds a matrix without {', '.join(lacking[:4])}")
+            raise MotleyError(
+                f"{self.path} holds a matrix that lacks {', '.join(lacking[:4])}; choose another "
+                "folder with --out"
+            )
 
     def _check(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         """Return the stored cells, by name. Raise MotleyError if they belong to another matrix."""
@@ -215,9 +218,9 @@ class BaselineFolder:
             cells = read_json(file)["cells"]
             return [Cell(**{**cell, "options": tuple(cell["options"])}) for cell in cells]
         except FileNotFoundError:
-            raise MotleyError(f"there is no {file}") from None
+            raise MotleyError(f"{file} does not exist") from None
         except (KeyError, TypeError) as error:
-            raise MotleyError(f"{file} is not of baseline_measure.py: {error}") from None
+            raise MotleyError(f"{file} was not written by baseline_measure.py: {error}") from None
 
     def attempt(self, cell: Cell, repeat: int) -> RunFolder:
         """Return the run folder of one repeat."""

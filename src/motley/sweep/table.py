@@ -232,9 +232,9 @@ def _get_score(runs: Sequence[RunFolder]) -> dict[str, Any]:
 _SAME = (
     "model", "img_size", "dataset", "data_fraction", "augment", "epochs", "batch_size", "opt", "lr",
     "opt_kwargs", "momentum", "weight_decay", "weight_decay_end", "warmup_epochs", "warmup_steps",
-    "warmup_lr", "min_lr", "lr_cycle_limit", "lr_cycle_mul", "lr_cycle_decay", "clip_grad",
-    "clip_mode", "smoothing", "drop", "drop_path", "labels", "target", "class_weights",
-    "balanced_sampling", "bce_loss", "seed",
+    "warmup_lr", "lr_noise", "lr_noise_pct", "min_lr", "lr_cycle_limit", "lr_cycle_mul",
+    "lr_cycle_decay", "clip_grad", "clip_mode", "smoothing", "drop", "drop_path", "labels",
+    "target", "class_weights", "balanced_sampling", "bce_loss", "seed",
 )  # fmt: skip
 
 
@@ -343,10 +343,11 @@ def markdown(rows: Sequence[Row]) -> str:
         f"- **{row.name}**: {row.outcome}" + (f" ({row.when})" if row.when else "")
         + f": {row.error}" for row in rows if row.outcome != DONE
     ] + [
-        f"- **{row.name}**: memory grows by {row.leak_mib:.3g} MiB a step, to the end of the run"
+        f"- **{row.name}**: memory grows by {row.leak_mib:.3g} MiB per step, until the end of "
+        "the run"
         for row in rows if row.leak_mib
     ] + [
-        f"- **{row.name}**: above the limit, which is of the model before --compile"
+        f"- **{row.name}**: faster than the limit, which is that of the model without --compile"
         for row in rows if row.is_compiled and (row.fraction_of_limit or 0) > 1
     ]  # fmt: skip
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])

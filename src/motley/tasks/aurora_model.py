@@ -24,11 +24,12 @@ _SURFACE_PART = 0.25
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of an Aurora. The defaults are those of its makers.
+    """The sizes of an Aurora model. The defaults are those of the published model.
 
     Attributes:
         width: embedding width of a patch.
-        depths: number of blocks of each encoder stage. The decoder has them in reverse order.
+        depths: number of blocks of each encoder stage. The stages of the decoder have these numbers
+            in reverse order.
         levels: number of latent levels.
         patch: side of a patch in grid points.
     """
@@ -41,22 +42,23 @@ class Shape:
     def __post_init__(self) -> None:
         if self.width % _HEAD:
             raise MotleyError(
-                f"--embed-dim {self.width} is no multiple of {_HEAD}, the width of a head; take "
-                f"{max(1, round(self.width / _HEAD)) * _HEAD}"
+                f"--embed-dim {self.width} is not a multiple of {_HEAD}, the width of one "
+                f"attention head; take {max(1, round(self.width / _HEAD)) * _HEAD}"
             )
         if len(self.depths) < 2:
             raise MotleyError(
-                f"--depths {','.join(map(str, self.depths))}: give the blocks of two stages or "
-                "more, as in 2,6,2"
+                f"--depths {','.join(map(str, self.depths))}: give the number of blocks of each "
+                "stage, for two stages or more, as in 2,6,2"
             )
         if self.levels % 2:
             raise MotleyError(
-                f"--latent-levels {self.levels} is odd; the backbone's windows are two levels high"
+                f"--latent-levels {self.levels} is odd, and the attention windows of the backbone "
+                "are two levels high; give an even number"
             )
 
 
 def aurora() -> Any:
-    """Return the package ``aurora``.
+    """Import and return the package ``aurora``.
 
     Raises:
         MotleyError: the package is not installed.
@@ -68,11 +70,11 @@ def aurora() -> Any:
 def build(shape: Shape, step: int) -> nn.Module:
     """Return an Aurora with new weights.
 
-    The model has no LoRA, which serves roll-outs of a trained model. Aurora's own autocast is off
-    too, because the task decides which parts compute in 16 bits.
+    The model has no LoRA matrices, which are for roll-outs of a trained model. Aurora's own
+    autocast is off, because the task decides which parts compute in 16 bits.
 
     Args:
-        shape: width, depths, latent levels and patch size of the model.
+        shape: sizes of the model.
         step: hours from the last input state to the forecast.
     """
     heads = tuple(shape.width // _HEAD * 2**stage for stage in range(len(shape.depths)))
@@ -86,7 +88,7 @@ def build(shape: Shape, step: int) -> nn.Module:
 
 
 def known_levels() -> tuple[int, ...]:
-    """Return the pressure levels for which Aurora has means and deviations, hPa, ascending."""
+    """Return the pressure levels in hPa for which Aurora has statistics, in ascending order."""
     names = aurora().normalisation.locations
     numbers = (name.partition("_")[2] for name in names if name.startswith("t_"))
     levels = (int(number) for number in numbers if number.isdecimal())
@@ -94,7 +96,7 @@ def known_levels() -> tuple[int, ...]:
 
 
 def usual(levels: Sequence[int]) -> Usual:
-    """Return Aurora's means and deviations of the surface variables and of these pressure levels.
+    """Return Aurora's means and standard deviations of all variables on these pressure levels.
 
     Raises:
         MotleyError: Aurora has no values for a level.
@@ -102,7 +104,7 @@ def usual(levels: Sequence[int]) -> Usual:
     known = known_levels()
     if unknown := [level for level in levels if level not in known]:
         raise MotleyError(
-            f"Aurora knows no level of {unknown[0]} hPa; give --levels of "
+            f"Aurora has no pressure level of {unknown[0]} hPa; give --levels out of "
             f"{','.join(map(str, known))}"
         )
     tables = aurora().normalisation.locations, aurora().normalisation.scales
@@ -119,7 +121,7 @@ def as_batch(
     static: Mapping[str, Tensor],
     levels: tuple[int, ...],
 ) -> Any:
-    """Return a batch of Aurora's own class.
+    """Return a batch as an object of the class ``aurora.Batch``.
 
     Args:
         surface: surface variables, [n, times, 4, lat, lon].
@@ -152,8 +154,9 @@ class ForecastErrors:
         area: area of each row of the grid, 1 on average, [rows, 1].
         places: latitudes and longitudes, in degrees.
         static: static variables by name, each [lat, lon].
-        surface: mean, deviation and weight of each surface variable, [3, 4, 1, 1].
-        air: mean, deviation and weight of each atmospheric variable, [3, 5, levels, 1, 1].
+        surface: mean, standard deviation and loss weight of each surface variable, [3, 4, 1, 1].
+        air: mean, standard deviation and loss weight of each atmospheric variable,
+            [3, 5, levels, 1, 1].
     """
 
     levels: tuple[int, ...]
@@ -173,7 +176,7 @@ class ForecastErrors:
             device: device of the tensors.
             grid: latitudes, longitudes and pressure levels.
             static: static variables by name, each [lat, lon].
-            usual: mean and deviation of each variable.
+            usual: mean and standard deviation of each variable.
             patch: side of a patch in grid points. Latitudes that fill no patch are not forecast.
         """
 
@@ -196,12 +199,13 @@ class ForecastErrors:
     def losses(self, net: Net, batch: Tensors) -> Tensor:
         """Return the mean absolute error of each sample, weighted by area, [n].
 
-        The error of each variable is in units of its deviation, times the weight of the variable.
+        The error of each variable is divided by its standard deviation, and multiplied by the
+        weight of the variable.
         """
         return self._loss(*self._between(net, batch))
 
     def scores(self, net: Net, batch: Tensors) -> dict[str, Tensor]:
-        """Return the loss and the squared error of each variable, [n] by name.
+        """Return the loss, and the squared error of each variable, by name, [n] each.
 
         Errors of atmospheric variables are averaged over all levels.
         """

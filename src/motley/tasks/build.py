@@ -1,11 +1,12 @@
 """Builders of a task's network, whole or block by block.
 
-A network that is built block by block has no numbers at first: its tensors are on the device
-``meta``. No rank then needs memory for the whole model.
+A network that is built block by block has no initial values at first: its tensors are on the
+device ``meta``. No rank then needs memory for the whole model.
 
-Until a network has its numbers it may be *folded*: all blocks of a kind use the parameters of the
-first block of that kind. A folded network takes as much compute time and activation memory as the
-whole network. One block of each kind is enough to check, time and plan a task.
+Until a network has its initial values it may be *folded*: all blocks of a kind use the parameters
+of the first block of that kind. A folded network takes as much compute time and activation memory
+as the whole network. A task can therefore be checked, timed and planned with the values of one
+block of each kind.
 """
 
 import contextlib
@@ -31,12 +32,12 @@ _THREADS = 8  # threads that draw, one tensor each, about 100 million numbers pe
 
 @dataclass
 class _Held:
-    """A parameter or buffer, as the network was built.
+    """A parameter or buffer as it was when the network was built.
 
     Attributes:
-        tensor: a tensor on the device ``meta``, or a small one with its numbers.
-        places: places where modules hold the tensor: module, table and name. A tied one has
-            several.
+        tensor: a tensor on the device ``meta``, or a small tensor with its values.
+        places: each module that holds the tensor, with the module's dictionary of parameters or
+            buffers and the key in it. A tied tensor has several places.
     """
 
     tensor: Tensor
@@ -49,13 +50,13 @@ class _Held:
 
 
 class BlockByBlock:
-    """Object that gives a network its initial numbers, block by block.
+    """Object that fills a network with its initial values, block by block.
 
     Args:
         net: network built by :func:`motley.tasks.deferred.record`.
         recording: the recording that :func:`motley.tasks.deferred.record` returned with the
             network.
-        blocks: modules by name, which are sharded and recomputed as one.
+        blocks: modules by name. Each is sharded and recomputed as one unit.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class BlockByBlock:
     def parameters(self) -> list[Tensor]:
         """Return the current parameters of the network, in order.
 
-        The list has one entry per parameter, of the same shape, also while the network is folded.
+        The list has one entry per parameter. While the network is folded, the entry may be a
+        parameter of another block, of the same shape.
         """
         return [
             table[name]  # type: ignore[misc]
@@ -89,10 +91,10 @@ class BlockByBlock:
     def fold(self, device: torch.device) -> None:
         """Make all blocks of a kind compute with the tensors of the first block of that kind.
 
-        The tensors of these first blocks, and all tensors outside of blocks, get their numbers.
+        The tensors of these first blocks, and all tensors outside of blocks, get their values.
 
         Args:
-            device: device of the numbers.
+            device: device of the values.
         """
         instead: dict[int, int] = {}
         first: dict[Hashable, list[int]] = {}
@@ -114,7 +116,7 @@ class BlockByBlock:
 
     @contextlib.contextmanager
     def folded(self, device: torch.device) -> Iterator[None]:
-        """Fold the network for the time of the context."""
+        """Fold the network within the context; see :meth:`fold`."""
         self.fold(device)
         try:
             yield
@@ -124,7 +126,7 @@ class BlockByBlock:
     def narrow(self, dtype: torch.dtype) -> None:
         """Convert the parameters of the folded network to a 16-bit dtype.
 
-        An engine that gathers parameters in 16 bits is timed this way.
+        The network can then be timed for an engine that gathers parameters in 16 bits.
         """
         made: dict[int, Tensor] = {}
         for held in self._held.values():
@@ -135,12 +137,12 @@ class BlockByBlock:
                 held.put(made[id(now)])
 
     def unfold(self) -> None:
-        """Discard the tensors of the folded network, and restore the tensors without numbers."""
+        """Discard the tensors of the folded network, and restore the tensors without values."""
         for held in self._waiting.values():
             held.put(held.tensor)
 
     def fill(self, parts: Iterable[nn.Module], device: torch.device) -> None:
-        """Give modules their numbers, on a device, except those that have them already."""
+        """Fill the tensors of modules that have no values yet, on a device."""
         keys = {
             id(tensor): None
             for part in parts for module in part.modules()
@@ -155,7 +157,7 @@ class BlockByBlock:
             self._threads.shutdown()
 
     def _draw_ahead(self, key: int) -> None:
-        """Start threads that draw a tensor's numbers, and those of the tensors that follow it."""
+        """Start threads that compute the values of a tensor and of the tensors that follow it."""
         order = list(self._waiting)
         ahead = order[order.index(key) :][: 2 * _THREADS]
         for each in ahead:
@@ -173,7 +175,7 @@ class BlockByBlock:
 
 
 def _ready(value: Tensor, held: _Held, device: torch.device) -> Tensor:
-    """Return numbers on a device, as a parameter or buffer like the one that they replace."""
+    """Return values on a device, as a parameter or buffer like the tensor in ``held``."""
     if not isinstance(held.tensor, nn.Parameter):
         return value.to(device)
     made = nn.Parameter(value.to(device), requires_grad=held.tensor.requires_grad)
@@ -193,17 +195,17 @@ def _list_tensors(block: nn.Module) -> Iterator[int]:
 
 
 LARGE = 1_000_000_000  # parameters; the same on all hosts, whatever their memory
-_COUNTED = LARGE // 3  # after this many, all parameters are counted before more are drawn
+_COUNTED = LARGE // 3  # parameters drawn before all are counted
 
 
 class _Large(BaseException):
-    """The model has many parameters. A BaseException, so that no task catches it."""
+    """A signal that the model has many parameters; a BaseException, so that no task catches it."""
 
 
 def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
-    """Return the task's network, and the object that fills it with numbers.
+    """Return the task's network, and the object that fills it with initial values.
 
-    The second value is None if the network has its numbers already. ``--build`` selects how the
+    The second value is None if the network has its values already. ``--build`` selects how the
     network is built.
 
     Raises:
@@ -212,8 +214,8 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
     if config.build == "blocks":
         if given := _begins_with_weights(task, config):
             raise MotleyError(
-                f"--build blocks draws random initial weights, and {given} loads other ones; leave "
-                "out one of the two"
+                f"--build blocks draws random initial weights, and {given} loads other weights; "
+                "leave out one of the two"
             )
         _open_data(task)
         try:
@@ -221,8 +223,8 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
         except (NotImplementedError, RuntimeError) as error:
             text = " ".join(str(error).split())[:200]
             raise MotleyError(
-                f"--build blocks: the model of {type(task).__name__} cannot be built without "
-                f"numbers ({text}); take --build whole"
+                f"--build blocks: the model of {type(task).__name__} cannot be built on the meta "
+                f"device, without values ({text}); take --build whole"
             ) from error
     if config.build == "whole" or _begins_with_weights(task, config):
         return build_net(task, config), None
@@ -240,9 +242,9 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
 
 
 def _begins_with_weights(task: Task, config: Config) -> str:
-    """Return the option that gives the task its weights, as a user writes it.
+    """Return the option, as a user writes it, that names pretrained weights for the task.
 
-    An empty string stands for random weights.
+    An empty string means random weights.
     """
     if config.initial_checkpoint is not None:
         return "--initial-checkpoint"
@@ -269,7 +271,7 @@ def _open_data(task: Task) -> None:
     """Open the data before the network is recorded.
 
     ``model()`` may need the data, and tensors that are created during the recording have no
-    numbers.
+    values.
     """
     for held_out in (False, True):
         task.data(held_out)
@@ -280,12 +282,15 @@ def _by_blocks(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock]:
     net, recording = record(task.model, config.seed)
     if norms := batch_norms(net):
         raise MotleyError(
-            f"--build blocks: the model has batch norm ({next(iter(norms))}); take --build whole"
+            f"--build blocks: the model has a batch norm ({next(iter(norms))}), which this option "
+            "does not support; take --build whole"
         )
     for path, part in net.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 where = ".".join(filter(None, (path, name)))
-                raise NotImplementedError(f"{where} is a tensor, and no parameter or buffer")
+                raise NotImplementedError(
+                    f"{where} is a tensor, and neither a parameter nor a buffer"
+                )
     net = prepared(net, task, config)
     return net, BlockByBlock(net, recording, task.blocks(net))

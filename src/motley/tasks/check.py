@@ -3,8 +3,8 @@
 Training is exact only under these conditions. Each sample has a loss of its own, which depends on
 no other sample. Random numbers come from torch, seeded for the sample. A forward pass changes no
 parameter or buffer that is equal on all ranks. Every parameter is registered with torch, and has a
-gradient. A parameter may lack a gradient for some samples, as an expert that a sample does not
-choose.
+gradient. A parameter may lack a gradient for some samples, such as an expert that these samples do
+not choose.
 """
 
 import re
@@ -66,7 +66,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _wrapped(value: int) -> int:
-    """Return a number modulo 2**64 as a signed 64-bit number."""
+    """Return an integer modulo 2**64 as a signed 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -76,10 +76,13 @@ _UPDATE = (
 )
 _FIXES: dict[str, str] = {
     "max_norm": "leave out max_norm, and scale the rows that the layer returns",
-    "instance_norm": "set track_running_stats=False, and it takes each sample's own statistics in "
-    "evaluations too",
-    "spectral_norm": "take torch.nn.utils.parametrizations.weight_norm or orthogonal, which are "
-    "computed of the weight alone, or divide by torch.linalg.matrix_norm(weight, 2)",
+    "instance_norm": (
+        "set track_running_stats=False, which uses each sample's own statistics in evaluations too"
+    ),
+    "spectral_norm": (
+        "use torch.nn.utils.parametrizations.weight_norm or orthogonal, which depend on the "
+        "weight alone, or divide by torch.linalg.matrix_norm(weight, 2)"
+    ),
 }
 
 
@@ -87,7 +90,8 @@ class ForwardChanges:
     """A record of a network's parameters and buffers before some passes, to find changes later.
 
     Args:
-        net: the network. Fingerprints of its parameters and copies of its buffers are kept.
+        net: the network. The object stores fingerprints of the parameters and copies of the
+            buffers.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -97,7 +101,7 @@ class ForwardChanges:
         """Return the names of the parameters and buffers that have changed since construction.
 
         Args:
-            caches: include buffers that are in no checkpoint. Such a buffer may be a cache that the
+            caches: True: include non-persistent buffers. Such a buffer may be a cache that the
                 first pass has filled.
         """
         saved, now = self._net.state_dict().keys(), _values(self._net)
@@ -109,7 +113,7 @@ class ForwardChanges:
 
 
 def check_renormalised(name: str, net: nn.Module) -> None:
-    """Raise MotleyError if an embedding rescales the rows that it reads (``max_norm``).
+    """Raise MotleyError if an embedding has ``max_norm``, which rescales weights when read.
 
     A check of two samples does not always show that the forward pass changes these weights.
 
@@ -123,7 +127,7 @@ def check_renormalised(name: str, net: nn.Module) -> None:
 
 
 def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyError:
-    """Return the error for tensors that a forward pass changes.
+    """Return the MotleyError for tensors that a forward pass changes.
 
     Args:
         name: name of the task.
@@ -133,9 +137,9 @@ def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyErr
     causes = dict.fromkeys(_cause(net, each) for each in names)
     fix = "; ".join(_FIXES.get(cause, _UPDATE) for cause in causes)
     return MotleyError(
-        f"a forward pass of {name} changes {name_some(names)}. Ranks have other "
-        "samples, and not equally many passes: their models would become different ones, and no "
-        f"rank's is that of one machine. Fix: {fix}"
+        f"a forward pass of {name} changes {name_some(names)}. Ranks compute other samples in "
+        "another number of passes, so their models would become different, and no rank's model "
+        f"would be that of a single machine. Fix: {fix}"
     )
 
 
@@ -176,7 +180,7 @@ _MORE = 32  # samples that are tried if the first ones leave some parameters wit
 
 
 def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple[str, ...]:
-    """Return the names of the parameters that some passes give no gradient.
+    """Return the names of the parameters that have no gradient after some passes.
 
     Args:
         name: name of the task.
@@ -185,8 +189,8 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
 
     Raises:
         MotleyError: a parameter has no gradient after any pass, nor after a pass over more samples.
-            A parameter is exempt if the same parameter of another module in its list has one, as
-            with the experts of a layer.
+            For equal modules in one list, such as the experts of a layer, a gradient in one module
+            is enough.
     """
     learning = [key for key, each in model.net.named_parameters() if each.requires_grad]
     result = list(passes)
@@ -208,11 +212,11 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
 
 
 def unused(model: TaskModel, data: dict[str, torch.Tensor]) -> set[str]:
-    """Return the names of the trainable parameters that a pass gives no gradient.
+    """Return the names of the trainable parameters that have no gradient after a pass.
 
     Args:
         model: the task's model.
-        data: tensors of the samples of the pass, by name.
+        data: batch of the pass: tensors by name.
     """
     model.zero_grad(set_to_none=True)
     model(data).sum().backward()
@@ -227,7 +231,7 @@ def without_gradient(net: nn.Module) -> set[str]:
 def _like(name: str) -> str:
     """Return a parameter's name with list indices replaced by ``*``.
 
-    Parameters of equal modules in one list have the same result.
+    Parameters of equal modules in one list therefore get the same name.
     """
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
@@ -236,22 +240,22 @@ def refuse_unused(model: TaskModel, engine: str) -> None:
     """Raise MotleyError if some samples leave parameters unused, which the engine does not support.
 
     Args:
-        model: the checked model. Its ``sometimes_unused`` names these parameters.
+        model: the checked model, whose ``sometimes_unused`` lists these parameters.
         engine: name of the engine for the message.
     """
     if model.sometimes_unused:
         raise MotleyError(
             f"{engine} needs a gradient of each parameter from each rank in each micro-batch, and "
-            f"some samples give none to {name_some(model.sometimes_unused)}: take "
+            f"some samples give no gradient to {name_some(model.sometimes_unused)}. Take "
             "torch_dist/train_vit.py --strategy ddp, or compute all experts for each sample, and "
-            "multiply what was not chosen by 0"
+            "multiply by 0 the outputs that were not chosen"
         )
 
 
 def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyError:
-    """Return the error for parameters that had no gradient in a training step.
+    """Return the MotleyError for parameters that had no gradient in a training step.
 
-    In the check at the start, each of these parameters had a gradient.
+    These parameters all had a gradient in the check at the start.
 
     Args:
         model: the model that is trained.
@@ -259,13 +263,13 @@ def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyE
         names: names of the parameters.
     """
     return MotleyError(
-        f"{name_some(list(names))} had no gradient in this step, and {engine} waits for one: set "
+        f"{name_some(list(names))} had no gradient in this step, and {engine} needs one. Set "
         f"sometimes_unused = True in the class {type(model.task).__name__}, and continue with "
         "torch_dist/train_vit.py --strategy ddp --resume auto"
     )
 
 
-_TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
+_TOLERANCE = 1e-3  # relative error of a loss; rounding is far below it
 
 
 def check_task(model: TaskModel) -> tuple[str, ...]:
@@ -277,7 +281,7 @@ def check_task(model: TaskModel) -> tuple[str, ...]:
         model: the task's model, in fp32, not wrapped.
 
     Returns:
-        The names of the parameters that some samples give no gradient.
+        The names of the parameters that have no gradient for some samples.
     """
     task = type(model.task).__name__
     _check_samples(task, model.task)
@@ -285,8 +289,8 @@ def check_task(model: TaskModel) -> tuple[str, ...]:
     check_renormalised(task, model.net)
     if not any(each.requires_grad for each in model.net.parameters()):
         raise MotleyError(
-            f"the model of {task} has no parameter that can be trained; give it one, or set "
-            "requires_grad_(True) where it is frozen"
+            f"the model of {task} has no parameter that can be trained; add one, or set "
+            "requires_grad_(True) on a frozen one"
         )
     changes = ForwardChanges(model.net)
     model.eval()  # drop-out draws anew in each pass
@@ -313,9 +317,9 @@ def _check_samples(name: str, task: Task) -> None:
         alike = torch.equal(value, other) if isinstance(value, Tensor) else bool(value == other)
         if not alike and not _is_nan(value):
             raise MotleyError(
-                f"{name} returned two different {key!r} for the same sample; draw random "
-                "numbers in sample() alone and from torch, which is seeded for each sample and "
-                "epoch: from random or numpy they would differ between ranks"
+                f"{name} returned two different {key!r} for the same sample. Draw random numbers "
+                "only in sample(), and only from torch, whose seed follows from the sample and "
+                "the epoch; random and numpy would give each rank other numbers"
             )
 
 
@@ -334,8 +338,8 @@ def _check_hidden(name: str, net: nn.Module) -> None:
                 where = ".".join(filter(None, (path, field)))
                 raise MotleyError(
                     f"the model of {name} keeps modules or parameters in {where}, a "
-                    f"{type(value).__name__}, where torch does not see them: they would not be "
-                    "trained, moved to a GPU or saved; use nn.ModuleList, nn.ModuleDict or "
+                    f"{type(value).__name__} whose content torch does not register, so they would "
+                    "not be trained, moved to a GPU or saved; use nn.ModuleList, nn.ModuleDict or "
                     "nn.ParameterList"
                 )
 
@@ -360,9 +364,9 @@ def _check_losses(name: str, model: TaskModel) -> None:
         worst = float((losses - again).abs().max())
         if worst > _TOLERANCE * float(losses.abs().max()):
             raise MotleyError(
-                f"{name} gives other losses for the same batch the second time, though it is not "
-                "in training: the model draws random numbers, or keeps something from one pass to "
-                "the next outside of its buffers"
+                f"{name} computes other losses in a second pass over the same batch in eval mode: "
+                "the model draws random numbers, or keeps values from one pass to the next "
+                "outside of its buffers"
             )
     if n < 2:
         return
@@ -370,17 +374,18 @@ def _check_losses(name: str, model: TaskModel) -> None:
     if not torch.allclose(losses, alone, rtol=_TOLERANCE, atol=1e-6, equal_nan=True):
         whole, parts = _numbers(losses), _numbers(alone)
         raise MotleyError(
-            f"the loss of a sample of {name} depends on the others in its batch: {whole} together, "
-            f"{parts} one by one. Is it a mean over the batch? losses() gives one number a sample, "
-            'as with reduction="none". Or does the model take the batch as another dimension than '
-            "the first, as nn.LSTM does without batch_first=True?"
+            f"the loss of a sample of {name} depends on the other samples of its batch: the "
+            f"losses are {whole} in one batch, and {parts} one by one. If losses() takes a mean "
+            'over the batch, return one number per sample, as with reduction="none". If the model '
+            "takes another dimension than the first as the batch, as nn.LSTM does without "
+            "batch_first=True, change that"
         )
 
 
 def _check_dense(name: str, net: nn.Module) -> None:
     """Raise MotleyError if a gradient is sparse.
 
-    A sparse gradient holds a few rows, and these differ between ranks.
+    A sparse gradient holds only some rows, and ranks may have different rows.
     """
     result = [
         key for key, each in net.named_parameters()
@@ -388,19 +393,19 @@ def _check_dense(name: str, net: nn.Module) -> None:
     ]  # fmt: skip
     if result:
         raise MotleyError(
-            f"{name} has a sparse gradient of {name_some(result)}, which ranks cannot add up; "
-            "leave out sparse=True of that nn.Embedding"
+            f"the gradient of {name_some(result)} in {name} is sparse, and ranks cannot add up "
+            "sparse gradients; leave out sparse=True of that nn.Embedding"
         )
 
 
 def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> list[set[str]]:
     """Raise MotleyError if a training pass changes a parameter or buffer.
 
-    Buffers that are in no checkpoint may change in the first pass, as caches do.
+    Non-persistent buffers may change in the first pass, because they may be caches.
 
     Returns:
-        The names of the parameters without a gradient, one set per sample, each from a pass over
-            that sample alone.
+        For each sample, the names of the parameters without a gradient after a pass over that
+            sample alone.
     """
     devices = [model.device.index or 0] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -418,14 +423,19 @@ def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> list
 def _losses(name: str, model: TaskModel, data: Tensors, n: int) -> Tensor:
     result: Any = model.task.losses(model.compute, data)
     if not isinstance(result, Tensor) or not result.is_floating_point():
-        raise MotleyError(f"losses() of {name} gives {_kind(result)}; it should give floats, [n]")
+        raise MotleyError(
+            f"losses() of {name} returns {_kind(result)}; return a tensor of floats of shape [n]"
+        )
     if result.shape != (n,):
         mean = result.dim() == 0
         raise MotleyError(
-            f"losses() of {name} gives a tensor of shape {tuple(result.shape)} for {n} samples; it "
-            f"should give one number a sample, ({n},)"
-            + (': a sum or mean over the batch? Take reduction="none"' if mean else "")
-            + (", then .sum() over what is left of each sample" if not mean else "")
+            f"losses() of {name} returns a tensor of shape {tuple(result.shape)} for {n} samples; "
+            f"return one number per sample, of shape ({n},)"
+            + (
+                ', as with reduction="none" in place of a sum or mean over the batch'
+                if mean
+                else ", as with .sum() over all other dimensions"
+            )
         )
     return result
 

@@ -52,7 +52,7 @@ def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model of timm, by its name."""
+    """A classifier of timm, identified by its name."""
 
     name: str
 
@@ -65,8 +65,8 @@ class Classifier:
         """
         if not timm.is_model(self.name):
             raise MotleyError(
-                f"--model {self.name} is unknown to timm {timm.__version__}"
-                f"{did_you_mean(self.name, timm.list_models())}"
+                f"--model {self.name} is not a model of timm "
+                f"{timm.__version__}{did_you_mean(self.name, timm.list_models())}"
             )
         if self.name == "vit_digits":
             return 8
@@ -79,14 +79,14 @@ class Classifier:
         height, width = pretrained.input_size[1:] if pretrained else (0, 0)
         if height != width:
             raise MotleyError(
-                f"--model {self.name} is made for images of {width}x{height} pixels, and images "
-                f"are square here; add --img-size {width}"
+                f"--model {self.name} is made for images of {width}x{height} pixels, and Motley "
+                f"makes images square; add --img-size {width}"
             )
 
     def data_config(self) -> dict[str, Any]:
         """Return the mean, std, interpolation and crop with which the model was trained.
 
-        If timm has no such values for the model, they are ImageNet's usual ones.
+        If timm has no such values for the model, ImageNet's usual values are returned.
         """
         known: Any = timm.get_pretrained_cfg(self.name)
         own = {"interpolation": "bilinear"} if known is None else known.to_dict()
@@ -105,7 +105,7 @@ class Classifier:
             return bool(batch_norms(self.build()))
 
     def build(self, **options: Any) -> nn.Module:
-        """Return timm's model.
+        """Build and return timm's model.
 
         Raises:
             MotleyError: timm cannot build the model with these options.
@@ -116,9 +116,9 @@ class Classifier:
         except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
             if options.get("pretrained"):
                 raise MotleyError(
-                    f"--pretrained: the weights of {name} are not here, and cannot be fetched "
-                    f"({str(error).splitlines()[0]}); fetch them once where there is a network, or "
-                    "give a file of them by --initial-checkpoint"
+                    f"--pretrained: the weights of {name} are not on this machine, and cannot be "
+                    f"downloaded ({str(error).splitlines()[0]}); download them once on a machine "
+                    "with a network, or give a file of weights with --initial-checkpoint"
                 ) from None
             given = ", ".join(f"{key}={value}" for key, value in options.items())
             raise MotleyError(f"--model {name} cannot be built with {given}: {error}") from None
@@ -128,7 +128,8 @@ class Classifier:
 def list_blocks(net: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a timm model by name, in order.
 
-    A search for lists of equal modules would find the stages of Swin and ConvNeXt instead.
+    A block is a member of a list that is named ``blocks``. A search for lists of equal modules
+    would find the stages of Swin and ConvNeXt instead.
     """
     return {
         name: part for name, part in net.named_modules()
@@ -144,7 +145,7 @@ def find_head(net: nn.Module) -> tuple[str, ...]:
 
 
 def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """Return weights converted to the names and image size of timm's model."""
+    """Return weights converted to the parameter names and the image size of ``net``."""
     convert = getattr(sys.modules[type(net).__module__], "checkpoint_filter_fn", None)
     return tensors if convert is None else dict(convert(tensors, net))
 

@@ -1,4 +1,4 @@
-"""Text as tokens: the tokens, and the samples from which a model learns.
+"""Encoders of text to tokens, and the samples of tokens from which a model learns.
 
 Tokens are bytes, characters, or those of a tokenizer of the transformers library.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Tokens = NDArray[np.unsignedinteger[Any]]
 
 KINDS = ("bytes", "characters")
-TOKENIZER = "tokenizer"  # that of a model's folder, or of --tokenizer
+TOKENIZER = "tokenizer"  # tokens of a model's tokenizer, or of --tokenizer
 _END = "\0"  # end of a document, where tokens are bytes or characters
 _WIDER = (0x80, 0x800, 0x10000)  # first characters of 2, 3 and 4 bytes in UTF-8
 _ANSWERS = "assistant"  # role of the messages that are learnt
@@ -34,8 +34,8 @@ class Encoded:
 
     Attributes:
         tokens: the tokens, [tokens].
-        learnt: bool [tokens], True for tokens that are learnt; None: all are.
-        widths: bytes of each token in the document, [tokens]; None: not known.
+        learnt: bool [tokens], True for tokens that count in the loss; None: all tokens count.
+        widths: number of bytes of the document that each token covers, [tokens]; None: not known.
     """
 
     tokens: "NDArray[Any]"
@@ -45,11 +45,12 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Codec:
-    """Tokens of one kind: bytes, or the characters of an alphabet.
+    """An encoder of text to tokens, which are bytes or the characters of an alphabet.
 
     Attributes:
         kind: kind of the tokens; see :data:`KINDS` and :data:`TOKENIZER`.
-        alphabet: all characters in order of their code; empty if the tokens are no characters.
+        alphabet: all characters in the order of their token numbers; empty if the tokens are not
+            characters.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class Codec:
 
     @property
     def end(self) -> int | None:
-        """Token behind a document; None: there is no such token."""
+        """Token that marks the end of a document; None: there is no such token."""
         if self.kind == "bytes":
             return 0
         return 0 if self.alphabet.startswith(_END) else None
@@ -87,7 +88,8 @@ class Codec:
 
         Args:
             documents: texts or conversations.
-            ends: put :attr:`end` behind each text. In a conversation it is behind each answer.
+            ends: True: append :attr:`end` to each text. In a conversation, each answer is followed
+                by :attr:`end` in any case.
         """
         return [self._encode_document(each, ends) for each in documents]
 
@@ -116,10 +118,11 @@ class Codec:
         return "".join(self.alphabet[token] for token in tokens)
 
     def sizes(self, samples: Sequence[Encoded] = ()) -> "NDArray[np.float64]":
-        """Return the bytes of each token in UTF-8, [tokens].
+        """Return the number of bytes of each token in UTF-8, [vocabulary].
 
         Args:
-            samples: documents over which a token is averaged, if its bytes depend on the place.
+            samples: documents over which the number is averaged, if the same token can stand for
+                different numbers of bytes.
         """
         import numpy as np
 
@@ -129,15 +132,15 @@ class Codec:
 
 
 def make_alphabet(characters: set[str], ends: bool) -> str:
-    """Return the alphabet of a text, with an end of documents if ``ends``."""
+    """Return the sorted alphabet of a text, with an end-of-document character if ``ends``."""
     return "".join(sorted(characters | {_END} if ends else characters))
 
 
 def turns(messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a conversation in the plain template, each with True if it is learnt.
+    """Yield the parts of a conversation in the plain template, each with a flag.
 
-    A message is ``<|ROLE|>``, a new line, its content, and a new line. Answers are learnt. Their
-    end follows the content.
+    A message is ``<|ROLE|>``, a newline, its content, and a newline. The flag is True for the
+    content of an answer, which alone counts in the loss.
     """
     for message in messages:
         yield f"<|{message['role']}|>\n", False
@@ -147,7 +150,7 @@ def turns(messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
 
 @dataclass(frozen=True)
 class TokenizerCodec(Codec):
-    """The tokens of a tokenizer, without special tokens around a text.
+    """An encoder of text to the tokens of a tokenizer, without special tokens around a text.
 
     Attributes:
         folder: folder with the tokenizer's files.
@@ -171,13 +174,14 @@ class TokenizerCodec(Codec):
         except Exception as error:
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise MotleyError(
-                f"--tokens {TOKENIZER}: {self.folder} has no tokenizer that can be read ({text}); "
+                f"--tokens {TOKENIZER}: the tokenizer in {self.folder} cannot be read ({text}); "
                 "copy the model's tokenizer.json there, or train on --tokens bytes"
             ) from None
         if not result.is_fast or not len(result):
             raise MotleyError(
-                f"--tokens {TOKENIZER}: the tokenizer in {self.folder} does not say where in the "
-                "text its tokens are; copy the model's tokenizer.json there"
+                f"--tokens {TOKENIZER}: the tokenizer in {self.folder} does not report the "
+                "positions of its tokens in the text, which Motley needs; copy the model's "
+                "tokenizer.json there"
             )
         result.backend_tokenizer.no_truncation()
         result.backend_tokenizer.no_padding()
@@ -190,13 +194,13 @@ class TokenizerCodec(Codec):
 
     @property
     def digest(self) -> str:
-        """Hash of all that decides the tokens of a document."""
+        """Hash of everything that the tokens of a document depend on."""
         content = f"{self._backend.to_str()} {self._loaded.chat_template} {self.end} {self.known}"
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def vocabulary(self) -> int:
-        """Number of the tokenizer's tokens without added tokens, which are rare in a text."""
+        """Number of the tokenizer's tokens without added tokens, because these are rare."""
         if self.known is None:
             return self.size
         number: int = self._backend.get_vocab_size(with_added_tokens=False)
@@ -210,7 +214,7 @@ class TokenizerCodec(Codec):
 
     @property
     def end(self) -> int | None:
-        """See Codec: the tokenizer's own."""
+        """See Codec: the tokenizer's own end-of-text token."""
         result: int | None = self._loaded.eos_token_id
         return result
 
@@ -230,13 +234,13 @@ class TokenizerCodec(Codec):
         if len(result) and (most := int(result.max())) >= known:
             raise MotleyError(
                 f"--tokens {TOKENIZER}: the text has token {most} "
-                f"({self._backend.id_to_token(most)!r}) of {self.folder}, and the model knows "
-                f"{known}, from 0; is the tokenizer another model's?"
+                f"({self._backend.id_to_token(most)!r}) of {self.folder}, and the model has only "
+                f"{known} tokens, from 0. The tokenizer may belong to another model"
             )
         return result.astype(np.min_scalar_type(known - 1))
 
     def encode_documents(self, documents: Sequence[Document], ends: bool) -> list[Encoded]:
-        """See Codec: the documents are encoded at once, in threads."""
+        """See Codec: the documents are encoded in parallel, in threads."""
         marked = [self._mark(each) for each in documents]
         end = [] if self.end is None else [self.end]
         result = []
@@ -251,10 +255,10 @@ class TokenizerCodec(Codec):
     def _with_offsets(
         self, made: Any, text: str, spans: list[tuple[int, int]] | None, behind: list[int]
     ) -> Encoded:
-        """Return an encoded text, with the bytes of its tokens.
+        """Return an encoded text, with the number of bytes of each token.
 
-        A token is counted from its start to the start of the next token. Spaces that a tokenizer
-        drops, and characters that it cuts, are therefore counted once.
+        A token's bytes extend from its start to the start of the next token. Spaces that a
+        tokenizer drops, and characters that it cuts, are therefore counted once.
         """
         import numpy as np
 
@@ -275,7 +279,7 @@ class TokenizerCodec(Codec):
         return Encoded(tokens, learnt, widths)
 
     def _mark(self, document: Document) -> tuple[str, list[tuple[int, int]] | None]:
-        """Return the text of a document, and the places of what is learnt; None: all of it."""
+        """Return a document's text, and the start and end of each answer; None: not a chat."""
         if isinstance(document, str):
             return document, None
         if not self._loaded.chat_template:
@@ -296,8 +300,8 @@ class TokenizerCodec(Codec):
             if not (text.startswith(after) and after.startswith(before)):
                 raise MotleyError(
                     f"--chat: the chat template of {self.folder} writes message {number} of a "
-                    "conversation otherwise when others follow it, so that its tokens cannot be "
-                    "found; keep one answer in a conversation, as the last message"
+                    "conversation differently when other messages follow, so its tokens cannot be "
+                    "found. Keep only one answer in a conversation, as the last message"
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -318,8 +322,8 @@ class TokenizerCodec(Codec):
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             roles = ", ".join(each["role"] for each in messages)
             raise MotleyError(
-                f"--chat: the chat template of {self.folder} refuses messages of the roles {roles} "
-                f"({text}); change the conversations, or the template"
+                f"--chat: the chat template of {self.folder} refuses a conversation with the "
+                f"roles {roles} ({text}); change the conversations, or the template"
             ) from None
         return result
 
@@ -338,15 +342,15 @@ class TokenizerCodec(Codec):
         for each in samples:
             count += np.bincount(each.tokens, minlength=known)
             total += np.bincount(each.tokens, weights=each.widths, minlength=known)
-        usual = float(total.sum()) / max(1.0, float(count.sum()))  # for tokens that are not there
+        usual = float(total.sum()) / max(1.0, float(count.sum()))  # for tokens that do not occur
         return np.where(count > 0, total / np.maximum(count, 1), usual)
 
 
 class Windows:
-    """Pieces of equal length, one after another.
+    """Consecutive pieces of a text, one for every ``length`` tokens.
 
-    An item has up to ``2 * length`` tokens. Training takes ``length`` + 1 of them from a random
-    start.
+    An item has up to ``2 * length`` tokens. A training sample is ``length`` + 1 of these tokens,
+    from a random start.
     """
 
     def __init__(self, tokens: "Tokens", length: int) -> None:
@@ -366,8 +370,9 @@ class Part:
 
     Attributes:
         tokens: all tokens, [tokens].
-        ends: end of each document in the tokens, int64 [documents]; empty for one whole text.
-        learnt: bool [tokens], True for tokens that are learnt; None: all are.
+        ends: position in ``tokens`` at which each document ends, int64 [documents]; empty for one
+            continuous text.
+        learnt: bool [tokens], True for tokens that count in the loss; None: all tokens count.
     """
 
     tokens: "Tokens"
@@ -376,15 +381,15 @@ class Part:
 
 
 class Pieces:
-    """Documents or paragraphs, each of its own length; or several of them packed into a sample.
+    """Samples that consist of a document or paragraph each, or of several packed together.
 
-    Documents longer than ``length`` are cut. The first token of a document is not predicted,
-    because no tokens precede it. A conversation keeps its first tokens alone, since an answer
-    depends on all before it.
+    A document longer than ``length`` is cut into several pieces. Only the first piece of a
+    conversation is used, since an answer depends on all tokens before it. The first token of a
+    document is not predicted, because no token precedes it.
 
     Args:
-        part: the tokens.
-        length: most predicted tokens of a sample.
+        part: the tokens, with the end of each document.
+        length: largest number of predicted tokens in a sample.
         packed: True: a sample has as many pieces as fit.
     """
 
@@ -436,7 +441,7 @@ class Pieces:
 
 
 def _pack(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Return groups of numbers of pieces, each group with at most ``length`` tokens.
+    """Return groups of indices of pieces, each group with at most ``length`` tokens.
 
     A piece goes into the fullest group that has room for it, longest pieces first (best-fit
     decreasing). Groups are in the order of their first pieces.

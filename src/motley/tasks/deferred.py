@@ -1,13 +1,13 @@
 """Deferred initialisation of a network's tensors.
 
-A tensor "without numbers" is on the device ``meta`` and takes no memory. Operations on such tensors
-are recorded while a network is built. The operations run later, for those tensors that are asked
-for.
+A tensor "without values" is on the device ``meta`` and takes no memory. Operations on such tensors
+are recorded while a network is built. The operations run later, when the values of a tensor are
+requested.
 
-Only tensors above a size are made without numbers. A model may initialise its parameters and
-buffers in any way. Each random operation has its own generator on the CPU, seeded by the seed and
-by the operation's place in the record. Numbers therefore depend neither on devices, nor on the
-number of ranks, nor on which tensors are asked for. All cores may draw at once.
+Small tensors get their values at once. A model may initialise its parameters and buffers in any
+way. Each random operation has its own generator on the CPU, seeded by the seed and by the
+operation's place in the record. Values therefore depend neither on devices, nor on the number of
+ranks, nor on the tensors that are requested. All cores may draw at once.
 
 Source of the idea: torchdistx.deferred_init.
 """
@@ -34,7 +34,7 @@ _one_by_one = threading.Lock()  # held by a thread that draws from torch's globa
 
 @dataclass(frozen=True)
 class _Geometry:
-    """The layout of a tensor in its storage, which is identified by a number."""
+    """The layout of a tensor in its storage. A number identifies the storage."""
 
     storage: int
     dtype: torch.dtype
@@ -44,15 +44,15 @@ class _Geometry:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "_Geometry":
-        """Return the geometry of a tensor without numbers."""
+        """Return the geometry of a tensor without values."""
         return cls(_storage(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(),
                    int(tensor.storage_offset()))  # fmt: skip
 
     def over(self, storages: dict[int, Any]) -> Tensor:
-        """Return a tensor of this layout over a storage with numbers.
+        """Return a tensor of this layout over a storage with values.
 
         Args:
-            storages: storages with numbers, by their identifying number.
+            storages: storages with values, by their identifying number.
         """
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(storages[self.storage], self.offset, self.shape, self.stride)
@@ -65,10 +65,10 @@ class _Operation:
     Attributes:
         func: the function of torch.
         given: positional and keyword arguments, with a _Geometry in place of each tensor without
-            numbers.
-        made: storages that the operation has created, by their place among the tensors that it
-            returns.
-        reads: storages that the operation needs.
+            values.
+        made: storage that the operation creates for each new tensor, by the tensor's index among
+            the returned tensors.
+        reads: storages that the operation's arguments use.
         overwrites: storage that the operation overwrites completely, or None.
     """
 
@@ -84,13 +84,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def list_tensors(values: Any) -> list[Tensor]:
-    """Return all tensors in nested values, in order."""
+    """Return all tensors in nested containers, in order."""
     return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 @dataclass
 class Recording:
-    """A record of the operations on tensors without numbers.
+    """A record of the operations on tensors without values.
 
     Attributes:
         seed: seed of the random numbers.
@@ -110,7 +110,7 @@ class Recording:
             func: the operation.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
-            found: result of the call, whose tensors have no numbers.
+            found: result of the call, whose tensors have no values.
             changes: arguments that the operation changes in place.
         """
         given = list_tensors((args, kwargs))
@@ -128,9 +128,10 @@ class Recording:
         self._done.append(_Operation(func, frozen, made, frozenset(known), whole))
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with its numbers, on the CPU, in memory of its own.
+        """Run the recorded operations for a tensor, and return it with its values, on the CPU.
 
-        A tensor that has its numbers already is copied.
+        The result shares no memory with other tensors. A tensor that has its values already is
+        copied.
         """
         if not tensor.is_meta:
             return tensor.detach().clone()
@@ -149,7 +150,7 @@ class Recording:
         return value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
 
     def _needed(self, storage: int) -> set[int]:
-        """Return the places in the record of the operations on which a storage's numbers depend."""
+        """Return the indices of the recorded operations on which a storage's values depend."""
         needed: set[int] = set()
         waiting = [(storage, len(self._done))]
         while waiting:
@@ -164,14 +165,14 @@ class Recording:
         return needed
 
     def _last(self, places: Sequence[int], storage: int) -> Iterator[int]:
-        """Yield the operations on a storage, from the last back to one that overwrites it.
+        """Yield the operations on a storage, from the last one back to one that overwrites it.
 
-        Modules of torch draw numbers that most models overwrite with their own. Draws before an
+        Modules of torch draw initial values that most models overwrite. Operations before the
         overwrite need not run.
 
         Args:
-            places: places of the operations in the record, ascending.
-            storage: number of the storage.
+            places: indices of the operations in the record, ascending.
+            storage: identifying number of the storage.
         """
         for place in reversed(places):
             yield place
@@ -190,9 +191,9 @@ def _overwritten(func: Any, changes: Sequence[Tensor]) -> int | None:
 
 
 def _freeze_argument(value: Any) -> Any:
-    """Return an argument as it is now.
+    """Return a copy of an argument that later in-place operations do not change.
 
-    A tensor without numbers becomes its geometry, and any other tensor is copied.
+    A tensor without values becomes its geometry.
     """
     if isinstance(value, Tensor):
         return _Geometry.from_tensor(value) if value.is_meta else value.detach().clone()
@@ -200,7 +201,7 @@ def _freeze_argument(value: Any) -> Any:
 
 
 def _drawn(func: Any, args: Any, kwargs: dict[str, Any], seed: int) -> Any:
-    """Run an operation, and seed its random numbers if it draws any."""
+    """Run an operation. If the operation is random, seed its random numbers."""
     is_known = isinstance(func, torch._ops.OpOverload)
     if is_known and torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs)
@@ -222,11 +223,11 @@ Built = TypeVar("Built")
 
 
 def record(build: Callable[[], Built], seed: int) -> tuple[Built, Recording]:
-    """Build a network whose larger tensors have no numbers yet, and return it with the recording.
+    """Build a network whose larger tensors have no values yet, and return it with the recording.
 
     Args:
-        build: builds the network.
-        seed: seed of the numbers that are drawn later. Small tensors draw from torch's generator.
+        build: function that builds the network.
+        seed: seed of the values that are drawn later. Small tensors draw from torch's generator.
 
     Raises:
         NotImplementedError: an operation on a tensor cannot be deferred.
@@ -240,8 +241,8 @@ def record(build: Callable[[], Built], seed: int) -> tuple[Built, Recording]:
 def _truncated_later(recording: Recording) -> Iterator[None]:
     """Record the draw of a truncated normal distribution as one operation.
 
-    Torch redraws until no number is too large. Each comparison would otherwise need the numbers
-    during the recording.
+    Torch redraws until no value is too large. Without this context, each comparison would need the
+    values during the recording.
     """
     own: Any = nn.init._no_grad_trunc_normal_
 
@@ -278,7 +279,7 @@ class _AsOnCpu(TorchFunctionMode):
             return False
         result = None
         if func in _READERS and args[0].is_meta:
-            with _disable_current_modes():  # so that none of these operations is recorded
+            with _disable_current_modes():  # these operations must not be recorded
                 value = self._recording.value(args[0])
             result = func(value, *args[1:], **(kwargs or {}))
         else:
@@ -292,7 +293,7 @@ _READERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records operations on tensors without numbers."""
+    """A mode that records operations on tensors without values."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -301,7 +302,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation of torch, or record it if it involves tensors without numbers."""
+        """Run one operation of torch, or record it if it involves tensors without values."""
         with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
             given = list_tensors((args, kwargs))

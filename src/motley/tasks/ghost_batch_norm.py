@@ -1,16 +1,16 @@
 """Batch norm over fixed groups of the global order ("ghost batch norm"): exact on any machines.
 
 A plain batch norm takes its statistics over all samples of a rank's micro-batch. A sample's loss
-then depends on how the batch is cut. Here a group is ``grain`` consecutive samples of the global
+then depends on how the batch is split. Here a group is ``grain`` consecutive samples of the global
 order. A group stays together in one micro-batch, and its statistics depend on no other sample. The
-running statistics, which evaluation uses, move once per step. They move towards the mean over all
-groups of the global batch that pass through the layer:
+running statistics, which evaluation uses, are updated once per step. Momentum m moves them towards
+the mean over all groups of the global batch that pass through the layer:
 
     r <- (1 - m) r + m (1/N) sum over groups of size * (mean, unbiased variance)
 
-A layer that a pass calls twice moves twice, as in torch. A layer in eval mode does not move. The
-update is linear, so each rank keeps its own part of it. The parts are added when ranks synchronise
-their parameters. A pass that is recomputed (activation checkpointing) changes no statistics.
+A layer that a pass calls twice is updated twice, as in torch. A layer in eval mode is not updated.
+The update is linear, so each rank computes its own part of it. The parts are added when ranks
+synchronise their parameters. A recomputed pass (activation checkpointing) changes no statistics.
 
 Source of the name: Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017.
 """
@@ -32,13 +32,13 @@ from motley.data.source import Tensors
 from motley.errors import MotleyError
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, timm.layers.BatchNormAct2d)
-_CLOSED = -1  # in place of a count of calls: no training pass is running
+_CLOSED = -1  # value of `calls` outside of a training pass
 _KNOWN = 64  # lists of numbers that are cached on a device
 _UNLIKE = 0.1  # share of two samples' distance; equal samples are closer in any precision
 
 
 def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the batch norms of a network by path, except frozen ones.
+    """Return the batch norms of a network by their paths, without frozen batch norms.
 
     Raises:
         MotleyError: a batch norm's class has no variant with groups.
@@ -49,8 +49,9 @@ def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
             continue
         if type(part) not in (*_KINDS, *_GROUPED.values()):
             raise MotleyError(
-                f"{path} is a {type(part).__name__}, whose statistics are of all that a rank has, "
-                "which unequal shares make differ; use nn.BatchNorm1d, 2d or 3d, or layer norm"
+                f"{path} is a {type(part).__name__}, which computes its statistics over all "
+                "samples of a rank, so they would depend on the rank's share; use nn.BatchNorm1d, "
+                "2d or 3d, or layer norm"
             )
         result[path] = part
     return result
@@ -89,10 +90,10 @@ class _Groups(_BatchNorm):
         grain: number of samples in a group.
         rows: rows of the layer's input that belong to one sample: 1, or the number of tokens if the
             model folds tokens into the batch.
-        samples: samples of the pass.
-        calls: calls in this pass so far; _CLOSED outside a pass.
-        sinks: sum over the groups of each call in a pass, each [2, C]: mean and unbiased variance,
-            times the number of samples in the group.
+        samples: number of samples in the pass.
+        calls: number of calls of the layer in this pass so far; _CLOSED outside a pass.
+        sinks: for each call in a pass, a tensor [2, C] with the sums over the groups of mean and
+            unbiased variance, each times the number of samples in the group.
     """
 
     path: str
@@ -137,7 +138,7 @@ _GROUPED: dict[type[nn.Module], type[_BatchNorm]] = {
 
 
 class GroupStatistics:
-    """Statistics of a model's batch norms on this rank since ranks last synchronised parameters.
+    """Changes of a model's running statistics on this rank since the last :meth:`unite`.
 
     Args:
         net: the network. Its batch norms are changed to take statistics over groups.
@@ -179,7 +180,7 @@ class GroupStatistics:
         """Find how many rows of each layer's input belong to one sample, by an evaluation pass.
 
         Args:
-            compute: computes the losses of samples.
+            compute: function that computes the losses of samples.
             two: a batch of two different samples.
 
         Raises:
@@ -208,9 +209,9 @@ class GroupStatistics:
 
     @contextlib.contextmanager
     def note_pass(self, samples: int) -> Iterator[None]:
-        """Count the calls of each layer in a forward pass over this many samples.
+        """Record the calls of each layer in a forward pass over ``samples`` samples.
 
-        The backward pass may call layers again, and these calls are not counted.
+        The backward pass may call layers again. These calls are not recorded.
         """
         self.begin_pass(samples)
         try:
@@ -221,19 +222,19 @@ class GroupStatistics:
         self.end_pass()
 
     def begin_pass(self, samples: int) -> None:
-        """Count the calls of each layer from now on, in passes over this many samples."""
+        """Record the calls of each layer from now on, in a pass over ``samples`` samples."""
         for layer in self._all:
             layer.samples, layer.calls = samples, 0
 
     def end_pass(self) -> bool:
-        """Stop counting; return True if a layer was called."""
+        """Stop recording calls, and return True if a layer was called."""
         self._calls = [max(0, layer.calls) for layer in self._layers]
         self._close()
         return any(self._calls)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count calls within the context."""
+        """Do not record calls of layers within the context."""
         calls = [layer.calls for layer in self._all]
         self._close()
         try:
@@ -250,8 +251,8 @@ class GroupStatistics:
         """Add the statistics of the last pass, after its backward pass.
 
         Args:
-            samples: samples in the pass.
-            n_global: samples in the global batch.
+            samples: number of samples in the pass.
+            n_global: number of samples in the global batch, over all ranks.
         """
         if not samples:
             return
@@ -272,11 +273,11 @@ class GroupStatistics:
         self._global = n_global
 
     def end_step(self, taken: bool | Tensor) -> None:
-        """Move the statistics by the passes of a step, or discard these passes.
+        """Update the running statistics with the passes of a step, or discard these passes.
 
         Args:
-            taken: True if the optimizer has taken the step. A tensor on the device avoids a wait
-                for the device.
+            taken: True if the optimizer has taken the step, False to discard the passes. A tensor
+                on the device avoids a wait for the device.
         """
         if taken is False or not self._layers:
             self._sums, self._samples = [], []
@@ -304,9 +305,13 @@ class GroupStatistics:
         self._sums, self._samples = [], []
 
     def _momentum(self, called: Sequence[float]) -> Tensor:
-        """Return the momentum of each number, [numbers], or [1] if all are equal.
+        """Return the momentum of each entry of the statistics, [entries], or [1] if all are equal.
 
-        A layer with ``momentum=None`` weights all steps equally.
+        A layer with ``momentum=None`` weights all steps equally. The momentum is 0 in a layer that
+        was not called.
+
+        Args:
+            called: 1.0 for each layer that was called, else 0.0.
         """
         given = [math.nan if (m := layer.momentum) is None else m for layer in self._layers]
         if not any(map(math.isnan, given)):
@@ -322,7 +327,7 @@ class GroupStatistics:
         return self._on_device((*values,) if len(set(values)) > 1 else (values[0],))
 
     def _of_numbers(self, each: Tensor) -> Tensor:
-        """Return each layer's value, repeated for each of the layer's numbers.
+        """Return each layer's value, repeated for each entry of the layer's statistics.
 
         A tensor of one value, [1], is returned as it is.
         """
@@ -331,10 +336,10 @@ class GroupStatistics:
         return each.repeat_interleave(self._counts, output_size=sum(self._sizes))
 
     def unite(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Add the parts of all ranks, and update the layers' buffers; all ranks call it.
+        """Add up the changes of all ranks, and update the layers' buffers; all ranks call it.
 
         Args:
-            on_change: function that is called before the buffers change.
+            on_change: function that is called just before the buffers change.
         """
         if not self._layers:
             return
@@ -354,24 +359,25 @@ class GroupStatistics:
         self._whole = whole
 
     def _add(self, parts: Tensor) -> Tensor:
-        """Return the running statistics of all layers with parts added, fp64.
+        """Return the running statistics of all layers after a change, fp64.
 
         Args:
-            parts: parts of the statistics, and shares of the change, [2, numbers].
+            parts: summand of each entry, and the fraction of the old value that it replaces,
+                [2, entries].
         """
         own, share = parts.unbind()
         return (1 - share) * (self._buffers() if self._whole is None else self._whole) + own
 
     def _stand_in(self, shares: Tensor) -> Tensor:
-        """Return factors that scale parts with these shares to stand for the parts of all ranks."""
+        """Return factors that scale the changes of some ranks to estimate those of all ranks."""
         return torch.where(shares > 0, self._moved[2] / shares, torch.zeros_like(shares))
 
     def _buffers(self) -> Tensor:
-        """Return the running statistics of all layers from their rounded buffers, fp64."""
+        """Return the running statistics in the layers' buffers, converted to fp64."""
         return torch.cat([each for layer in self._layers for each in _running(layer)]).double()
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the running statistics before they were rounded to the layers' buffers."""
+        """Return the fp64 running statistics, which the layers' buffers hold in rounded form."""
         return {} if self._whole is None else {"running": self._whole}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
@@ -383,10 +389,10 @@ class GroupStatistics:
             self._whole = whole
 
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts since ranks last synchronised parameters.
+        """Return this rank's changes since the last :meth:`unite`.
 
         Args:
-            keep: copies a tensor.
+            keep: function that copies a tensor.
         """
         own, share, moves = self._moved
         parts = {"own": own, "share": share, "moves": moves, "steps": self._steps}
@@ -395,10 +401,10 @@ class GroupStatistics:
     def estimate(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Estimate the layers' buffers from the samples of this rank alone.
 
-        The buffers are returned by their names in the network.
+        The result has the buffers by their names in the network.
 
         Args:
-            keep: copies a tensor.
+            keep: function that copies a tensor.
         """
         if not self._layers:
             return {}
@@ -417,12 +423,12 @@ class GroupStatistics:
         return result
 
     def go_on(self, state: Mapping[str, Tensor]) -> None:
-        """Add the parts of the surviving ranks, whose samples stand in for those of the lost ranks.
+        """Update the layers' buffers after ranks were lost; all survivors call it.
 
-        All survivors call this method.
+        The changes of the survivors are scaled up to replace those of the lost ranks.
 
         Args:
-            state: the rank's :meth:`state`. Empty: the object has this state already.
+            state: this rank's :meth:`state`. Empty: the object has this state already.
         """
         if state:
             self._moved = torch.stack([state[name] for name in ("own", "share", "moves")]).to(
@@ -437,7 +443,7 @@ class GroupStatistics:
         self.unite()
 
     def reset(self) -> None:
-        """Start again from the layers' buffers, and discard this rank's parts."""
+        """Start again from the layers' buffers, and discard this rank's changes."""
         self._whole = None
         self._moved = torch.zeros_like(self._moved)
         self._steps = torch.zeros_like(self._steps)
@@ -460,13 +466,13 @@ def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
     Args:
         path: path of the layer.
         rows: rows of the layer's input.
-        samples: samples in the pass.
+        samples: number of samples in the pass.
     """
     return MotleyError(
-        f"the batch norm {path} gets {rows} rows of {samples} samples, and groups of samples "
-        "(--bn-group) cannot be found in them. Give it equally many rows of each sample, one "
-        "sample behind the other, as x.flatten(0, 1) of [samples, tokens, channels] does; or use "
-        "layer norm"
+        f"the batch norm {path} gets {rows} rows for {samples} samples, so groups of samples "
+        "(--bn-group) cannot be found in the rows. Give it equally many rows per sample, with the "
+        "rows of each sample next to each other, as x.flatten(0, 1) of [samples, tokens, "
+        "channels] does; or use layer norm"
     )
 
 
@@ -492,7 +498,7 @@ def _count_groups(layer: _Groups, x: Tensor) -> tuple[int, int]:
 def _unbiased(variance: Tensor, count: int) -> Tensor:
     """Return the unbiased variance of ``count`` values; 0 for a single value.
 
-    NaN would stay in the running statistics for ever.
+    Torch's result for a single value is NaN, which would stay in the running statistics.
     """
     return variance * (count / (count - 1)) if count > 1 else torch.zeros_like(variance)
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a GPT.
+    """The sizes of a GPT.
 
     Attributes:
         vocabulary: number of tokens in the vocabulary.
@@ -35,10 +35,10 @@ class Shape:
 
 
 def find_places(documents: Tensor) -> Tensor:
-    """Return the place of each token in its document, from 0, [n, length].
+    """Return the position of each token in its document, counted from 0, [n, length].
 
     Args:
-        documents: number of the document of each token, [n, length].
+        documents: number of the document to which each token belongs, [n, length].
     """
     places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
@@ -63,8 +63,8 @@ class Block(nn.Module):
 
         Args:
             x: the input.
-            sees: bool [n, 1, length, length], True where a token (row) sees another (column); None:
-                each token sees those before it and itself.
+            sees: attention mask, bool [n, 1, length, length]: True where the token of a row attends
+                to the token of a column. None: each token attends to itself and all tokens before.
         """
         x = x + self.drop(self.proj(self._attend(self.norm1(x), sees)))
         hidden = functional.gelu(self.fc1(self.norm2(x)), approximate="tanh")
@@ -92,9 +92,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A language model: int64 tokens [n, length] to logits of each next token.
+    """A language model that maps int64 tokens, [n, length], to logits of each next token.
 
-    The logits are [n, length, vocabulary].
+    The logits have the shape [n, length, vocabulary].
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -118,9 +118,9 @@ class Gpt(nn.Module):
         """Return the logits of each next token, [n, length, vocabulary].
 
         Args:
-            tokens: the tokens.
-            documents: number of the document of each token, [n, length], in which no token sees
-                another document; None: a row is one document.
+            tokens: the tokens, [n, length].
+            documents: number of the document to which each token belongs, [n, length]. Tokens
+                attend to their own document alone. None: each row is one document.
         """
         places, sees = torch.arange(tokens.shape[1], device=tokens.device), None
         if documents is not None:

@@ -38,8 +38,9 @@ def add_lora(
     Args:
         net: the network.
         rank: rank of the matrices.
-        alpha: the product of the matrices is scaled by alpha / rank. None: by 1.
-        targets: last words of layer names. None: peft's default for a known architecture.
+        alpha: the product of the matrices is scaled by alpha / rank. None: the scale is 1.
+        targets: layers that get matrices, by the last part of their names. None: peft's default for
+            a known architecture.
 
     Raises:
         MotleyError: peft is missing, or finds no such layers.
@@ -56,13 +57,13 @@ def add_lora(
     except ValueError as error:
         text = str(error).splitlines()[0].partition(". ")[0]
         raise MotleyError(
-            f"--lora {rank}: peft finds no layer to add matrices to ({text}); name layers by "
-            f"--lora-targets: the model has {', '.join(_layers(net))}"
+            f"--lora {rank}: peft finds no layer to which it can add matrices ({text}); name "
+            f"layers with --lora-targets. The model has {', '.join(_layers(net))}"
         ) from None
     if not any(parameter.requires_grad for parameter in result.parameters()):
         raise MotleyError(
-            f"--lora {rank}: nothing is left to train; name layers by --lora-targets: the model "
-            f"has {', '.join(_layers(net))}"
+            f"--lora {rank}: no layer is left to train; name layers with --lora-targets. The "
+            f"model has {', '.join(_layers(net))}"
         )
     return result
 
@@ -70,8 +71,8 @@ def add_lora(
 def merge_lora(net: nn.Module) -> None:
     """Add the LoRA matrices to their layers' weights, and remove the matrices, in place.
 
-    A layer that shares its weight with another layer first gets a copy of the weight. The matrices
-    belong to one of the two layers only.
+    A layer that shares its weight with another layer first gets a copy of the weight, because only
+    one of the two layers has the matrices.
     """
     owners = Counter(each for _, each in net.named_parameters(remove_duplicate=False))
     for name, part in list(net.named_modules()):
@@ -88,11 +89,11 @@ def merge_lora(net: nn.Module) -> None:
 
 
 def save_adapter(net: nn.Module, folder: Path, base: Path) -> None:
-    """Write the LoRA matrices alone, as peft loads them beside the model.
+    """Write only the LoRA matrices, in the format of peft.
 
     Args:
         net: the network.
-        folder: a new folder.
+        folder: folder to create.
         base: folder of the model without the matrices.
     """
     peft = import_offline("peft", "--lora")
@@ -118,13 +119,13 @@ def matrices(net: nn.Module) -> tuple[str, ...]:
 
 
 def beside_lora(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a model without LoRA by their names in the model with LoRA."""
+    """Rename the weights of a model without LoRA for the same model with LoRA matrices."""
     moved = {name.replace(".base_layer.", "."): name for name in net.state_dict()}
     return {moved.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _layers(net: nn.Module) -> list[str]:
-    """Return the last words of the names of all layers that LoRA supports, sorted."""
+    """Return the last part of the name of each layer that LoRA supports, sorted."""
     return sorted({
         name.rsplit(".", 1)[-1] for name, part in net.named_modules()
         if isinstance(part, nn.Linear | nn.Embedding) or type(part).__name__ == "Conv1D"
@@ -143,7 +144,7 @@ _LOOKED_AT = 8  # tokens in the test for causality, which changes the later half
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer into another folder, as many as there are."""
+    """Copy the existing files of a tokenizer into another folder."""
     for name in _TOKENIZER:
         if (path / name).is_file():
             shutil.copyfile(path / name, folder / name)
@@ -157,7 +158,7 @@ def find_tokenizer(name: str, downloads: bool) -> Path:
         downloads: True: download its files if they are not on this host.
 
     Raises:
-        MotleyError: the files are not here, and cannot be downloaded.
+        MotleyError: the files are not on this host, and cannot be downloaded.
     """
     option = f"--tokenizer {name}"
     hub = import_extra("huggingface_hub", option)
@@ -176,9 +177,9 @@ def find_tokenizer(name: str, downloads: bool) -> Path:
     finally:
         constants.HF_HUB_OFFLINE = before
     raise MotleyError(
-        f"{option} is no folder here, and no tokenizer of the hub that can be downloaded "
-        f"({type(cause).__name__}: {_first_line(cause)}); name a folder with tokenizer.json, or "
-        "OWNER/NAME"
+        f"{option} is neither a folder on this machine nor a tokenizer that can be downloaded "
+        f"from the hub ({type(cause).__name__}: {_first_line(cause)}); name a folder with "
+        "tokenizer.json, or OWNER/NAME"
     )
 
 
@@ -189,7 +190,7 @@ class HfModel:
     Attributes:
         path: path of a config.json, or of a folder with one.
         option: option that named the model, for errors.
-        with_weights: the weights are read from the folder. Otherwise they are drawn at random.
+        with_weights: True: the weights are read from the folder. False: they are drawn at random.
     """
 
     path: Path
@@ -213,15 +214,16 @@ class HfModel:
             result = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise MotleyError(
-                f"{self.flag}: {path.name} cannot be read ({error.strerror}); give a folder that "
-                f"holds a model's {_CONFIG}, as save_pretrained() writes it: nothing is downloaded"
+                f"{self.flag}: {path.name} cannot be read ({error.strerror}). Give a folder on "
+                f"this machine that holds a model's {_CONFIG}, as save_pretrained() writes it; "
+                "Motley downloads no models"
             ) from None
         except ValueError as error:
-            raise MotleyError(f"{self.flag}: {path.name} is no JSON ({error})") from None
+            raise MotleyError(f"{self.flag}: {path.name} is not valid JSON ({error})") from None
         if not isinstance(result, dict) or not isinstance(result.get("model_type"), str):
             raise MotleyError(
-                f"{self.flag}: {path.name} names no model_type, such as gpt2; is it the "
-                f"{_CONFIG} of a model?"
+                f"{self.flag}: {path.name} has no model_type, such as gpt2; it has to be the "
+                f"{_CONFIG} of a model"
             )
         return result
 
@@ -236,8 +238,8 @@ class HfModel:
         kind = self.fields["model_type"]
         if kind not in transformers.CONFIG_MAPPING:
             raise MotleyError(
-                f"{self.flag}: model_type {kind!r} is none that transformers "
-                f"{transformers.__version__} has; code of a model's own is not run"
+                f"{self.flag}: transformers {transformers.__version__} has no model_type "
+                f"{kind!r}, and Motley does not run code from a model's folder"
             )
         try:
             # from_dict() removes fields from its argument.
@@ -252,7 +254,7 @@ class HfModel:
 
     @property
     def longest(self) -> int | None:
-        """Longest context in tokens; None: any length."""
+        """Largest context length in tokens; None: any length."""
         result = getattr(self.config, "max_position_embeddings", None)
         return result if isinstance(result, int) else None
 
@@ -264,7 +266,8 @@ class HfModel:
             packed: True: samples have several documents; see :func:`run_packed`.
 
         Raises:
-            MotleyError: the model cannot be built, is not causal, or does not separate documents.
+            MotleyError: the model cannot be built, is not causal, or does not separate packed
+                documents.
         """
         transformers = import_offline("transformers", self.option)
         config = self.config
@@ -278,7 +281,8 @@ class HfModel:
                 net = maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
             except Exception as error:
                 raise MotleyError(
-                    f"{self.flag}: a model of this {_CONFIG} cannot be built: {_first_line(error)}"
+                    f"{self.flag}: the model of this {_CONFIG} cannot be built: "
+                    f"{_first_line(error)}"
                 ) from error
         # The check runs a pass, which is impossible on meta tensors.
         has_numbers = not any(parameter.is_meta for parameter in net.parameters())
@@ -288,8 +292,8 @@ class HfModel:
             )
         if has_numbers and packed and not _separates(net, self.vocabulary):
             raise MotleyError(
-                f"{self.flag}: a model of type {self.fields['model_type']} does not keep the "
-                "documents of a sample apart; leave out --pack"
+                f"{self.flag}: a model of type {self.fields['model_type']} cannot keep the "
+                "documents of a packed sample apart; leave out --pack"
             )
         result: nn.Module = net.train()
         return result
@@ -297,12 +301,12 @@ class HfModel:
     def _no_language_model(self, why: str) -> str:
         kind = self.fields["model_type"]
         return (
-            f"{self.flag}: a model of type {kind} cannot learn to tell each next token, since "
-            f"{why}: is it an encoder, such as BERT? Take a decoder, such as GPT-2 or Llama"
+            f"{self.flag}: a model of type {kind} cannot learn to predict each next token, since "
+            f"{why}. It may be an encoder, such as BERT; take a decoder, such as GPT-2 or Llama"
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights in the folder, fp32, by the names of :meth:`build`.
+        """Return the weights in the folder, fp32, by their names in the model of :meth:`build`.
 
         The transformers library converts the names in older files.
 
@@ -320,8 +324,8 @@ class HfModel:
                 )  # fmt: skip
             except Exception as error:
                 raise MotleyError(
-                    f"{self.flag}: its weights cannot be read: {_first_line(error)}; copy the "
-                    "folder anew"
+                    f"{self.flag}: the weights cannot be read: {_first_line(error)}; copy the "
+                    "folder again"
                 ) from error
         for key, says in {
             "missing_keys": "lacks", "mismatched_keys": "has in another shape",
@@ -330,7 +334,7 @@ class HfModel:
             names = sorted(each[0] if isinstance(each, tuple) else each for each in info[key])
             if names:
                 raise MotleyError(
-                    f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}; "
+                    f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}. "
                     f"is its {_CONFIG} of another model?"
                 )
         result: dict[str, Tensor] = net.state_dict()
@@ -342,13 +346,14 @@ class HfModel:
         pickles = [path.name for each in _PICKLES for path in sorted(self.path.glob(each))]
         if pickles:
             raise MotleyError(
-                f"{self.flag} has its weights as a pickle ({pickles[0]}), which may run any code "
-                "when it is read; convert it where you trust it, with transformers 4: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER), which "
-                "writes safetensors"
+                f"{self.flag} has its weights as a pickle ({pickles[0]}), which can run any code "
+                "when it is read. Convert it on a machine where you trust it, with transformers "
+                "4: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) writes "
+                "safetensors"
             )
         raise MotleyError(
-            f"{self.flag} has no weights (*.safetensors); for random ones: --hf-config {self.path}"
+            f"{self.flag} has no weights (*.safetensors); for random weights, use --hf-config "
+            f"{self.path}"
         )
 
     def save(self, net: Any, folder: Path) -> None:
@@ -361,8 +366,8 @@ class HfModel:
     def identity(self) -> dict[str, str]:
         """Return the hash of the config, by which a checkpoint recognises the model.
 
-        The path of the folder does not count. The weights in the folder do not count either,
-        because a checkpoint has its own.
+        The hash depends neither on the folder's path nor on the weights in the folder, because a
+        checkpoint has its own weights.
         """
         fields = json.dumps(self.fields, sort_keys=True)
         return {"hf_config_sha256": hashlib.sha256(fields.encode()).hexdigest()[:16]}
@@ -384,15 +389,15 @@ def get_logits(made: Any) -> Tensor:
 
 
 def run_packed(net: Any, batch: Mapping[str, Tensor], named: HfModel | None) -> Any:
-    """Return the output of a model for samples of several documents that do not see each other.
+    """Return the output of a model for samples of several documents, each without the others.
 
-    A model of transformers gets the place of each token in its document. Where places begin anew,
-    the library's mask separates the documents.
+    A model of transformers gets the position of each token in its document. The library's attention
+    mask separates documents where the positions start at 0 again.
 
     Args:
         net: the model.
-        batch: ``tokens`` and ``documents``, [n, length].
-        named: the model of transformers; None: the built-in GPT.
+        batch: tensors ``tokens`` and ``documents``, [n, length] each.
+        named: description of the model of transformers; None: ``net`` is the built-in GPT.
     """
     tokens, documents = batch["tokens"], batch["documents"]
     if named is None:
@@ -427,7 +432,7 @@ def _is_causal(net: nn.Module, vocabulary: int) -> bool:
 
 @torch.no_grad()
 def _separates(net: nn.Module, vocabulary: int) -> bool:
-    """Test by two passes that a document has the output that it has alone."""
+    """Test by two passes that a packed document has the same output as the document alone."""
     net.eval()
     here = torch.arange(_LOOKED_AT)[None] % vocabulary
     half = _LOOKED_AT // 2

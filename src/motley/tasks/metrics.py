@@ -29,7 +29,7 @@ class Measure:
         function: name of its function in torchmetrics.functional, without ``multiclass_``.
         kinds: kinds of targets for which the metric is defined.
         more: further arguments of the function.
-        is_better: ``min`` or ``max``.
+        is_better: ``min`` if lower values are better, ``max`` if higher values are better.
     """
 
     function: str
@@ -78,7 +78,7 @@ DIRECTIONS: Mapping[str, str] = {name: each.is_better for name, each in MEASURES
 
 
 def metric_name(text: str) -> str:
-    """Read the name of a metric of torchmetrics, as f1_macro."""
+    """Parse the name of a metric of torchmetrics, such as f1_macro."""
     if text not in MEASURES:
         raise argparse.ArgumentTypeError(
             f"there is no metric {text}{did_you_mean(text, MEASURES)}; choose "
@@ -95,8 +95,8 @@ def compute_measures(
     Args:
         names: names in :data:`MEASURES`.
         kind: kind of the targets, for which all these metrics are defined.
-        predicted: probabilities, [n, classes]; for values the values, [n].
-        target: int64 [n], 0 or 1 [n, labels], or values [n].
+        predicted: probabilities, [n, classes], or predicted values, [n].
+        target: classes, int64 [n]; labels, 0 or 1, [n, labels]; or values, [n].
 
     Raises:
         MotleyError: torchmetrics is not installed.

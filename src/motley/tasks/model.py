@@ -3,10 +3,10 @@
 All engines train this module, so one rule for dtypes holds for all of them. The module is compiled
 block by block, or as a whole, including the loss.
 
-Blocks of one class are compiled once, however many there are. A ViT-B is compiled in a third of the
-time that way, and runs as fast. Gradients are sent between compiled blocks, as they become ready.
-The parts around the blocks, such as a ViT's patch embedding, last norm and head, take 1 % of its
-time.
+Blocks of one class are compiled once, however many there are. This cuts the compile time of a ViT-B
+to a third, and the compiled model is as fast. Gradients can be sent as soon as a block's backward
+pass ends. The parts around the blocks, such as a ViT's patch embedding, last norm and head, take
+1 % of a step.
 
 All dimensions of a shape are fixed except the first, which counts samples. A batch of another size
 therefore causes no recompilation. Convolutions are the exception: torch's kernels around them are
@@ -52,15 +52,14 @@ class Compiled:
     :meth:`undo` restores the plain parts.
 
     Args:
-        whole: module that computes everything. Its methods ``names`` are compiled, and replaced by
-            the compiled ones, if ``blocks`` is empty.
+        whole: module whose methods ``names`` are compiled if ``blocks`` is empty.
         names: names of these methods.
-        blocks: blocks that are compiled in place of ``whole``.
-        around: modules that are compiled beside the blocks. A call runs uncompiled if an argument
-            is not a tensor.
-        counts: numbers of samples, for each of which a version is compiled. A pass over another
+        blocks: blocks whose ``forward`` is compiled, instead of the methods of ``whole``.
+        around: modules whose ``forward`` is compiled beside the blocks. A call with an argument
+            that is not a tensor runs uncompiled.
+        counts: numbers of samples for which separate versions are compiled. A pass over another
             number of samples runs uncompiled, unless several such passes follow one another. Empty:
-            compile one version for any number.
+            compile one version for any number of samples.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Compiled:
             self._put(module, "forward", _of_tensors(self._of_one_size(plain), plain))
 
     def begin_pass(self, samples: int) -> None:
-        """Choose the version that computes the next pass, which is over this many samples."""
+        """Choose the version that computes the next pass, over ``samples`` samples."""
         if not self._counts:
             return
         if samples in self._counts:
@@ -111,7 +110,7 @@ class Compiled:
         torch._dynamo.reset()
 
     def _compile(self, plain: Compute) -> Compute:
-        """Return a function that runs the plain or a compiled version, as the pass needs."""
+        """Return a function that runs the version that :meth:`begin_pass` has chosen."""
         fixed, free = torch.compile(plain, dynamic=False), torch.compile(plain)
 
         def computed(*given: Any, **named: Any) -> Any:
@@ -129,9 +128,9 @@ class Compiled:
 
         Calls with tensors of other sizes run a version that is compiled for any size.
 
-        Blocks of all stages share their code. Torch makes a dimension variable if it differs
-        between two calls of the same code. Compiling Swin's windows for any height and width took
-        minutes.
+        Blocks of all stages run the same code. Torch compiles this code for a variable dimension if
+        the dimension differs between two calls. For Swin's windows of any height and width, this
+        compilation took minutes.
         """
         fixed, free = torch.compile(plain, dynamic=False), torch.compile(plain)
         first: list[list[torch.Size]] = []
@@ -163,8 +162,8 @@ def _mark_counts(given: Any) -> None:
 def _of_tensors(compute: Compute, plain: Compute) -> Compute:
     """Return a function that calls ``compute``, or ``plain`` if an argument is not a tensor.
 
-    Torch compiles the value of such an argument in, for example the time of a forecast. Each new
-    value would compile the module again.
+    An argument that is not a tensor, such as the time of a forecast, is a constant for
+    torch.compile. Each new value would compile the module again.
     """
 
     def computed(*given: Any, **named: Any) -> Any:
@@ -175,26 +174,26 @@ def _of_tensors(compute: Compute, plain: Compute) -> Compute:
 
 
 Gathered = dict[str, Any]  # tensors with a row for each sample, or lists of values, by name
-GatheredRows = tuple[tuple[int, ...], Gathered]  # of the samples with these indices
+GatheredRows = tuple[tuple[int, ...], Gathered]  # indices of samples, with their rows
 
 
 def select_gathered(task: Task, scores: Mapping[str, Any], count: int) -> Gathered:
-    """Return the scores of a batch that a task gathers, on the CPU.
+    """Return the scores of a batch that ``task.gathered`` names, on the CPU.
 
     Args:
         task: the task.
-        scores: result of its :meth:`scores`.
+        scores: result of the task's :meth:`scores`.
         count: number of samples in the batch.
 
     Raises:
-        MotleyError: a name is missing, or has another number of rows.
+        MotleyError: the scores lack a name, or a score has another number of rows than ``count``.
     """
     result, name = dict[str, Any](), type(task).__name__
     for each in task.gathered:
         if each not in scores:
             raise MotleyError(
-                f"{name}.gathered names {each!r}, which scores() does not return: it returns "
-                f"{', '.join(scores)}; return it there, or take it out of gathered"
+                f"{name}.gathered names {each!r}, but scores() returns only {', '.join(scores)}; "
+                f"return {each!r} too, or remove it from gathered"
             )
         value = scores[each]
         rows = len(value) if not isinstance(value, Tensor) or value.dim() else None
@@ -208,10 +207,10 @@ def select_gathered(task: Task, scores: Mapping[str, Any], count: int) -> Gather
 
 
 def compute_metrics(task: Task, gathered: Gathered) -> dict[str, float]:
-    """Return the metrics that a task computes of gathered rows, as numbers.
+    """Return the metrics that a task computes from gathered scores, as floats.
 
     Raises:
-        MotleyError: the task's method fails, or returns something else.
+        MotleyError: the task's method raises an error, or does not return numbers by name.
     """
     name = f"compute_metrics() of {type(task).__name__}"
     try:
@@ -222,13 +221,13 @@ def compute_metrics(task: Task, gathered: Gathered) -> dict[str, float]:
         raise MotleyError(f"{name} raises {type(error).__name__}: {error}") from error
     if not isinstance(metrics, Mapping):
         raise MotleyError(
-            f"{name} returns a {type(metrics).__name__}; return numbers by name, as in "
-            '{"auroc": 0.9}'
+            f"{name} returns a {type(metrics).__name__}; return a dictionary of numbers by name, "
+            'as in {"auroc": 0.9}'
         )
     try:
         return {str(each): float(value) for each, value in metrics.items()}
     except (TypeError, ValueError) as error:
-        raise MotleyError(f"{name} returns a value that is no number: {error}") from None
+        raise MotleyError(f"{name} returns a value that is not a number: {error}") from None
 
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -238,7 +237,7 @@ _EXAMPLES = 2  # samples with which a model is checked and timed
 def common_type(task: Task, precisions: Collection[str]) -> torch.dtype | None:
     """Return the 16-bit dtype in which parameters may be gathered, or None.
 
-    A dtype is returned only if all ranks compute in it, and no part of the model must stay in fp32.
+    All ranks must compute in this dtype, and no part of the model may have to stay in fp32.
     """
     first, *others = set(precisions)
     return None if others or task.fp32 else AUTOCAST[first]
@@ -283,15 +282,16 @@ class TaskModel(nn.Module):
         samples: number of training samples.
         score_names: names of the scores that :meth:`forward` returns for held-out samples, in
             order.
-        class_pairs: labels and predicted classes of held-out samples, int64 [2, n] for each batch
-            since the list was last emptied.
-        gathered: indices of held-out samples, and what the task gathers of them, on the CPU, for
-            each batch since the list was last emptied.
-        worst: collector of the held-out samples with the largest loss; None: they are not kept.
-        gathered_example: what the task gathers, of one sample.
-        by_blocks: object that fills the network with its initial numbers, or None if the network
-            has them all. The network is folded until an engine is built; see motley.tasks.build.
-        held_mib: memory in MiB that training holds on the device besides activations. 0: no more
+        class_pairs: labels and predicted classes of held-out samples. The list has a tensor, int64
+            [2, n], for each batch since it was last emptied.
+        gathered: scores that are gathered instead of averaged; see ``Task.gathered``. The list has
+            the indices of the samples and their scores, on the CPU, for each batch since it was
+            last emptied.
+        worst: collector of the held-out samples with the largest loss; None: none are collected.
+        gathered_example: the gathered scores of one sample.
+        by_blocks: object that fills the network with its initial values, or None if the network has
+            all its values. The network is folded until an engine is built; see motley.tasks.build.
+        held_mib: memory in MiB that training needs on the device besides activations. 0: no more
             than is allocated already.
         statistics: statistics of the batch norms, or None for a model without batch norm.
         sometimes_unused: names of parameters that have no gradient for some samples.
@@ -306,9 +306,9 @@ class TaskModel(nn.Module):
         norms = batch_norms(net)
         if norms and task.grain == 1:
             raise MotleyError(
-                f"the model has batch norm ({next(iter(norms))}), whose statistics unequal shares "
-                "would make differ: give the task a grain, the samples over which they are "
-                "taken, as in grain = 32"
+                f"the model has a batch norm ({next(iter(norms))}), whose statistics would depend "
+                "on the shares of the ranks. Give the task a grain, the number of samples over "
+                "which statistics are computed, as in grain = 32"
             )
         self.statistics = GroupStatistics(net, task.grain) if norms else None
         self.sometimes_unused: tuple[str, ...] = ()
@@ -323,7 +323,7 @@ class TaskModel(nn.Module):
         convolutions = sum(isinstance(part, nn.Conv2d) for part in net.modules())
         self._convolves = convolutions > 1 and device.type == "cuda" and self._autocast is not None
         kinds = {each.dtype for each in net.parameters()}
-        wide = kinds <= {torch.float64, torch.complex128}  # as in tests that check gradients
+        wide = kinds <= {torch.float64, torch.complex128}  # tests that check gradients use fp64
         self._dtype = torch.float64 if wide else torch.float32
         example, self.samples = first_batch(task, _EXAMPLES)
         self.example = example.to(device)
@@ -337,13 +337,13 @@ class TaskModel(nn.Module):
     def every_parameter(self) -> list[Tensor]:
         """Return the network's parameters, one entry per parameter.
 
-        This holds while the network is folded, too. An entry may then be a parameter of another
-        block, of the same shape.
+        While the network is folded, an entry may be a parameter of another block, of the same
+        shape.
         """
         return self.by_blocks.parameters() if self.by_blocks else list(self.net.parameters())
 
     def fill(self, *parts: nn.Module) -> None:
-        """Draw the initial numbers of modules that have none yet, on the model's device."""
+        """Draw the initial values of modules that have none yet, on the model's device."""
         if self.by_blocks:
             self.by_blocks.fill(parts, self.device)
 
@@ -365,9 +365,10 @@ class TaskModel(nn.Module):
         """Return the loss of each sample, fp32 [n].
 
         Args:
-            data: tensors by name, as in motley.data.source.Batch; n may be 0.
-            scored: True for held-out samples. The task's scores are returned in place of losses,
-                [n] by name.
+            data: tensors by name, as in motley.data.source.Batch. An empty dictionary means no
+                samples.
+            scored: True for held-out samples. The method then returns the task's scores by name,
+                [n] each, instead of losses.
         """
         samples = len(next(iter(data.values()), ()))
         if self._compiled is not None and samples:
@@ -385,7 +386,7 @@ class TaskModel(nn.Module):
         """Compile the computation of a batch at the next pass; see motley.tasks.model.
 
         Args:
-            counts: numbers of samples in the coming micro-batches, if these numbers are fixed.
+            counts: numbers of samples in the following micro-batches, if these numbers are fixed.
         """
         if self._compiled is None:
             whole = self.task.compiles_whole
@@ -403,7 +404,7 @@ class TaskModel(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """True if the model is compiled, or will be at the first batch."""
+        """True if the model is compiled, or will be compiled at the next batch."""
         return self._compiled is not None
 
     def _losses(self, data: Tensors) -> Tensor:
@@ -413,7 +414,7 @@ class TaskModel(nn.Module):
         return self.task.scores(self.compute, data)
 
     def compute(self, *given: Any, **named: Any) -> Any:
-        """Return the network's output in this rank's precision; floats are fp32 in and out."""
+        """Run the network in this rank's precision. Floating-point inputs and outputs are fp32."""
         given, named = tree_map(self._gather, given), tree_map(self._gather, named)
         if self._compiled is not None and self._convolves:
             given = tree_map(_channels_last, given)
@@ -449,7 +450,8 @@ class TaskModel(nn.Module):
                 words = [str(warning.message).splitlines()[0] for warning in text]
                 raise MotleyError(
                     f"--attention {kind} cannot compute this model on {self.device}: "
-                    f"{'; '.join(words) or str(error).splitlines()[0]}. Take another one, or auto"
+                    f"{'; '.join(words) or str(error).splitlines()[0]}. Take another kind, or "
+                    "auto"
                 ) from None
 
 

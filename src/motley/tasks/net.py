@@ -26,9 +26,9 @@ def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Mod
 
     Args:
         net: the network.
-        classes: class names of the blocks. Empty: blocks are the members of a list of two or more
-            modules of one class, as in a transformer. The outermost such list counts. A list of
-            lists is searched further, because its members are stages.
+        classes: class names of the blocks. Empty: the blocks are the members of each outermost list
+            of two or more modules of one class, as in a transformer. The members of a list of lists
+            are stages, and are searched for blocks.
     """
     result: dict[str, nn.Module] = {}
     for name, part in net.named_modules():
@@ -44,7 +44,7 @@ def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Mod
 
 
 def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the largest modules that hold parameters and no part of a block, in order.
+    """Return the largest modules with parameters that contain no block, in order.
 
     In a vision transformer these are the patch embedding, the last norm and the head.
     """
@@ -62,7 +62,7 @@ def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Modul
 def get_kind(block: nn.Module) -> Hashable:
     """Return a key that is equal for blocks of the same kind.
 
-    Such blocks have the same modules, with tensors of the same shapes.
+    Blocks of the same kind have the same modules, with tensors of the same shapes.
     """
     return tuple(
         (name, type(module), tuple(
@@ -115,8 +115,8 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
     for name in names:
         if name == "backbone" and not head:
             raise MotleyError(
-                "--freeze backbone: this task does not say which part is the head; name the parts "
-                f"that are not to be trained, as in --freeze {paths[0]}"
+                "--freeze backbone: the task does not declare which part is the head; name the "
+                f"parts that stay as they are, as in --freeze {paths[0]}"
             )
         chosen = [path for path in paths if name in (path, path.rsplit(".", 1)[-1])]
         if name == "backbone":
@@ -127,7 +127,7 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
             )
             raise MotleyError(
                 f"--freeze {name}: the model has no such part{did_you_mean(name, known)}; name "
-                "some by path, as in blocks.0, or by its last word; or take backbone"
+                "parts by path, as in blocks.0, or by the last word of the path, or take backbone"
             )
         for path, parameter in parameters.items():
             if is_in(path, chosen):
@@ -135,12 +135,12 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
 
 
 def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Module]) -> None:
-    """Make modules keep only their inputs, and recompute the rest in the backward pass.
+    """Make modules store only their inputs, and recompute their activations in the backward pass.
 
     Args:
         net: the network.
-        names: paths, as in ``blocks.0.mlp``; last words of paths, as in ``mlp``, for all such
-            modules; names of classes; or ``blocks`` for each of ``blocks``.
+        names: names of modules: a path such as ``blocks.0.mlp``, the last word of paths such as
+            ``mlp``, the name of a class, or ``blocks`` for all of ``blocks``.
         blocks: blocks of the network by path.
 
     Raises:
@@ -156,8 +156,8 @@ def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Modu
         if not result:
             known = dict.fromkeys(word for each in words.values() for word in each)
             raise MotleyError(
-                f"--grad-checkpointing {name}: the model has no such module"
-                f"{did_you_mean(name, known)}; without a name it takes all blocks"
+                f"--grad-checkpointing {name}: the model has no such "
+                f"module{did_you_mean(name, known)}; leave out the name to take all blocks"
             )
         for part in result.values():
             # A module that is wrapped twice would be computed three times.
@@ -179,8 +179,8 @@ def set_attention(net: nn.Module, kind: str) -> None:
     parts: list[Any] = [part for part in net.modules() if hasattr(part, "fused_attn")]
     if kind != "auto" and not parts:
         raise MotleyError(
-            f"--attention {kind}: the model has no attention whose kernel can be chosen; leave it "
-            "at auto"
+            f"--attention {kind}: the model has no attention layer whose kernel can be chosen; "
+            "take auto"
         )
     for part in parts:
         part.fused_attn = kind != "plain" and part.fused_attn

@@ -1,7 +1,7 @@
 """States of the atmosphere on a grid, from which Aurora learns: synthetic or from NetCDF files.
 
-The files are laid out like ERA5's. There may be any number of files, each with some variables at
-some times.
+The files have the layout of ERA5's. There may be any number of files, each with some of the
+variables at some of the times.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class Grid:
 
     @property
     def text(self) -> str:
-        """Size of the grid in words, as in ``721x1440, 13 levels``."""
+        """Size of the grid as text, such as ``721x1440, 13 levels``."""
         return f"{len(self.lat)}x{len(self.lon)}, {len(self.levels)} levels"
 
 
@@ -54,8 +54,9 @@ class Usual:
     """Mean and standard deviation of each variable, for normalisation.
 
     Attributes:
-        surface: means and deviations of the surface variables, [2, 4].
-        air: means and deviations of the atmospheric variables on each level, [2, 5, levels].
+        surface: means and standard deviations of the surface variables, [2, 4].
+        air: means and standard deviations of the atmospheric variables on each level,
+            [2, 5, levels].
     """
 
     surface: Array
@@ -63,7 +64,7 @@ class Usual:
 
 
 class States(Protocol):
-    """A source of states of the atmosphere, which are read by their time."""
+    """A source of states of the atmosphere, which are read by their times."""
 
     grid: Grid
     hours: Sequence[int]  # hours since 1970 of all states, UTC, ascending
@@ -81,11 +82,11 @@ class States(Protocol):
 class Made:
     """Synthetic states: smooth waves that travel east and west, equal on every host.
 
-    A state follows from the two before it.
+    Each state can be computed from the two states before it, so that a model can learn it.
 
     Args:
         grid: latitudes, longitudes and pressure levels.
-        usual: mean and deviation of the waves.
+        usual: mean and standard deviation of each variable.
         count: number of states.
         step: hours from one state to the next.
     """
@@ -117,7 +118,7 @@ class Made:
         """Return synthetic fields with values of about -2 to 2, [hours, count, lat, lon].
 
         Each field is a sum of waves. A wave is the product of a profile in latitude and a wave in
-        longitude. No random numbers are involved, because another version of numpy may draw others.
+        longitude. No random numbers are used, because versions of numpy may draw different ones.
         """
         field, wave = np.ogrid[first : first + count, 0:_WAVES]
         dice = ((field * _WAVES + wave + 1) * _GOLDEN) % 1.0  # [count, waves]
@@ -138,7 +139,7 @@ def _scale(fields: Array, usual: Array) -> None:
 
 
 def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
-    """Return a grid of the whole globe, poles included, for text such as ``17x32``.
+    """Return an even grid of the whole globe, poles included, for text such as ``17x32``.
 
     Args:
         text: numbers of latitudes and longitudes, as ``LATxLON``.
@@ -149,7 +150,9 @@ def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
     """
     words = text.lower().split("x")
     if len(words) != 2 or not all(word.isdecimal() and int(word) > 1 for word in words):
-        raise MotleyError(f"--grid {text}: give latitudes x longitudes, as in 17x32")
+        raise MotleyError(
+            f"--grid {text}: give the numbers of latitudes and longitudes, as in 17x32"
+        )
     high, wide = map(int, words)
     lat = np.linspace(90, -90, high, dtype=np.float32)
     lon = np.arange(wide, dtype=np.float32) * np.float32(360 / wide)
@@ -157,7 +160,7 @@ def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
 
 
 class Forecasts:
-    """Samples by index: two states and the state that follows them, a step apart.
+    """Samples by index: two input states and the state that follows them, ``step`` hours apart.
 
     Args:
         states: source of the states.
@@ -201,10 +204,10 @@ def split(states: States, step: int) -> tuple[Forecasts, Forecasts]:
         apart = np.diff(states.hours)
         text = f", {apart.min()} hours apart at least" if len(apart) else ""
         raise MotleyError(
-            f"{len(states.hours)} states{text}, give {len(starts)} samples; a sample is "
-            f"{INPUTS + 1} states, each {step} hours after the one before. One sample to train "
-            f"with and one to hold out need {2 * INPUTS + 2} such states in a row; give more, or "
-            "another --hours"
+            f"{len(states.hours)} states{text} make only {len(starts)} samples. A sample is "
+            f"{INPUTS + 1} states, each {step} hours after the one before, and one sample to "
+            f"train with and one to hold out need {2 * INPUTS + 2} of them in a row. Give more "
+            "states, or another --hours"
         )
     return Forecasts(states, training, step), Forecasts(states, held_out, step)
 
@@ -235,8 +238,9 @@ class _Variable:
 
     Attributes:
         name: name of the variable in its files.
-        places: file and position in it, by hour. The key of a static variable is 0.
-        levels: pressure levels in hPa in the file's order, by file.
+        places: path of the file and index of the time in it, by hour since 1970. The only key of a
+            static variable is 0.
+        levels: by path of a file, its pressure levels in hPa, in the file's order.
     """
 
     name: str
@@ -276,7 +280,7 @@ class Files:
         self.hours: Sequence[int] = result
         if not result:
             times = "; ".join(f"{each.name} {_span(each.places)}" for each in moving)
-            raise MotleyError(f"--fields: there is no time that all variables have: {times}")
+            raise MotleyError(f"--fields: no time is in all variables: {times}")
         self.grid = Grid(*self._points(), self._levels(levels))
 
     def static(self) -> dict[str, Array]:
@@ -289,8 +293,8 @@ class Files:
                 result[name] = self._values(file, path, variable, position, None)
             if not np.isfinite(result[name]).all():
                 raise MotleyError(
-                    f"--fields: {variable.name} of {path}, which does not change, has values that "
-                    "are no numbers (NaN); fill them, as with 0 over the sea"
+                    f"--fields: {variable.name} of {path}, which is constant in time, has values "
+                    "that are NaN; fill them, as with 0 over the sea"
                 )
         return result
 
@@ -319,18 +323,18 @@ class Files:
                     into[:] = self._values(file, path, variable, position, levels)
                     if not np.isfinite(into).all():
                         raise UnreadableSample(
-                            f"{variable.name} of {path} at {format_time(hour)} has values that are "
-                            "no numbers (NaN)"
+                            f"{variable.name} of {path} at {format_time(hour)} has values that "
+                            "are NaN"
                         )
         return surface, air
 
     def check_units(self, usual: Usual) -> None:
         """Raise MotleyError if a variable is in another unit than Aurora uses.
 
-        The mean of the first state shows the unit.
+        The unit is recognised by the mean of the first state.
 
         Args:
-            usual: mean and deviation of each variable.
+            usual: mean and standard deviation of each variable.
         """
         surface, air = self.read(self.hours[:1])
         for name, variable, values, (mean, deviation) in (
@@ -342,8 +346,8 @@ class Files:
             if abs(float(values.mean()) - mean) > _FAR * deviation:
                 raise MotleyError(
                     f"--fields: the mean of {variable.name} in {self._seen[variable.name]} is "
-                    f"{values.mean():.4g}, where about {mean:.4g} is expected, so it seems to be "
-                    f"in another unit; convert it to {UNITS[name]}"
+                    f"{values.mean():.4g}, and about {mean:.4g} is expected, so the variable "
+                    f"seems to have another unit; convert it to {UNITS[name]}"
                 )
 
     def _add(self, path: str) -> None:
@@ -359,8 +363,8 @@ class Files:
                 known = kinds.setdefault(own, _Variable(name, {}, {}))
                 if known.name != name:
                     raise MotleyError(
-                        f"--fields: {path} has {name}, and {known.name} of another file is the "
-                        "same; rename one, or leave it out"
+                        f"--fields: {name} of {path} is the same variable as {known.name} of "
+                        "another file; rename one of them, or leave it out"
                     )
                 hours = [0] if time is None else _hours(path, file[time])
                 known.places.update({hour: (path, n) for n, hour in enumerate(hours)})
@@ -372,8 +376,8 @@ class Files:
         own = [_dimension(variable, names) for names in (_LAT, _LON)]
         if None in own:
             raise MotleyError(
-                f"--fields: {name} of {path} has the dimensions {', '.join(variable.dims)}; "
-                "Aurora takes a grid of latitude and longitude. Regrid it, as with cdo remapbil"
+                f"--fields: {name} of {path} has the dimensions {', '.join(variable.dims)}, and "
+                "Aurora needs a grid of latitude and longitude. Regrid it, as with cdo remapbil"
             )
         lat, lon = (np.asarray(variable[each], dtype=np.float64) for each in own)
         if not self._first:
@@ -381,14 +385,14 @@ class Files:
         same = lat.shape == self._lat.shape and lon.shape == self._lon.shape
         if not (same and np.allclose(lat, self._lat) and np.allclose(lon, self._lon)):
             raise MotleyError(
-                f"--fields: {name} of {path} is on {_grid(lat, lon)}, and {self._first} on "
-                f"{_grid(self._lat, self._lon)}; bring them to one, as with cdo remapbil"
+                f"--fields: {name} of {path} has the grid {_grid(lat, lon)}, and {self._first} "
+                f"has {_grid(self._lat, self._lon)}; regrid one of them, as with cdo remapbil"
             )
 
     def _points(self) -> tuple[Array, Array]:
-        """Return latitudes from north to south, and ascending longitudes from 0.
+        """Return the latitudes from north to south, and the longitudes from 0 in ascending order.
 
-        The order in the files does not matter.
+        The files may have another order.
 
         Raises:
             MotleyError: a longitude occurs twice.
@@ -399,15 +403,16 @@ class Files:
         lon = lon[columns]
         if len(np.unique(lon)) < len(lon):
             raise MotleyError(
-                f"--fields: {self._first} has a longitude twice, {_grid(self._lat, self._lon)}; "
-                "leave out the last, as with ncks -d longitude,0,-2"
+                f"--fields: the first and the last longitude of {self._first} are the same "
+                f"({_grid(self._lat, self._lon)}); remove the last one, as with ncks -d "
+                "longitude,0,-2"
             )
         return self._lat[rows].astype(np.float32), lon.astype(np.float32)
 
     def _levels(self, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the wanted pressure levels, or all common ones, ascending, in hPa.
+        """Return pressure levels in hPa, in ascending order.
 
-        A common level is one that every variable has in every file.
+        The result has the wanted levels, or the levels that every variable has in every file.
 
         Raises:
             MotleyError: a variable lacks a wanted level in a file.
@@ -418,8 +423,9 @@ class Files:
         for name, path, has in every:
             if missing := [level for level in wanted if level not in has]:
                 raise MotleyError(
-                    f"--fields: {self._air[name].name} of {path} has no level of {missing[0]} hPa, "
-                    f"but {', '.join(map(str, has))}; change --levels, or add a file with it"
+                    f"--fields: {self._air[name].name} of {path} has no level of {missing[0]} "
+                    f"hPa, only {', '.join(map(str, has))}; change --levels, or add a file that "
+                    "has the level"
                 )
         return tuple(sorted(wanted))
 
@@ -428,9 +434,9 @@ class Files:
             others = ", ".join(_NAMES[name][1:])
             has = ", ".join(self._seen) or "nothing"
             raise MotleyError(
-                f"--fields: no file has {name} {where} (or by another name: {others})"
-                f"{did_you_mean(name, self._seen)}; there is {has}. Add the file that has it, or "
-                f"rename it, as with ncrename -v OLD,{name}"
+                f"--fields: no file has {name} {where} (also known as "
+                f"{others}){did_you_mean(name, self._seen)}; the files have {has}. Add the file "
+                f"that has it, or rename the variable, as with ncrename -v OLD,{name}"
             )
 
     def _values(
@@ -446,7 +452,7 @@ class Files:
             levels: pressure levels in hPa; ignored for a variable without levels.
 
         Raises:
-            MotleyError: the variable has a further dimension.
+            MotleyError: the variable has a dimension besides time, level, latitude and longitude.
         """
         array = file[variable.name]
         time, level, *place = (
@@ -461,8 +467,9 @@ class Files:
         for name in [name for name in array.dims if name not in place]:
             if array.sizes[name] > 1:
                 raise MotleyError(
-                    f"--fields: {variable.name} of {path} has a dimension {name} of "
-                    f"{array.sizes[name]}; keep one, as with ncks -d {name},0"
+                    f"--fields: {variable.name} of {path} has a dimension {name} of size "
+                    f"{array.sizes[name]}, which Aurora does not take; keep one index, as with "
+                    f"ncks -d {name},0"
                 )
             array = array.isel({name: 0})
         values = np.asarray(array.transpose(*place).values, dtype=np.float32)
@@ -475,20 +482,22 @@ class Files:
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """Open a NetCDF file for the time of the context.
+    """Open a NetCDF file, and close it at the end of the context.
 
     Raises:
         MotleyError: the file is missing, or cannot be read.
     """
     xarray = import_extra("xarray", "--fields", _PACKAGES)
     if not Path(path).is_file():
-        raise MotleyError(f"--fields {path}: there is no such file here; every host reads it")
+        raise MotleyError(
+            f"--fields {path}: the file does not exist on this host, and every host reads it"
+        )
     try:
         file = xarray.open_dataset(path, cache=False)
     except (OSError, ValueError, RuntimeError) as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MotleyError(
-            f"--fields {path} is no NetCDF file that can be read here: {text}. Is it whole? "
+            f"--fields {path} cannot be read as NetCDF: {text}. Check that the file is complete. "
             f"NetCDF 4 needs: .venv/bin/pip install {_PACKAGES}"
         ) from None
     with file:
@@ -501,28 +510,28 @@ def _dimension(variable: Any, names: Sequence[str]) -> str | None:
 
 
 def _hours(path: str, times: Any) -> list[int]:
-    """Return times in hours since 1970.
+    """Return the times of a file in hours since 1970.
 
     Raises:
-        MotleyError: xarray does not read ``times`` as times.
+        MotleyError: xarray does not decode ``times`` as times.
     """
     if times.dtype.kind != "M":
         raise MotleyError(
-            f"--fields {path}: {times.name} is no time that xarray can read ({times.dtype}); give "
-            'it units, as in "hours since 1900-01-01"'
+            f"--fields {path}: {times.name} is not a time that xarray can read ({times.dtype}); "
+            'give it units, as in "hours since 1900-01-01"'
         )
     result: list[int] = times.values.astype("datetime64[h]").astype(int).tolist()
     return result
 
 
 def _hectopascals(level: Any) -> tuple[int, ...]:
-    """Return the pressure levels of a file in hPa, also if the file has them in Pa."""
+    """Return the pressure levels of a file in hPa. The file may have them in Pa."""
     values = np.asarray(level.values, dtype=float)
     return tuple(round(value) for value in values / (100 if values.max() > 2000 else 1))
 
 
 def format_time(hour: int) -> str:
-    """Return a time in words, as in ``2024-05-01T06``.
+    """Return a time as text, such as ``2024-05-01T06``.
 
     Args:
         hour: hours since 1970, UTC.

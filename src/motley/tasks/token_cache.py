@@ -1,9 +1,9 @@
 """The tokens of a text, split into training and held-out part, and their cache on the disk.
 
-A text is encoded once per host. All its ranks map the file of the cache into memory. The file is a
-safetensors file: it holds arrays and texts alone, and nothing in it is run. Its name is a hash of
-the content of the text, the tokenizer and the options. Its tokens are compared with their own hash
-whenever the file is opened.
+A text is encoded once per host. All ranks of the host map the cache file into memory. The cache
+file is a safetensors file, so that opening it runs no code. The file's name is a hash of the
+content of the text, the tokenizer and the options. Opening the file verifies the hash of its
+tokens.
 """
 
 import fcntl
@@ -38,15 +38,16 @@ _EVERY_S = 5.0  # time between two lines of progress
 
 @dataclass(frozen=True)
 class TextSpec:
-    """All that decides the tokens of a text.
+    """A specification of a text and of its encoding to tokens.
 
     Attributes:
         train: the text.
-        validation: text that is held out; None: a part of ``train``.
+        validation: text that is held out; None: a part of ``train`` is held out.
         fraction: fraction of ``train`` that is held out; None: the default.
-        codec: the tokens; without its alphabet.
-        paragraphs: a document is a paragraph.
-        documents: files and rows are documents, and a token marks the end of each.
+        codec: encoder of text to tokens, without an alphabet.
+        paragraphs: True: each paragraph is a document.
+        documents: True: each file and row is a document, and a token marks its end. False: the
+            files form one continuous text.
     """
 
     train: Sources
@@ -57,7 +58,7 @@ class TextSpec:
     documents: bool = False
 
     def key(self) -> tuple[str, int]:
-        """Return a hash of the content and of the options, and the bytes of the content."""
+        """Return a hash of the content and of the options, and the size of the content in bytes."""
         texts = [self.train, *([] if self.validation is None else [self.validation])]
         prints = [each.fingerprint() for each in texts]
         codec = self.codec.digest if isinstance(self.codec, TokenizerCodec) else self.codec.kind
@@ -74,12 +75,12 @@ class TokenizedText:
     """A text as tokens.
 
     Attributes:
-        codec: the tokens.
-        train: the part from which a model learns.
-        held_out: the part by which it is evaluated.
-        sizes: bytes of each token in UTF-8, [vocabulary].
-        digest: hash of the text, which may differ between hosts and versions of Python.
-        characters: number of characters of the training and of the held-out part.
+        codec: encoder of text to these tokens.
+        train: tokens of the training part.
+        held_out: tokens of the held-out part.
+        sizes: number of bytes of each token in UTF-8, [vocabulary].
+        digest: hash of the text, to detect that hosts have different texts.
+        characters: numbers of characters of the training part and of the held-out part.
     """
 
     codec: Codec
@@ -90,18 +91,18 @@ class TokenizedText:
     characters: tuple[int, int]
 
     def count_bytes(self, tokens: "NDArray[Any]") -> int:
-        """Return the number of bytes that the tokens have in UTF-8; averages for a tokenizer's."""
+        """Return the number of bytes of tokens in UTF-8, on average for a tokenizer's tokens."""
         return round(float(self.sizes[tokens].sum()))
 
 
 def open_text(spec: TextSpec, folder: Path | None = None) -> TokenizedText:
-    """Return a text as tokens: from the cache, or encoded now and written there.
+    """Return a text as tokens, read from the cache, or encoded now and written to the cache.
 
-    Processes of one host wait for the one that encodes.
+    While one process of a host encodes the text, the other processes of the host wait.
 
     Args:
-        spec: the text and its tokens.
-        folder: folder of the cache; None: that of this machine.
+        spec: specification of the text and its tokens.
+        folder: folder of the cache; None: the default folder of this machine.
 
     Raises:
         MotleyError: the text cannot be read, or the cache cannot be written.
@@ -186,11 +187,11 @@ def _read(path: Path, spec: TextSpec) -> TokenizedText | None:
 
 
 class _Builder:
-    """Encodes a text.
+    """An encoder of a text for the cache.
 
     Args:
-        spec: the text and its tokens.
-        report: called with lines of progress.
+        spec: specification of the text and its tokens.
+        report: function that is called with lines of progress.
     """
 
     def __init__(self, spec: TextSpec, report: Callable[[str], None]) -> None:
@@ -202,7 +203,7 @@ class _Builder:
         return self._build_documents() if self._spec.documents else self._build_whole()
 
     def _build_whole(self) -> TokenizedText:
-        """Encode a text without bounds between its files, of which the last part is held out."""
+        """Encode all files as one continuous text, whose last part is held out."""
         spec = self._spec
         text = "\n".join(spec.train.read())  # type: ignore[arg-type]
         if spec.validation is None:
@@ -221,7 +222,7 @@ class _Builder:
         )  # fmt: skip
 
     def _build_documents(self) -> TokenizedText:
-        """Encode documents, of which some are held out by the hash of their content."""
+        """Encode documents. The hash of its content decides if a document is held out."""
         spec, digest, hashes = self._spec, hashlib.sha256(), list[bytes]()
         characters: set[str] = set()
         for document in self._read_all():
@@ -255,20 +256,23 @@ class _Builder:
         )  # fmt: skip
 
     def _limit(self, hashes: Sequence[bytes]) -> bytes:
-        """Return the largest hash of a held-out document. Equal documents are on one side.
+        """Return the largest hash that a held-out document may have.
+
+        Equal documents have equal hashes, so they are all held out or all trained on.
 
         Raises:
-            MotleyError: nothing would remain to train on.
+            MotleyError: no document would remain to train on.
         """
         fraction = HELD_OUT if self._spec.fraction is None else self._spec.fraction
         count = max(1, round(fraction * len(hashes)))
         limit = sorted(hashes)[min(count, len(hashes)) - 1]
         if limit == max(hashes):
+            unique = len(set(hashes))
+            different = "" if unique == len(hashes) else f", {unique:,} different"
             raise MotleyError(
-                f"{self._spec.train.option} has {len(hashes):,} documents"
-                f"{'' if len(set(hashes)) == len(hashes) else f', {len(set(hashes)):,} different'}"
-                f", and holding out {count} leaves none to train on; name held-out ones with "
-                "--val-text, or give more"
+                f"{self._spec.train.option} has {len(hashes):,} documents{different}, of "
+                f"which {count} are held out, so none is left to train on; name held-out "
+                "documents with --val-text, or give more"
             )
         return limit
 
@@ -285,7 +289,7 @@ class _Builder:
         return replace(codec, alphabet=make_alphabet(characters, ends))
 
     def _cut(self, document: Document) -> list[Document]:
-        """Return the paragraphs of a text if they are samples, else the document."""
+        """Return the paragraphs of a document if ``spec.paragraphs``, else the document."""
         if not self._spec.paragraphs or not isinstance(document, str):
             return [document]
         marks = [match.end() for match in re.finditer(r"\n\s*\n", document)]

@@ -1,4 +1,4 @@
-"""The held-out samples with the largest loss, kept on the device while an evaluation goes on."""
+"""Selection of the held-out samples with the largest loss, on the device, in an evaluation."""
 
 import base64
 import io
@@ -19,9 +19,9 @@ _SMALL = 48  # sides up to which a picture is kept exactly
 
 
 class WorstSamples:
-    """The samples with the largest loss of one rank.
+    """The samples with the largest loss on one rank.
 
-    No batch waits for the device: samples are chosen there, and read once at the end.
+    The device selects the samples of each batch. They are copied to the CPU once, at the end.
 
     Args:
         most: number of samples to keep.
@@ -33,11 +33,12 @@ class WorstSamples:
 
     @torch.no_grad()
     def add(self, indices: Sequence[int], scores: Tensors, pictures: Tensor | None) -> None:
-        """Add a batch, of which the samples with the largest loss stay.
+        """Add a batch, and keep only the samples with the largest loss.
 
         Args:
             indices: indices of the samples.
-            scores: tensors of scores by name, a row for each sample; others are left out.
+            scores: scores by name. Scores that are not tensors with a row for each sample are
+                ignored.
             pictures: pictures of the samples, uint8 [n, channels, height, width], or None.
         """
         if not self._most or not indices:
@@ -58,7 +59,7 @@ class WorstSamples:
         self._rows = rows
 
     def describe(self, task: Task) -> list[dict[str, Any]]:
-        """Return a record of each sample, as motley.records.classes writes it."""
+        """Return a record of each kept sample, in the form that motley.records.classes writes."""
         rows = {name: value.cpu() for name, value in self._rows.items()}
         source, result = task.data(held_out=True), list[dict[str, Any]]()
         for at, index in enumerate(rows["index"].tolist() if rows else ()):
@@ -84,7 +85,10 @@ def _select_worst(rows: Tensors, most: int) -> Tensors:
 
 
 def merge(parts: Sequence[Sequence[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """Return the records with the largest loss of all ranks, in order; not finite is largest."""
+    """Return the records with the largest loss of all ranks, in order.
+
+    A loss that is not finite counts as the largest.
+    """
     every = [record for part in parts for record in part]
     every.sort(key=lambda each: (-(math.inf if each["loss"] is None else each["loss"]),
                                  each["index"]))  # fmt: skip
@@ -92,7 +96,7 @@ def merge(parts: Sequence[Sequence[dict[str, Any]]], most: int) -> list[dict[str
 
 
 def _encode(pixels: Tensor) -> dict[str, str]:
-    """Return a small picture of an image, uint8 [channels, height, width], in base64."""
+    """Return a thumbnail of an image, uint8 [channels, height, width], in base64."""
     array = pixels.permute(1, 2, 0) if pixels.shape[0] == 3 else pixels[0]
     image, buffer = Image.fromarray(array.numpy()), io.BytesIO()
     is_small = max(image.size) <= _SMALL

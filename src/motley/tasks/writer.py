@@ -1,4 +1,4 @@
-"""Text that a language model writes, token by token."""
+"""Text generation by a language model, token by token."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Sampling:
     """The way in which the next token is drawn.
 
     Attributes:
-        temperature: divisor of the logits; 0: the most probable token.
-        top_k: number of the most probable tokens that can be drawn; None: all.
-        top_p: smallest total probability of the most probable tokens that can be drawn, from 0 to
-            1; 1: all. Source: Holtzman et al., "The Curious Case of Neural Text Degeneration",
-            2020.
+        temperature: divisor of the logits; 0: take the most probable token.
+        top_k: only the ``top_k`` most probable tokens can be drawn; None: all tokens.
+        top_p: only the smallest set of most probable tokens whose total probability is at least
+            ``top_p`` can be drawn; 1: all tokens. Source: Holtzman et al., "The Curious Case of
+            Neural Text Degeneration", 2020.
     """
 
     temperature: float = 0.8
@@ -30,11 +30,11 @@ class Sampling:
     top_p: float = 1.0
 
     def draw(self, logits: "Tensor", generator: "torch.Generator") -> int:
-        """Return a token.
+        """Draw the next token.
 
         Args:
             logits: logits of all tokens, [vocabulary].
-            generator: random numbers, on the CPU.
+            generator: generator of random numbers, on the CPU.
         """
         import torch
 
@@ -56,9 +56,9 @@ class Writer:
 
     Attributes:
         net: the network, in evaluation mode.
-        codec: its tokens.
-        window: number of tokens that it sees.
-        option: option with the prompt, for errors.
+        codec: encoder of text to the network's tokens.
+        window: context length of the network in tokens.
+        option: option that gives the prompt, for errors.
     """
 
     net: Any
@@ -75,13 +75,13 @@ class Writer:
         unknown = sorted(set(prompt) - set(self.codec.alphabet or prompt))
         if unknown:
             raise MotleyError(
-                f"{self.option} has characters that the training text lacks "
-                f"({', '.join(unknown[:8])}): leave them out, or train on --tokens bytes"
+                f"{self.option} has characters that are not in the training text "
+                f"({', '.join(unknown[:8])}); leave them out, or train on --tokens bytes"
             )
         tokens: list[int] = self.codec.encode(prompt).tolist()
         if not tokens:
             raise MotleyError(
-                f'{self.option} is empty: give it a character at least, as in {self.option} "\\n"'
+                f'{self.option} is empty; give it at least one character, as in {self.option} "\\n"'
             )
         return tokens
 

@@ -37,7 +37,7 @@ _TRIALS, _PROBED = 3, 20  # trials of a device's arithmetic, and steps in each
 
 
 class Agreement:
-    """The comparison of the replicated state of all ranks, with repair.
+    """The comparison of the state that all ranks replicate, and its repair.
 
     Args:
         job: the objects of the training.
@@ -52,13 +52,13 @@ class Agreement:
     def check(self, position: TrainState) -> TrainState:
         """Compare the replicated state of all ranks, and repair differences; all ranks call it.
 
-        If each rank holds a different part, there is nothing to compare.
+        If the engine shards all state over the ranks, there is nothing to compare.
 
         Returns:
             The position to continue from: ``position``, or that of a checkpoint.
 
         Raises:
-            MotleyError: neither a majority nor a checkpoint determines the right state.
+            MotleyError: no state is that of a majority of ranks, and there is no checkpoint.
         """
         job = self._job
         if not job.engine.replicated or len(job.workers) == 1:
@@ -75,34 +75,34 @@ class Agreement:
             return self._go_back(wrong, position, folders)
         if _unlike(job.workers):  # unlike devices may differ without a fault
             self._round = True
-            self._take(0, wrong, position, "since unlike devices may round differently")
+            self._take(0, wrong, position, "since devices of different kinds may round differently")
             return position
         faulty = unsound(all_gather_object(arithmetic(job.engine.device)))
         if faulty:
             cause = (
-                f"the same arithmetic gave other numbers on {self._names(faulty)}, so that a "
+                f"the same arithmetic gives other numbers on {self._names(faulty)}, so that a "
                 "device or its memory is faulty"
             )
             fix = "leave its host out with --hosts NAME,..., and "
         else:
             cause = (
-                "the same arithmetic gave the same numbers on all of them, so that something else "
+                "the same arithmetic gives the same numbers on all ranks, so that something else "
                 "changes these values"
             )
             fix = (
-                "look in the task for what depends on the rank, the time or the passes so far, as "
-                "a buffer that forward() changes in some steps, or leave a host out with --hosts "
-                "NAME,...; then "
+                "look in the task for values that depend on the rank, the time or the number of "
+                "passes, such as a buffer that forward() changes in some steps, or leave a host "
+                "out with --hosts NAME,...; then "
             )
         raise MotleyError(
             f"{self._difference(wrong)} after step {position.step}, "
-            + ("again, as before all went back to a checkpoint" if folders
+            + ("as they did before all ranks went back to a checkpoint" if folders
                else "and there is no checkpoint to go back to")
             + f": {cause}; {fix}" + ("continue with --resume auto" if folders else "start anew")
         )  # fmt: skip
 
     def _difference(self, wrong: Sequence[int], right: int = 0) -> str:
-        """Return a sentence that names the values of some ranks that differ; all ranks call it.
+        """Return a sentence that names the state in which some ranks differ; all ranks call it.
 
         Args:
             wrong: the ranks that differ.
@@ -110,8 +110,8 @@ class Agreement:
         """
         names = differing(all_gather_object(fingerprints(self._job.engine)), wrong, right)
         return (
-            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
-            f"{self._names([right])}'s in {name_some(names, 3)}"
+            f"the parameters, buffers or optimizer state of {self._names(wrong)} differ from "
+            f"those of {self._names([right])} in {name_some(names, 3)}"
         )
 
     def _names(self, ranks: Sequence[int]) -> str:
@@ -130,14 +130,14 @@ class Agreement:
         engine.load_state(Scope.REPLICATED, taken)
         engine.on_same()
         engine.scale.load_state_dict(scale)
-        self._report(wrong, position, f"{difference}, {why}; all take these now")
+        self._report(wrong, position, f"{difference}; all ranks now take the latter values, {why}")
 
     def _go_back(self, wrong: list[int], position: TrainState, folders: list[Path]) -> TrainState:
         job = self._job
         self._report(
             wrong, position,
-            f"{self._difference(wrong)}, and no value is that of more than half of the ranks; all "
-            "go back to the last checkpoint",
+            f"{self._difference(wrong)}, and no value is the same on more than half of the "
+            "ranks; all ranks go back to the last checkpoint",
         )  # fmt: skip
         job.engine.on_change()
         back, notes = job.resume(folders)
@@ -148,7 +148,7 @@ class Agreement:
         return back
 
     def saved(self, position: TrainState) -> None:
-        """Record that all ranks agreed on the state of a new checkpoint."""
+        """Note that all ranks had equal state at a new checkpoint."""
         if self._back_at is not None and position.step > self._back_at:
             self._back_at = None
 
@@ -158,7 +158,7 @@ class Agreement:
 
 
 def digests(engine: Engine) -> list[str]:
-    """Return one hash per rank of its replicated state; all ranks call it."""
+    """Return a hash of each rank's replicated state, by rank; all ranks call it."""
     digest = hashlib.sha256()
     for name, text in fingerprints(engine).items():
         digest.update(f"{name} {text}".encode())
@@ -195,9 +195,9 @@ def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) 
 
 
 def arithmetic(device: torch.device) -> list[int]:
-    """Return a hash of the result of some optimizer steps on this device, for each trial.
+    """Run the same optimizer steps several times on this device; return a hash of each result.
 
-    The steps are equal in all trials, and on all ranks.
+    A sound device returns equal hashes, and all ranks run the same steps.
     """
     start = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(device)
     result = []
@@ -213,13 +213,13 @@ def arithmetic(device: torch.device) -> list[int]:
 
 
 def unsound(told: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks whose device computed wrong numbers.
+    """Return the ranks whose device computed wrong results.
 
-    These are the ranks whose numbers changed from trial to trial. If there are none, these are the
-    ranks whose numbers differ from those of most ranks.
+    These are the ranks whose results changed between trials. If there are none, these are the ranks
+    whose result differs from the most frequent result.
 
     Args:
-        told: the :func:`arithmetic` of each rank; their devices are of one kind.
+        told: result of :func:`arithmetic` of each rank. All devices are of one kind.
     """
     shaky = [rank for rank, numbers in enumerate(told) if len(set(numbers)) > 1]
     most = Counter(numbers[0] for numbers in told).most_common(1)[0][0]
@@ -229,8 +229,8 @@ def unsound(told: Sequence[Sequence[int]]) -> list[int]:
 def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
     """Return the rank with the majority's state, and the ranks with another state.
 
-    Without a majority the first value is None, and the second has the ranks that differ from rank
-    0.
+    Without a majority, the first value is None, and the second value lists the ranks that differ
+    from rank 0.
 
     Args:
         digests: hash of the state of each rank.
@@ -252,7 +252,7 @@ _SHOWN = 8  # samples in a message
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
-    """Return the indices of the batch's samples, after reporting unreadable ones.
+    """Report the unreadable samples of a batch, and return the indices of the batch's samples.
 
     Raises:
         MotleyError: a sample is unreadable, and ``--bad-samples`` is ``fail``.
@@ -260,8 +260,8 @@ def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
     for name in batch.unreadable:
         if config.bad_samples == "fail":
             raise MotleyError(
-                f"cannot read {name}; repair or remove it, or go on without such samples by "
-                "--bad-samples skip"
+                f"the sample {name} cannot be read; repair or remove it, or skip unreadable "
+                "samples with --bad-samples skip"
             )
         run.event("unreadable", sample=name)
     return batch.indices
@@ -276,7 +276,7 @@ def check_finite(
         loss_sum: sum of the losses of all ranks.
         sample_loss: loss of each of this rank's samples, [n].
         indices: indices of these samples.
-        batches: reads this rank's batches again.
+        batches: function that reads this rank's batches again.
     """
     if math.isfinite(loss_sum):
         return
@@ -287,35 +287,38 @@ def check_finite(
         raise NotFiniteError(
             f"the loss of {len(bad)} of this rank's {len(indices)} samples is not finite (sample "
             f"indices {_shown(bad)}){why and f': {why}'}; "
-            + ("repair or remove it" if why else "lower --lr, or set --clip-grad 1.0")
-            + ", and --resume auto"
+            + ("repair or remove that data" if why else "lower --lr, or set --clip-grad 1.0")
+            + ", and continue with --resume auto"
         )
 
 
 def check_scores(
     scores: Tensor, indices: Sequence[tuple[int, ...]], batches: Callable[[], Iterable[Batch]]
 ) -> None:
-    """Raise NotFiniteError if held-out data is not finite, since every evaluation would fail.
+    """Raise NotFiniteError if scores are not finite because of values in the held-out data.
+
+    Every evaluation would have such scores.
 
     Args:
-        scores: scores of each of this rank's batches, [batches, any].
+        scores: scores of each of this rank's batches, [batches, ...].
         indices: indices of the samples in each batch.
-        batches: reads these batches again.
+        batches: function that reads these batches again.
     """
     fine = scores.isfinite().all(dim=1).tolist()
     bad = {index for known, part in zip(fine, indices, strict=True) if not known for index in part}
     if bad and (why := bad_data(batches(), bad)):
         raise NotFiniteError(
-            f"scores of held-out samples are not finite: {why}; repair or remove it, and "
-            "--resume auto"
+            f"scores of held-out samples are not finite: {why}; repair or remove that data, "
+            "and continue with --resume auto"
         )
 
 
 def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
-    """Return a phrase on input tensors that explain the losses; empty if there are none.
+    """Return a phrase on input tensors that explain losses that are not finite.
 
-    An input explains them if it is not finite in some of the samples ``bad``, and finite in all
-    others. A mask that is infinite in other samples too is therefore no cause.
+    An input tensor explains the losses if it is not finite in some of the samples ``bad``, and
+    finite in all other samples. A mask that is infinite in other samples too is therefore no cause.
+    The phrase is empty if no input tensor explains the losses.
 
     Args:
         batches: the batches with these samples.
@@ -328,7 +331,7 @@ def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
                 rows = (~values.isfinite()).reshape(len(batch), -1).any(dim=1).nonzero()
                 result.setdefault(name, []).extend(batch.indices[row] for row in rows)
     return "; ".join(
-        f"neither is {name!r} in the data of {_shown(indices)}"
+        f"{name!r} is not finite either in the data of {_shown(indices)}"
         for name, indices in result.items() if indices and bad.issuperset(indices)
     )  # fmt: skip
 
@@ -340,7 +343,7 @@ def _shown(indices: Sequence[int]) -> str:
 def check_numbers(
     job: Job, plan: Plan, state: TrainState, result: StepResult, indices: list[int]
 ) -> None:
-    """Raise NotFiniteError if a loss is not finite, or a gradient at any loss scale.
+    """Raise NotFiniteError if a loss is not finite, or a gradient that no loss scale can fix.
 
     Args:
         job: the objects of the training.
@@ -361,14 +364,15 @@ def check_numbers(
         error = explain_overflow(job, plan, state, result)
         if dist.get_rank() == (*result.unsound, 0)[0]:
             raise error
-        dist.barrier()  # that rank raises the error, which ends the job
+        dist.barrier()  # another rank raises the error, which ends the job
 
 
 def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> MotleyError:
     """Return an error that names the layer that overflows, and the samples.
 
-    This function is called when skipping steps helps no more. All ranks compute the step again and
-    get the same error. Engines whose ranks cannot compute alone give no explanation.
+    The caller uses it when lowering the loss scale has not helped. All ranks compute the step again
+    and get the same error. If an engine's ranks cannot compute a batch alone, the error names no
+    layer.
 
     Args:
         job: the objects of the training.
@@ -376,12 +380,13 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
         position: position before the step.
         result: outcome of the step.
     """
-    results = (
-        f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
-    )
+    scale = f"{result.loss_scale:g}"
     advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
     if not job.engine.replicated:
-        return NotFiniteError(f"{results} are; {advice}")
+        return NotFiniteError(
+            f"the gradient is not finite at the loss scale {scale}, though the losses are finite; "
+            f"{advice}"
+        )
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
     usual_weight = part.global_batch * job.model.task.weight
     factor = result.loss_scale * job.engine.loss_weight / usual_weight
@@ -398,13 +403,14 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
     if result.unsound and not where:
         host = job.workers[result.unsound[0]].host
         return DeviceError(
-            "this rank's gradient was not finite before the all-reduce, but its losses were, and a "
-            f"second computation of the gradient is finite: the device or memory of {host} may be "
-            "faulty; continue with --resume auto; if it happens again, take "
-            f"{host} out of hosts.txt first"
+            "this rank's gradient was not finite before the all-reduce, though its losses were "
+            "finite, and a second computation gives a finite gradient: the device or memory of "
+            f"{host} may be faulty. Continue with --resume auto; if it happens again, remove "
+            f"{host} from hosts.txt first"
         )
     return NotFiniteError(
-        f"{results} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
+        f"the gradient is not finite at the loss scale {scale}, though the losses are finite: "
+        f"{where or 'no gradient of a single rank overflows, but their sum does'}; {advice}"
     )
 
 
@@ -414,12 +420,12 @@ def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Trai
     if proposal.taken_back:
         expected, measured = proposal.taken_back
         saved = f"saved {measured:.0%}" if measured >= 0.005 else "saved nothing"
-        why = f"those were to save {expected:.0%} of a step's compute, and {saved}"
+        why = f"the last change was to save {expected:.0%} of a step's compute, and {saved}"
     else:
         slow = ", ".join(f"{factor:.2f}" for factor in proposal.slowdown)
         why = (
-            f"against their measured speed they need {slow} of the time, and this saves "
-            f"{proposal.gain:.0%} of a step's compute"
+            f"the ranks need {slow} times the time that their measured speeds predict, and this "
+            f"change saves {proposal.gain:.0%} of a step's compute"
         )
     recorder.note(
         "replan",
@@ -439,8 +445,7 @@ def shrink_micro_batches(
     The shares stay the same. A note to the user names the processes that hold the memory.
 
     Args:
-        plan: plan of the batch of that step, as far as it is known. The batch may be the ragged
-            last one of an epoch.
+        plan: plan of the step's batch, which may be the smaller last batch of an epoch.
         job: the objects of the training.
         result: outcome of the step.
         recorder: the recorder of the run.
@@ -456,8 +461,9 @@ def shrink_micro_batches(
         smaller = plan.halved(tuple(short))
     except ValueError:
         raise NoMemoryError(
-            f"out of memory with the smallest micro-batches ({text}); wait until others leave, "
-            "or take the host out of hosts.txt, and continue with --resume auto"
+            f"out of memory even with the smallest micro-batches ({text}); wait until other "
+            "processes free memory, or remove the host from hosts.txt, and continue with --resume "
+            "auto"
         ) from None
     at = format_step(step)
     before = {names[rank]: max(plan.micro_batches[rank]) for rank in short}
@@ -465,9 +471,12 @@ def shrink_micro_batches(
     recorder.note(
         "out_of_memory",
         (
-            f"out of memory in {at}, which is done again with micro-batches of at most "
+            f"out of memory in {at}, which is computed again with micro-batches of at most "
             if result.retry
-            else f"out of memory before {at}; from here on micro-batches of at most "
+            else (
+                f"out of memory before {at}, so the following steps have micro-batches of at "
+                "most "
+            )
         )
         + ", ".join(f"{after[name]} (before: {before[name]}) on {name}" for name in names.values())
         + f". {text}",

@@ -1,7 +1,7 @@
 """The best evaluation of a run, and the end of a run that no longer improves.
 
-Rank 0 compares the evaluations, and all ranks act on its comparison. Unlike hosts may round a
-metric in different ways, so each rank's own comparison could differ.
+Rank 0 compares the evaluations, and all ranks act on this comparison. Different hosts may round a
+metric differently, so that their own comparisons could differ.
 """
 
 import math
@@ -30,7 +30,7 @@ _WORDS = {
 
 
 def find_metric(config: Config, model: TaskModel) -> Metric | None:
-    """Return the metric that decides, with its direction; None if no option needs one.
+    """Return the metric that selects the best evaluation; None if no option needs a metric.
 
     Args:
         config: the options.
@@ -45,14 +45,16 @@ def find_metric(config: Config, model: TaskModel) -> Metric | None:
     chosen, flag = config.keep_best or _USUAL, "--keep-best" if config.keep_best else "--stop-after"
     if known and chosen.name not in known:
         raise MotleyError(
-            f"{flag}: no evaluation has the metric {chosen.name}"
-            f"{did_you_mean(chosen.name, known)}; name one with --keep-best: {', '.join(known)}"
+            f"{flag}: no evaluation has the metric "
+            f"{chosen.name}{did_you_mean(chosen.name, known)}; name one of {', '.join(known)} "
+            "with --keep-best"
         )
     direction = chosen.direction or _find_direction(chosen.name, model.task)
     if not direction:
         raise MotleyError(
-            f"--keep-best {chosen.name}: the task does not say if more or less of it is better; "
-            f"write --keep-best {chosen.name}:{MAX} or --keep-best {chosen.name}:{MIN}"
+            f"--keep-best {chosen.name}: the task does not declare whether a higher or a lower "
+            f"value is better; write --keep-best {chosen.name}:{MAX} or --keep-best "
+            f"{chosen.name}:{MIN}"
         )
     return Metric(chosen.name, direction)
 
@@ -90,12 +92,14 @@ class BestEvaluation:
 
     Attributes:
         metric: the metric, with its direction.
-        patience: evaluations without a gain after which the run ends; None: it does not end so.
-        score: best value so far; NaN before the first.
-        step: step of the best evaluation; None before it.
+        patience: number of evaluations without an improvement after which the run ends; None: a
+            lack of improvement does not end the run.
+        score: best value of the metric so far; NaN before the first evaluation.
+        step: step of the best evaluation; None before the first evaluation.
         since: number of evaluations since the best one.
-        saved: value of the best evaluation whose checkpoint is in the run's folder; NaN before it.
-        saved_step: step of that checkpoint; None before it.
+        saved: value of the best evaluation whose checkpoint is in the run's folder; NaN if there is
+            none.
+        saved_step: step of that checkpoint; None if there is none.
         found_steps: steps of the checkpoints that were in the run's folder at the start.
     """
 
@@ -117,13 +121,15 @@ class BestEvaluation:
         evaluations: Iterable[Mapping[str, Any]],
         saved_steps: Sequence[int],
     ) -> "BestEvaluation":
-        """Return the best of recorded evaluations; all ranks call this method.
+        """Find the best of all recorded evaluations; all ranks call this method.
 
         Args:
             metric: see the class.
             patience: see the class.
-            evaluations: records up to the position of the training; those of rank 0 count.
-            saved_steps: steps of the checkpoints in the run's folder; those of rank 0 count.
+            evaluations: records of evaluations up to the position of the training. The records of
+                rank 0 are used.
+            saved_steps: steps of the checkpoints in the run's folder. The steps that rank 0 passes
+                are used.
         """
         result = cls(metric, patience, found_steps=tuple(saved_steps))
         for step, record in sorted({each["step"]: each for each in evaluations}.items()):
@@ -139,7 +145,8 @@ class BestEvaluation:
         """Add an evaluation; all ranks call this method.
 
         Returns:
-            True if the evaluation is better than those whose checkpoints are in the run's folder.
+            True if the evaluation is better than all evaluations whose checkpoints are in the run's
+            folder.
 
         Raises:
             MotleyError: the evaluation does not have the metric.
@@ -156,7 +163,7 @@ class BestEvaluation:
 
     @property
     def is_to_be_saved(self) -> bool:
-        """True if the last evaluation is better than those whose checkpoints are in the folder."""
+        """True if the last evaluation is better than all that have checkpoints in the folder."""
         return self._is_better(self._last[0], self.saved)
 
     def mark_saved(self) -> None:
@@ -181,13 +188,13 @@ class BestEvaluation:
         return self.patience is not None and self.since >= self.patience
 
     def describe(self) -> str:
-        """Return the best evaluation in words."""
+        """Return a text that describes the best evaluation."""
         if self.step is None:
             return f"no evaluation had a value of {self.metric.name}"
         return f"the best {self.metric.name} is {self.score:.6g}, after step {self.step:,}"
 
     def as_json(self) -> dict[str, float | int | bool]:
-        """Return the entries of the run's result."""
+        """Return the best evaluation as entries of the run's result."""
         if self.step is None:
             return {"stopped_early": self.stops}
         return {"best_step": self.step, "best_score": self.score, "stopped_early": self.stops}

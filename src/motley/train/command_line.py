@@ -1,7 +1,7 @@
 """The command line of the training scripts, with all registered options.
 
-The module also makes the line that continues a run. The line is complete and quoted, for a user to
-paste.
+The module also makes the command line that continues a run. The line is complete and quoted, so
+that a user can paste it.
 """
 
 import os
@@ -47,7 +47,7 @@ def training_parser(
     """Return the parser of a training script.
 
     Args:
-        description: the script's docstring, which has the examples.
+        description: the script's docstring, which contains examples for ``-h``.
         strategies: strategies of the script, by name.
     """
     chosen = strategies or {}
@@ -67,8 +67,8 @@ def make_words(
         package: TORCH or ZERO, for their strategies; None: accept no strategy.
 
     Raises:
-        MotleyError: an option is unknown or has no such value, or the task is not the one in its
-            file.
+        MotleyError: an option is unknown or its value is not valid, or the class of the task is not
+            the one that its file defines.
     """
     name = task if isinstance(task, str) else _find_file(task)
     parser = training_parser("", known_strategies(package) if package else None)
@@ -78,7 +78,7 @@ def make_words(
     kind = loaded if isinstance(task, str) else task if isinstance(task, type) else type(task)
     if kind.__qualname__ != loaded.__qualname__:
         raise MotleyError(
-            f"{name} has the task {loaded.__name__} besides {kind.__name__}; move one of them into "
+            f"{name} has two tasks, {loaded.__name__} and {kind.__name__}; move one of them into "
             "another file"
         )
     if isinstance(task, Task):
@@ -107,8 +107,8 @@ def _find_file(task: Task | type[Task]) -> str:
     path: str | None = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if path is None or not Path(path).is_file():
         raise MotleyError(
-            f"{kind.__name__} is defined in no file, and each rank makes it again from one; move "
-            "the class into a file, such as mine.py"
+            f"{kind.__name__} is not defined in a file, and each rank imports the class from its "
+            "file; move the class into a file, such as mine.py"
         )
     return os.path.relpath(path)
 
@@ -117,30 +117,30 @@ _called: list[str] = []
 
 
 def check_call(name: str) -> None:
-    """Raise MotleyError if a script starts the ranks while its task is being read.
+    """Raise MotleyError if a script starts the ranks while it is imported for its task.
 
-    A script that starts the ranks a second time is ended with a usage error.
+    If a script starts the ranks a second time, the process ends with a usage error.
 
     Args:
         name: name of the function that starts the ranks, for the message.
     """
     if file := task_being_read():
         raise MotleyError(
-            f"{file} calls {name} when it is read for its task; put the call below: "
-            'if __name__ == "__main__":'
+            f"{file} calls {name} while it is imported for its task; put the call below: if "
+            '__name__ == "__main__":'
         )
     if _called:
         stop_usage(
-            f"{name} is called after {_called[0]}, and a script starts the ranks once; call it in "
-            "a script of its own"
+            f"{name} is called after {_called[0]}, and a script starts the ranks only once; call "
+            "it in another script"
         )
     _called.append(name)
 
 
 def config_from(saved: Mapping[str, Any]) -> Config:
-    """Return the options of a run from those that its checkpoint stores.
+    """Return the options of a run, given the values that its checkpoint stores.
 
-    The result has the options of all scripts, and those of the run's task.
+    The result has the options that all scripts share, and the options of the run's task.
     """
     general: dict[str, Any] = {}
     for group in GROUPS:
@@ -152,8 +152,8 @@ def config_from(saved: Mapping[str, Any]) -> Config:
 def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
     """Return the options of a run that continues from a checkpoint.
 
-    Every option that the user did not type has the checkpoint's value, except those that belong to
-    one launch. The words of a recipe count as typed only if the checkpoint has another recipe.
+    An option that the user did not type gets the checkpoint's value, unless the option concerns a
+    single launch. Options of a recipe count as typed only if the checkpoint has another recipe.
 
     Args:
         config: the options of this launch.
@@ -197,7 +197,7 @@ def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
 
 
 def list_different_options(config: Config, other: Config) -> list[str]:
-    """Return the options of ``config`` that ``other`` does not have, as ``--lr 0.0003``."""
+    """Return the options whose values differ from ``other``, such as ``--lr 0.0003``."""
     before = {name: declared.to_text(value) for name, declared, value in other.options()}
     return [
         f"{get_flag(declared)} {format_value(text)}" for name, declared, value in config.options()
@@ -206,7 +206,7 @@ def list_different_options(config: Config, other: Config) -> list[str]:
 
 
 def _is_for_single_ranks(value: Any) -> bool:
-    """Return True for an option with one value per rank, which fits one launch only."""
+    """Return True for a value that has one entry per rank, and thus fits one launch only."""
     return isinstance(value, PerRank) and not value.for_all
 
 
@@ -218,7 +218,7 @@ def options_to_save(config: Config) -> dict[str, Any]:
 
 
 def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group's fields that ``saved`` has."""
+    """Return the entries of ``saved`` that are fields of a group of options."""
     registered, result = _registered({}), dict[str, Any]()
     for field, declared in get_options(group).items():
         if declared.name in saved:
@@ -228,13 +228,13 @@ def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]:
-    """Return the properties of options that registered tasks, wire modes and strategies set."""
+    """Return the parts of option declarations that registered tasks and modes decide."""
     kinds = modes().values()
     return {
         "task": {
             "says": (
-                f"what is learnt: {', '.join(known_tasks())} (default: {USUAL}), or a file with a "
-                "task of your own; its options are the last ones here"
+                f"task to train: {', '.join(known_tasks())} (default: {USUAL}), or a file with a "
+                "task of your own; its options are the last ones in this list"
             ),
         },
         "wire": {
@@ -261,7 +261,7 @@ def read_config(
 
     Args:
         parser: the parser with all options of the script.
-        arguments: words of the command line; None: those of this process.
+        arguments: words of the command line; None: the words of this process's command line.
         strict: True: an unknown word is an error. False: unknown words are ignored.
     """
     try:
@@ -284,7 +284,8 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     """Add the options of the task that the command line names to a parser.
 
     Returns:
-        The words of ``--recipe``, to be put before the user's.
+        The command-line words that ``--recipe`` stands for. The caller puts them before the user's
+        words.
 
     Raises:
         MotleyError: the task or the recipe is unknown.
@@ -318,7 +319,7 @@ _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: 
 
 
 def make_resume_line(folder: RunFolder) -> str:
-    """Return the line that continues this process's run: the user's line, with ``--resume``."""
+    """Return the command line that continues this run: the user's line with ``--resume``."""
     line = _launcher_line()
     command = own_command()
     # A folder may have the command's name, as in mpirun --wdir ~/motley.
@@ -343,7 +344,7 @@ def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
     Args:
         command: subcommand of ``motley`` that runs this process; empty for a script.
         word: the word.
-        rest: words after it.
+        rest: words after ``word``.
     """
     if Path(word).name == _COMMAND:
         return list(rest[:1]) == [command or RUN]

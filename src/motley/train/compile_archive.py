@@ -1,8 +1,8 @@
 """The archive of compiled code, for later runs and for nodes whose disk lacks it.
 
-The archive has the content of Motley's cache folder: TorchInductor's, Triton's, DeepSpeed's
-extensions, MIOpen's. (torch.compiler.save_cache_artifacts returns the files that TorchInductor made
-in one process, without the libraries that it makes for a CPU.) A folder holds
+The archive has the content of Motley's cache folder: the files of TorchInductor, Triton and MIOpen,
+and DeepSpeed's extensions. (torch.compiler.save_cache_artifacts returns only the files that
+TorchInductor made in one process, without libraries for a CPU.) A folder holds
 
     <kind>.json            {"archive": "<kind>-<hash>.tar.gz", "sha256": "...", "files": {
                             "triton/XW3.../kernel.cubin": 5120, ...}}
@@ -12,9 +12,10 @@ TorchInductor unpickles the files of its cache, so a user with write access here
 run code. See motley.cluster.account. Compilers name a file by a hash of its source, so an existing
 file is never replaced.
 
-The archive lies beside the runs' folders, not in one, because the next run compiles the same. One
-rank of each kind of node writes it after the first steps, so a run that is killed later leaves it
-too. The rank writes it again at the end, with the code for evaluations and other batches.
+The archive lies beside the folders of the runs, because the next run needs the same code. One rank
+of each kind of node writes the archive after the first steps, so that a run that is killed later
+leaves one, too. The rank writes it again at the end, with the code for evaluations and for other
+batch sizes.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ if TYPE_CHECKING:  # these load torch, which the process that packs does not nee
     from motley.launch.world import World
     from motley.measure.process_group import ProcessGroup
 
-MOST_BYTES = 512 << 20  # of files in an archive; newest first
+MOST_BYTES = 512 << 20  # largest total size of an archive's files; newest first
 _WHOLE_S = 2.0  # a file that was written to within this time may be incomplete
 # Folders of temporary files. dynamo has guesses of sizes, by name.
 _OF_A_MOMENT = ("locks", "precompiled_headers", "dynamo")
@@ -70,8 +71,8 @@ class Carried:
 
     Attributes:
         files: number of files.
-        size: bytes of the unpacked files.
-        seconds: time that it took.
+        size: total size of the unpacked files in bytes.
+        seconds: seconds that packing or unpacking took.
     """
 
     files: int
@@ -99,10 +100,10 @@ class Index:
 
 
 def hash_node_kind(node: NodeFacts) -> str:
-    """Return a hash of the facts that compiled code depends on besides its source.
+    """Return a hash of all properties of a node that compiled code depends on.
 
-    Code for a CPU uses all features of that CPU, and Triton's files name each other by absolute
-    paths.
+    These include the features of the CPU, which compiled code uses, and the paths of folders, which
+    Triton's files contain.
     """
     fits = {
         "packages": {name: version(name) for name in _PACKAGES},
@@ -129,7 +130,7 @@ class CompileArchive:
         kind: name of the kind of node.
         folder: the node's own folder of compiled code.
         below: folders in ``folder`` where compilers keep their files.
-        is_damaged: True: replace the present archive, whatever its content.
+        is_damaged: True: replace the present archive without reading it.
     """
 
     def __init__(
@@ -140,12 +141,12 @@ class CompileArchive:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Arguments of :func:`main` that name this archive."""
+        """Arguments of :func:`main` that identify this archive."""
         return (str(int(self._is_damaged)), str(self._place), self._kind, str(self._folder),
                 *self._below)  # fmt: skip
 
     def unpack(self) -> Carried | None:
-        """Unpack the files that the node lacks; return None if it lacks none.
+        """Unpack the files that the node lacks, and return a summary; None: no file is missing.
 
         Raises:
             OSError: the disk is full or not writable. Files unpacked before the error stay.
@@ -179,11 +180,15 @@ class CompileArchive:
         return Carried(len(missing), size, time.monotonic() - started)
 
     def _put(self, file: io.BufferedReader, missing: Mapping[str, int]) -> None:
-        """Extract the files ``missing``, in the order in which they were written.
+        """Extract the files ``missing``, in the order in which compilers wrote them.
 
-        Triton's list of a kernel's files comes after these files. The files are extracted one by
-        one, because Python 3.11.0 to 3.11.3 have no filters for tarfile. The filter "data" would
-        also accept links, and names that the index lacks.
+        Triton's list of a kernel's files thus comes after these files. The files are extracted one
+        by one, because Python 3.11.0 to 3.11.3 have no filters for tarfile. Also, the filter "data"
+        accepts links, and names that the index lacks.
+
+        Args:
+            file: the opened archive.
+            missing: sizes in bytes of the files to extract, by name.
         """
         with tarfile.open(fileobj=file, mode="r:gz") as tar:
             for member in tar:
@@ -210,11 +215,13 @@ class CompileArchive:
         return any(_has_newer(self._folder / part, since, _DEPTH) for part in self._below)
 
     def save(self, since: float = 0.0) -> Carried | None:
-        """Replace the archive by the node's present files; return None if none is new.
+        """Replace the archive by the node's present files, and return a summary.
+
+        None: no file is new, so that the archive stays.
 
         Args:
-            since: seconds since the epoch. If all files were compiled before, other runs archive
-                them.
+            since: time in seconds since 1970. Only files that were compiled later count as new,
+                because other runs archive earlier files.
 
         Raises:
             OSError: the disk is full or not writable. The archive is unchanged.
@@ -235,7 +242,7 @@ class CompileArchive:
         return Carried(len(result), size, time.monotonic() - started)
 
     def _list_saved(self, place: int) -> Index:
-        """Return the index of files that are saved already; empty if the archive is damaged."""
+        """Return the sizes of the files in the saved archive; empty if the archive is damaged."""
         try:
             return Index() if self._is_damaged else self._index(place)
         except DAMAGE:
@@ -276,7 +283,7 @@ class CompileArchive:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _index(self, place: int) -> Index:
-        """Return the index of the saved archive; an empty one if there is no archive."""
+        """Return the index of the saved archive, or an empty index if there is no archive."""
         try:
             with open_own(place, f"{self._kind}.json") as file:
                 index = Index(**json.load(file))
@@ -287,7 +294,7 @@ class CompileArchive:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the cause of an error in words."""
+    """Return a text that explains the cause of an error."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
@@ -314,8 +321,8 @@ def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below
 def _list_complete_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
     """Return the complete files by name, up to the size limit of an archive.
 
-    Temporary files are left out, and so are folders that are being written to. Folders that were
-    written to last come first.
+    Temporary files, and folders that are being written to, are left out. Folders that were written
+    to last come first.
     """
     folders = _folders(folder, below)
     if any(map(_is_fresh, folders.values())):  # this run wrote there, and may be done by then
@@ -384,16 +391,16 @@ if __name__ == "__main__":
     main(*sys.argv[1:])
 
 
-FOLDER = ".compiled"  # in the folder of all runs
+FOLDER = ".compiled"  # name of a folder in the folder of all runs
 _FIRST_STEPS = 8
 _LOOK_S = 1.0
 _DEPTH = 2  # Compilers make a folder for each kernel or graph at most this deep.
 _SAVE_LIMIT_S = 600.0
-_LAST_S = 30.0  # that the last save may take; an archive is complete or missing
+_LAST_S = 30.0  # limit of the last save; an archive is complete or missing
 
 
 class CompileKeeper:
-    """One rank's use of the archive: unpack it at the start, save it after the first steps.
+    """A keeper that unpacks the archive at the start, and saves it after the first steps.
 
     Args:
         world: the ranks.
@@ -413,7 +420,7 @@ class CompileKeeper:
         self._run: Run
 
     def take(self, world: "World") -> None:
-        """Unpack on each node the compiled code that another node of its kind has archived.
+        """Unpack on each node the archived code of the node's kind, and note the results.
 
         All ranks call this method, before anything is compiled. A failure does not end the run.
         """
@@ -422,14 +429,14 @@ class CompileKeeper:
         if took:
             most = max(took.values(), key=lambda carried: carried.size)
             self._notes.append(
-                f"compiled code for {', '.join(took)} is taken from {self._place}: {most}"
+                f"compiled code for {', '.join(took)} comes from {self._place}: {most}"
             )
         troubles = [trouble for _, _, trouble in received if trouble]
         self._notes += troubles
-        self._failed = bool(troubles)  # mostly a fault of the folder, which the notes report
+        self._failed = bool(troubles)  # mostly a fault of the folder; the notes report it
 
     def take_notes(self) -> list[str]:
-        """Return notes on the unpacked code, once; all ranks get the same."""
+        """Return the notes on the unpacked code, equal on all ranks, and clear them."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -454,8 +461,8 @@ class CompileKeeper:
         Args:
             run: the run, which records failures.
             group: process group of the ranks that train.
-            step: returns the number of the last step; called from another thread. None: before the
-                first step.
+            step: function that returns the number of the last step, or None before the first step.
+                Another thread calls it.
         """
         from motley.comm.collectives import all_gather_object  # see TYPE_CHECKING
 
@@ -485,10 +492,10 @@ class CompileKeeper:
         self._save()
 
     def _save(self) -> None:
-        """Save in a separate process.
+        """Save the archive in a separate process.
 
-        Packing thousands of files holds Python's lock for seconds. The training thread would launch
-        no kernel in that time. Most runs compile nothing, and start no such process.
+        Packing thousands of files in this process would hold the GIL for seconds, and the training
+        thread could launch no kernel. If nothing new was compiled, no process is started.
         """
         if not self._archive.has_newer(self._since):
             return
@@ -502,8 +509,8 @@ class CompileKeeper:
             if not self._failed:
                 message = errors.strip().splitlines() or [f"exit status {code}"]
                 text = (
-                    f"compiled code is not kept in {self._place}: {message[-1]}; training goes "
-                    "on, and another node compiles it again"
+                    f"compiled code cannot be stored in {self._place}: {message[-1]}; training "
+                    "continues, and another node compiles it again"
                 )
                 print(f"motley: {self._host}: {text}", flush=True)
                 self._run.event("compile_archive", text=text)

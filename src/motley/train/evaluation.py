@@ -1,7 +1,7 @@
-"""Evaluations of the held-out samples, by all ranks, each sample once.
+"""Evaluation of each held-out sample once, divided among all ranks.
 
-Metrics come from sums over all samples, or from results that rank 0 gathers of all samples. They
-are therefore those of one machine, on any ranks and shares.
+Metrics are computed from sums over all samples, or from results of all samples that rank 0 gathers.
+They therefore do not depend on the number of ranks or on the shares.
 """
 
 import math
@@ -33,8 +33,8 @@ from motley.train.setup import Job
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
     """Return the task's metrics of the held-out samples, split among ranks as in ``plan``.
 
-    The average of the parameters is evaluated too, if there is one, as ``ema_...``. The metrics of
-    a further held-out set begin with its name, as ``night/loss``.
+    If there is an average of the parameters, it is evaluated too, and its metrics are named
+    ``ema_...``. The name of an additional held-out set is a prefix, as in ``night/loss``.
     """
     start = time.monotonic()
     world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
@@ -78,9 +78,9 @@ def _evaluate_set(
         world: the ranks.
         job: the objects of the training.
         plan: the shares of the ranks.
-        part: name of the set; empty: the usual one.
-        then: position at which training continues, whose first samples are read while the device
-            still evaluates; None: read none in advance.
+        part: name of an additional held-out set; empty: the task's usual held-out data.
+        then: position at which training continues. Its first samples are read while the device
+            still evaluates. None: read no samples in advance.
     """
     parts, indices = list[Tensor](), list[tuple[int, ...]]()
     model, task = job.model, job.model.task
@@ -101,8 +101,9 @@ def _evaluate_set(
     *sums, weight, samples, _ = (math.fsum(column) for column in zip(*table, strict=True))
     if weight == 0:
         raise MotleyError(
-            f"the {int(samples):,} held-out samples weigh 0 in all, and have no mean; weights() of "
-            f"{type(task).__name__} gives a number above 0 for a sample that counts"
+            f"the weights of the {int(samples):,} held-out samples are all 0, so a mean over them "
+            f"has no value; let weights() of {type(task).__name__} return a number above 0 for a "
+            "sample that counts"
         )
     means = {
         name: total / weight for name, total in zip(model.score_names, sums, strict=True)
@@ -121,7 +122,7 @@ def _evaluate_set(
 def _gather_turn(own: Sequence[GatheredRows], turn: int) -> list[GatheredRows]:
     """Return the rows of one batch of each rank, on rank 0; all ranks call this function.
 
-    A batch at a time bounds the memory on the other ranks and on the wire.
+    Gathering one batch at a time limits the memory that the messages need.
     """
     result: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own[turn] if turn < len(own) else None, result)
@@ -147,7 +148,7 @@ def order_rows(parts: Sequence[GatheredRows]) -> Gathered:
 def _compute_on_first(
     task: Task, parts: Sequence[GatheredRows], device: torch.device
 ) -> dict[str, float]:
-    """Return the metrics that rank 0 computes of gathered rows; all ranks call this function."""
+    """Return the metrics that rank 0 computes from gathered rows; all ranks call it."""
     outcome: dict[str, float] | str = ""
     cause: MotleyError | None = None
     if dist.get_rank() == 0:
@@ -164,8 +165,8 @@ def _compute_on_first(
 def write_last_evaluation(job: Job) -> None:
     """Write the counts of classes and the worst samples of the last evaluation, on rank 0.
 
-    All ranks call this function. No counts are written if the task has no classes, and nothing if
-    an earlier launch made the last evaluation.
+    All ranks call this function. Counts are written only if the task has classes. If an earlier
+    launch made the last evaluation, nothing is written.
     """
     own_worst = [] if job.model.worst is None else job.model.worst.describe(job.model.task)
     worst = merge(all_gather_object(own_worst), job.config.worst)

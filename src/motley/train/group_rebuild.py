@@ -14,13 +14,13 @@ _LOOPBACK = "127.0.0.1"
 
 
 class GroupRebuild:
-    """One rank's part in forming a new group after a loss. All ranks make one.
+    """The steps by which the survivors of a lost rank form a new group. All ranks make one.
 
     Args:
         world: the launched ranks.
 
     Attributes:
-        world: the surviving ranks, which include those that were left out of training.
+        world: all ranks except lost ranks. Ranks that were left out of training are included.
     """
 
     def __init__(self, world: World) -> None:
@@ -33,18 +33,19 @@ class GroupRebuild:
         self._group: ProcessGroup
 
     def offer(self, group: ProcessGroup, keep: Callable[[], None], without_first: bool) -> None:
-        """Declare that this rank can continue without a lost one from now on.
+        """Declare that this rank can continue if another rank is lost from now on.
 
         Args:
             group: process group of the ranks that train.
-            keep: copies the state to memory that needs no process group; see Supervisor.
+            keep: function that copies the state to memory that needs no process group; see
+                Supervisor.
             without_first: result of :meth:`can_lose_first`.
         """
         self._group = group
         self.world.supervisor.can_regroup(keep, self.abandon, without_first)
 
     def abandon(self) -> None:
-        """End this rank's connections to the process group, and each wait for another rank."""
+        """Close this rank's connections to the process group, so that pending collectives fail."""
         abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
 
     def can_lose_first(self, shared: bool) -> bool:
@@ -61,13 +62,13 @@ class GroupRebuild:
     def get_survivors(self, error: Exception) -> Survivors:
         """Return the survivors to continue with after an error.
 
-        The job ends if no rank is lost, or if the survivors cannot continue. Release the objects of
-        the old group that the error still holds before calling :meth:`leave_lost`.
+        The job ends if no rank is lost, or if the survivors cannot continue. The error may hold
+        objects of the old group. Release them before calling :meth:`leave_lost`.
         """
         return self.world.supervisor.get_survivors(error)
 
     def leave_lost(self, survivors: Survivors) -> list[int]:
-        """Leave the group of the lost rank; return the old numbers of the ranks that stay.
+        """Leave the process group of the lost rank; return the survivors' ranks in that group.
 
         All survivors call this method, and then :meth:`join`.
         """
@@ -82,6 +83,6 @@ class GroupRebuild:
         return stay
 
     def join(self) -> ProcessGroup:
-        """Join the group of the survivors, and return it; all of them call this method."""
+        """Join the process group of the survivors, and return it; all survivors call it."""
         self._group = reconnected(self.world, self._group)
         return self._group

@@ -1,7 +1,8 @@
 """The training loop: epochs of global batches, with any engine.
 
-Every rank computes a batch in micro-batches, and one step finishes it. A record follows every step,
-and an evaluation and a checkpoint follow every epoch.
+Every rank computes its part of a batch in micro-batches, and an optimizer step of all ranks
+finishes the batch. Each step is recorded. By default, an evaluation and a checkpoint follow every
+epoch.
 """
 
 import time
@@ -50,13 +51,13 @@ from motley.train.setup import Job
 class ClockTimer:
     """A timer of checkpoints or evaluations that are due by rank 0's clock.
 
-    The timer asks rank 0 for its clock when half of the remaining time should have passed. These
-    are some ten requests between two checkpoints, and the steps of checkpoints need not be fixed in
-    advance.
+    Between two checkpoints, the ranks receive the time of rank 0's clock about ten times. Each
+    exchange takes place when half of the remaining time should have passed.
 
     Args:
-        every: time between two of them. Any other type: never by the clock.
-        step: step of the last one.
+        every: a Duration between two checkpoints or evaluations. Any other type: none is due by the
+            clock.
+        step: step of the last checkpoint or evaluation.
     """
 
     def __init__(self, every: object, step: int) -> None:
@@ -96,14 +97,14 @@ def _evaluating(model: TaskModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Unread:
-    """A step that was launched, and whose outcome is not read yet.
+    """A step that was launched on the device, and whose outcome the host has not read yet.
 
     Attributes:
-        batch: plan of its batch.
+        batch: plan of the step's batch.
         launched: the step on the device.
         indices: indices of this rank's samples.
         before: position of the training before the step.
-        rate: the learning rate.
+        rate: learning rate of the step.
     """
 
     batch: Plan
@@ -121,7 +122,8 @@ class Loop:
         job: the objects of the training.
         recorder: the recorder of the run.
         state: position of the training at the start.
-        rescue: receives each change of the state.
+        rescue: object that is informed of each change of the state, to save or copy the state
+            after a rank is lost.
         profiler: profiler of the steps.
     """
 
@@ -140,7 +142,7 @@ class Loop:
         self._save_timer = ClockTimer(job.config.save_every, state.step)
         self._evaluation_timer = ClockTimer(job.config.eval_every, state.step)
         self._action_timer = ClockTimer(job.model.task.acts_every, state.step)
-        self._evaluation_due = False  # after the last step
+        self._evaluation_due = False  # True if the last step makes an evaluation due
         self._saved_at: int | None = None  # step of the last checkpoint of this loop
         self.best = self._restore_best()
         self._plan = job.plan  # plan of a full batch; the last batch of an epoch may be smaller
@@ -163,7 +165,7 @@ class Loop:
         return evaluated
 
     def _ended(self) -> bool:
-        """Return True if the run is complete, or no longer improves."""
+        """Return True if the run is complete, or ends because it no longer improves."""
         return self._job.length.ended(self._state) or (self.best is not None and self.best.stops)
 
     def _epoch(self) -> bool:
@@ -233,7 +235,7 @@ class Loop:
         return late
 
     def _may_read_late(self) -> bool:
-        """Return True if nothing before the next step depends on the outcome of this one.
+        """Return True if nothing before the next step depends on the outcome of this step.
 
         All ranks return the same value.
         """
@@ -249,18 +251,18 @@ class Loop:
     def _read(self) -> bool:
         """Read the outcome of the launched step, if there is one, and act on it.
 
-        The method reacts to exhausted memory and to numbers that are not finite, writes the record,
-        saves a checkpoint, and changes the split.
+        The method reacts to exhausted memory and to values that are not finite, writes the record,
+        saves a checkpoint if one is due, and changes the split if another one is better.
 
         Returns:
-            True if the epoch continues with the batches as they are.
+            True if the epoch continues with the same batches. False: the loop must read them again.
         """
         if (unread := self._unread) is None:
             return True
         self._unread = None
         job, before, batch = self._job, unread.before, unread.batch
         result = unread.launched.read()
-        self._world.supervisor.check_group()  # in a broken group the outcome may be anything
+        self._world.supervisor.check_group()  # the outcome in a broken group is undefined
         if result.oom_ranks:
             if result.retry:
                 self._state = before
@@ -294,14 +296,14 @@ class Loop:
         self._proposal = None  # it assumed larger micro-batches
 
     def _judge(self) -> None:
-        """Check whether another split fits better, once the time that each rank took is known."""
+        """Decide by the ranks' times in the last step whether to propose another split."""
         timed, self._timed, self._proposal = self._timed, None, None
         if timed is None or timed.plan.global_batch not in self._job.length.full_batches:
             return  # a smaller batch cannot be compared
         self._proposal = self._job.watch.step(timed.ready_s, timed.plan.counts, self._plan.counts)
 
     def _replan(self) -> bool:
-        """Change the split if another one was proposed; return True if it was."""
+        """Change the split if another split was proposed; return True if it changed."""
         if self._proposal is None:
             return False
         self._plan = rebalance(self._plan, self._proposal, self._recorder, self._state)
@@ -325,16 +327,16 @@ class Loop:
             return
         self._recorder.note_own(
             "loader_processes",
-            f"{loader.workers} loader processes in place of {before}: this rank waited for its "
-            f"samples for {growth.waited:.0%} of the time",
+            f"{loader.workers} loader processes instead of {before}: this rank waited for its "
+            f"samples in {growth.waited:.0%} of the time",
             before=before, now=loader.workers, waited=growth.waited,
         )  # fmt: skip
 
     def _save(self, asked: bool = False) -> bool:
         """Compare the state of all ranks, and save it if a checkpoint is due.
 
-        A checkpoint is due by its interval, or when a user has asked for one. The state is also
-        compared at the end of the run.
+        A checkpoint is due by its interval, or if ``asked`` is True. The state is also compared at
+        the end of the run.
 
         Returns:
             False if all ranks have returned to an earlier checkpoint.
@@ -361,14 +363,17 @@ class Loop:
         return True
 
     def _evaluation_before(self) -> EpochRecord | None:
-        """Return the evaluation that belongs to the position at which the run continues.
+        """Return the evaluation at the position from which the run continues.
 
-        If the run was stopped between the checkpoint and its evaluation, the evaluation is made
-        now. The result is None if no evaluation is due.
+        If the run was stopped between the checkpoint and its evaluation, the evaluation runs now.
+        With ``--eval-at-start`` a finished run is evaluated again, as the user may want other
+        metrics. The result is None if no evaluation is due at this position.
         """
-        if not (self._job.length.evaluates(self._state) or self._ended()):
+        config, ended = self._job.config, self._ended()
+        if not (ended or self._job.length.evaluates(self._state)):
             return None
-        known = self._recorder.evaluation_at(self._state.step)
+        is_asked = config.eval_at_start and "eval_at_start" not in config.continued_names
+        known = None if ended and is_asked else self._recorder.evaluation_at(self._state.step)
         if known is not None and self.best is not None:
             self._keep_best(self.best, known.step)  # a rank may have been lost before
         return known or self._evaluate()
@@ -391,12 +396,12 @@ class Loop:
             model.task.after_evaluation(model.net, self._job.run.folder.path)
 
     def _acts_after(self, step: int) -> bool:
-        """Return True if the task uses the model after this step, by the number of steps."""
+        """Return True if the task uses the model after this step by its interval in steps."""
         every = self._job.model.task.acts_every
         return isinstance(every, int) and step % every == 0
 
     def _act_between(self) -> None:
-        """Call the task's :meth:`during_training` on rank 0. Its time belongs to no step."""
+        """Call the task's :meth:`during_training` on rank 0, outside of the measured step time."""
         job, step = self._job, self._state.step
         self._report_phase(Phase.EVALUATE)
         self._recorder.flush()
@@ -408,10 +413,10 @@ class Loop:
         job.engine.clock.restart()
 
     def _keep_best(self, best: BestEvaluation, step: int) -> None:
-        """Keep the checkpoint of the best evaluation, and save one where the run stops early.
+        """Keep the checkpoint of the best evaluation. Save a checkpoint if the run stops early.
 
         Args:
-            best: the best evaluation, to which that of ``step`` was added last.
+            best: the best evaluation. The evaluation at ``step`` was added last.
             step: the present step.
         """
         job = self._job
@@ -430,9 +435,9 @@ class Loop:
             )  # fmt: skip
 
     def _restore_best(self) -> BestEvaluation | None:
-        """Return the best evaluation that is recorded, and link its checkpoint; all ranks call it.
+        """Return the best recorded evaluation, and link its checkpoint; all ranks call it.
 
-        The result is None if no option needs it.
+        The result is None if no option needs the best evaluation.
         """
         job = self._job
         if job.metric is None:
@@ -451,7 +456,7 @@ class Loop:
         return best
 
     def closing_line(self) -> str:
-        """Return a line about a run that ended because it no longer improved; else ""."""
+        """Return a line that explains an early end of the run; empty without an early end."""
         if self.best is None or not self.best.stops or self._job.length.ended(self._state):
             return ""
         link = self._job.checkpoints.path / BEST
@@ -459,8 +464,8 @@ class Loop:
         kept = f" (checkpoint {link})" if is_kept else ""
         return (
             f"stopped early after step {self._state.step:,}: {self.best.describe()}{kept}, and "
-            f"{self.best.since} evaluations since then were no better; to go on, add --resume auto "
-            f"--run {self._job.run.folder.path.name} --stop-after none, or a larger number"
+            f"{self.best.since} evaluations since then were no better. To continue, add --resume "
+            f"auto --run {self._job.run.folder.path.name} --stop-after none, or a larger number"
         )
 
     def _enter(self, phase: Phase) -> None:

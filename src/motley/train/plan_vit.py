@@ -55,10 +55,10 @@ def plan_shares(
         **options: as in :func:`motley.train_model`, without ``shares``.
 
     Returns:
-        The plan: ``plan.counts`` samples of each rank, ``forecast.step_s`` seconds per step,
-        ``forecast.samples_per_s``, and ``advice`` in words.
+        The plan: samples of each rank in ``plan.counts``, seconds per step in ``forecast.step_s``,
+        ``forecast.samples_per_s``, and sentences in ``advice``.
 
-    A wrong option ends the process with status 2 and a line that names it.
+    A wrong option ends the process with status 2 and a line that names the option.
     """
     check_call("plan_shares")
     try:

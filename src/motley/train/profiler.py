@@ -1,8 +1,8 @@
 """The option ``--profile``: torch's profiler on some ranks in some steps.
 
-The traces of all profiled ranks can be put into one picture, although the clocks of ranks differ.
-An all-gather ends on no rank before it has begun on every other rank. This fact bounds the offset
-of each pair of clocks from both sides. Shorter exchanges give tighter bounds.
+The traces of all profiled ranks can be shown on one time axis, although the clocks of ranks differ.
+An all-gather ends on no rank before it has begun on every other rank. This bounds the offset of
+each pair of clocks from both sides. Shorter exchanges give tighter bounds.
 """
 
 import json
@@ -41,7 +41,7 @@ def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
     Args:
         config: the options.
         workers: the ranks that train.
-        last: step before which the run ends.
+        last: number of steps of the run.
     """
     if config.profile is None:
         return
@@ -53,21 +53,21 @@ def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
     ranks = [worker.rank for worker in workers]
     if isinstance(config.profile_ranks, tuple) and (odd := set(config.profile_ranks) - set(ranks)):
         raise MotleyError(
-            f"--profile-ranks {','.join(map(str, sorted(odd)))}: those that train are "
-            f"{', '.join(map(str, ranks))}"
+            f"--profile-ranks {','.join(map(str, sorted(odd)))}: these ranks do not train; the "
+            f"ranks that train are {', '.join(map(str, ranks))}"
         )
 
 
 class StepProfiler:
-    """A profiler of chosen ranks; a context manager, which all ranks enter.
+    """A context manager that profiles chosen ranks in chosen steps. All ranks enter it.
 
     Args:
         config: the options.
         group: process group of the ranks that train.
         folder: folder of the run.
-        machines: machine of each rank, by number.
+        machines: number of each rank's machine.
         recorder: the recorder of the run.
-        say: reports the phase of this rank to the others, which wait for it.
+        say: function that reports the phase of this rank to the other ranks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StepProfiler:
         self._ready: deque[tuple[float, ...]] = deque(maxlen=_JUDGED_BY)
         self._chosen: list[int] = []  # numbers in the group, while they are profiled
         self._disturbed = False  # True if profiling has slowed the previous step
-        self._running: profile | None = None  # on this rank
+        self._running: profile | None = None  # None if this rank does not profile now
         self._step, self._phase = ExitStack(), ExitStack()  # spans that are open
         self._clock, self._base_ns = TraceClock(0.0, 0.0), 0
 
@@ -118,16 +118,16 @@ class StepProfiler:
                 self._step.enter_context(record_function(step_span_name(step)))
 
     def enter(self, phase: Phase) -> None:
-        """Mark the beginning of another phase of this rank."""
+        """Mark the beginning of a new phase of this rank in the trace."""
         if self._running is not None:
             self._phase.close()
             self._phase.enter_context(record_function(phase.key))
 
     def after(self, timed: Timed | None) -> Timed | None:
-        """End a step, and return the previous step if its times are valid.
+        """End a step, and return the previous step unless profiling has disturbed its times.
 
         Args:
-            timed: the previous step.
+            timed: the previous step, with the times of all ranks.
 
         Returns:
             ``timed``, or None if profiling has made some ranks slower in that step.
@@ -172,7 +172,7 @@ class StepProfiler:
         """Write the traces, and report where they are; all ranks call it."""
         if not self._chosen or self._steps is None:
             return
-        first, last = self._steps.first + 1, self._steps.end  # as people count, from 1
+        first, last = self._steps.first + 1, self._steps.end  # users count steps from 1
         chosen = [self._ranks[rank] for rank in self._chosen]
         self._steps, self._chosen = None, []
         if self._running is not None:
@@ -184,8 +184,8 @@ class StepProfiler:
         join = typed_command("python plots/traces.py")
         self._recorder.note(
             "profile",
-            f"profiled steps {first} to {last} of {names}: see where the time went, and put it "
-            f"into one picture, with: {join} {self._folder.path}",
+            f"profiled steps {first} to {last} of {names}; for a summary, and one trace of all "
+            f"ranks, run: {join} {self._folder.path}",
             ranks=chosen,
         )
 
@@ -218,8 +218,8 @@ def compare_clocks() -> tuple[TraceClock, int]:
     """Estimate the offset of this rank's clock from rank 0's; all ranks call it.
 
     Returns:
-        The offset with its error, and the base of all times: whole seconds of rank 0's clock, in
-        nanoseconds.
+        The offset with its error. Second value: the zero point of all times, which is a whole
+        second of rank 0's clock, in nanoseconds.
     """
     base_ns = int(all_gather_floats([time.time_ns() // 10**9])[0][0]) * 10**9
     own: list[tuple[float, float]] = []
@@ -234,14 +234,14 @@ def compare_clocks() -> tuple[TraceClock, int]:
 def estimate_offset(
     first: Sequence[tuple[float, float]], own: Sequence[tuple[float, float]]
 ) -> TraceClock:
-    """Return the offset between two clocks, from the begin and end of each exchange on both.
+    """Return the offset between two clocks, from the start and end of exchanges on both.
 
-    An exchange cannot end on one rank before it has begun on the other. Source: Cristian,
-    Probabilistic clock synchronization, 1989, for the common times of the same messages.
+    An exchange cannot end on one rank before it has started on the other rank. Source: Cristian,
+    "Probabilistic clock synchronization", 1989.
 
     Args:
-        first: begin and end of each exchange by rank 0's clock, in seconds.
-        own: the same by this rank's clock.
+        first: start and end of each exchange by rank 0's clock, in seconds.
+        own: start and end of the same exchanges by this rank's clock, in seconds.
     """
     least = max(mine[0] - theirs[1] for theirs, mine in zip(first, own, strict=True))
     most = min(mine[1] - theirs[0] for theirs, mine in zip(first, own, strict=True))

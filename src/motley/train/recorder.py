@@ -48,12 +48,12 @@ _WRONG = 3.0  # factor of error that shows that the figures were disturbed while
 
 
 class FirstSteps:
-    """A comparison of the wire of a run's first steps with the forecast.
+    """A comparison of the time of a run's first steps with the forecast.
 
-    If they agree, the figures behind the forecast are stored for the next start.
+    If the times agree, the measured link speeds behind the forecast are stored for the next start.
 
     Args:
-        memory: the figures to store; None: nothing is compared.
+        memory: store of the measured link speeds; None: nothing is compared.
         forecast: the forecast; None: nothing is compared.
     """
 
@@ -66,7 +66,7 @@ class FirstSteps:
         """Add a step of the first rank that trains.
 
         Returns:
-            A note for the user; mostly empty.
+            A note for the user; empty unless the links have changed.
         """
         if self._memory is None or self._forecast is None:
             return ""
@@ -78,10 +78,10 @@ class FirstSteps:
         return self.end() if len(self._took_s) == _STEPS else ""
 
     def end(self) -> str:
-        """Finish the comparison, because the run ends well or enough steps were seen.
+        """Finish the comparison when enough steps were added, or when the run ends.
 
         Returns:
-            A note for the user; mostly empty.
+            A note for the user; empty unless the links have changed.
         """
         memory, self._memory = self._memory, None
         if memory is None or self._forecast is None:
@@ -100,14 +100,14 @@ class FirstSteps:
             return ""
         when = datetime.fromtimestamp(memory.figures.measured)
         return (
-            f"the links are not what they were on {when:%Y-%m-%d %H:%M}: with what they carry now "
-            f"a step takes {took:.3g} s, and {expected:.3g} s was expected; they are measured anew "
-            "at the next start"
+            f"the links have changed since {when:%Y-%m-%d %H:%M}: with their present speeds a "
+            f"step takes {took:.3g} s, and {expected:.3g} s was expected; the next start "
+            "measures them again"
         )
 
 
 def _took_s(record: StepRecord, forecast: Forecast) -> float:
-    """Return the seconds of a step if ranks computed as predicted.
+    """Return the seconds of a step with the forecast compute time and the measured wire time.
 
     If an engine cannot separate computing from sending, return the seconds of the whole step.
     """
@@ -121,11 +121,11 @@ class Reporter:
 
     Args:
         task: the task, with the unit and the metrics that are printed.
-        total_steps: steps of the whole run.
-        done_steps: steps that are done already.
-        interval: seconds between plain lines.
-        silent: print nothing (every rank but 0).
-        by_epoch: evaluations belong to epochs; False: to steps.
+        total_steps: number of steps of the whole run.
+        done_steps: number of steps that are done already.
+        interval: seconds between two plain lines.
+        silent: True: print nothing, as on every rank except rank 0.
+        by_epoch: True: name the epoch of an evaluation. False: name its step.
     """
 
     def __init__(
@@ -199,17 +199,20 @@ class Reporter:
 
 
 def console() -> Console:
-    """Return the console for tables: styled on a user's terminal, plain and 140 wide in a log."""
+    """Return the console for tables: styled on a terminal, plain and 140 columns wide in a log."""
     if on_terminal():
         return Console()
     return Console(force_terminal=False, no_color=True, width=140)
 
 
 def on_terminal(number: int = 1) -> bool:
-    """Return True if standard output, or 2 for standard error, is a user's terminal.
+    """Return True if standard output is a user's terminal.
 
-    Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output. A rank therefore looks
-    at the output of its parent process.
+    Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output. A rank therefore tests
+    the output of its parent process.
+
+    Args:
+        number: file descriptor to test: 1 for standard output, 2 for standard error.
     """
     if number == 1 and not sys.stdout.isatty():
         return False
@@ -222,7 +225,7 @@ def on_terminal(number: int = 1) -> bool:
     return output.startswith(("/dev/pts/", "/dev/tty"))
 
 
-_LAST_WORDS_S = 2.0  # that a line being written may still take when the job has to end
+_LAST_WORDS_S = 2.0  # limit for a pending write when the job has to end
 
 
 @dataclass(frozen=True)
@@ -230,8 +233,8 @@ class Timed:
     """A step for which all ranks know the time that each rank took.
 
     Attributes:
-        plan: plan of its batch.
-        ready_s: by rank, seconds for data and compute until the rank's own gradient was ready.
+        plan: plan of the step's batch.
+        ready_s: for each rank, seconds for data and compute until its own gradient was ready.
     """
 
     plan: Plan
@@ -243,10 +246,10 @@ class _Taken:
     """A step whose times are not read yet.
 
     Attributes:
-        record: its record, without times.
-        laps: its times on the device.
-        plan: plan of its batch.
-        unsound: launched ranks whose own gradient was not finite.
+        record: the step's record, without times.
+        laps: times of the step on this rank's device.
+        plan: plan of the step's batch.
+        unsound: ranks, numbered as launched, whose own gradient was not finite.
     """
 
     record: StepRecord
@@ -256,15 +259,14 @@ class _Taken:
 
 
 class Recorder:
-    """The writer of this rank's step records; on rank 0 also of evaluations, events and progress.
+    """The writer of this rank's step records. Rank 0 also writes evaluations, events and progress.
 
-    In a large group rank 0 alone writes steps, with its knowledge of the others, because a
-    thousand files with the same losses would be useless.
+    In a large group, only rank 0 writes steps, because the losses on all ranks are the same.
 
     Attributes:
         progress: progress of the training, for the GPU log.
-        at_once: True if no rank has a GPU, so a step's times are known when it ends.
-        last: the record of this rank's last step of which all times are known; None before it.
+        at_once: True if no rank has a GPU. The times of a step are then known when the step ends.
+        last: record of this rank's last step with known times; None before the first such step.
     """
 
     last: StepRecord | None = None
@@ -291,14 +293,15 @@ class Recorder:
             task: the task.
             group: process group of the ranks that train.
             config: the options.
-            tells_sync: True if the engine can separate compute from communication.
-            done: steps that are taken.
-            total: steps of the whole run.
-            compiles: True if the model is compiled, in a step where that is needed.
-            first_steps: comparison of the wire with the forecast; None: nothing is compared.
-            most_writers: largest number of ranks of which each writes its steps.
-            diverges: True if each rank takes steps of its own.
-            silent: print nothing, since the script prints its own progress.
+            tells_sync: True if the engine can measure compute and communication separately.
+            done: number of steps that are taken already.
+            total: number of steps of the whole run.
+            compiles: True if a step may include the time of compiling the model.
+            first_steps: comparison of the first steps with the forecast; None: nothing is compared.
+            most_writers: largest number of ranks for which every rank writes its steps. In a larger
+                group, only rank 0 does.
+            diverges: True if each rank takes steps of its own, as in Local SGD.
+            silent: True: print nothing, because the script prints its own progress.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
@@ -318,7 +321,7 @@ class Recorder:
         self._pending: _Taken | None = None
         self._due: tuple[_Taken, tuple[float, ...]] | None = None
         run.trains_since = run.trains_since or time.monotonic()
-        self._scale: float | None = None  # of the last step
+        self._scale: float | None = None  # loss scale of the last step
         self._compiles = compiles
         self._first_steps = first_steps or FirstSteps()
         self._local = False  # True if ranks take some steps alone between two all-reduces
@@ -330,7 +333,7 @@ class Recorder:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds in which some rank should make progress during a step; see detector.py."""
+        """Seconds within which some rank should make progress in a step; see detector.py."""
         # First steps build kernels, and a compiled model is built again for each batch size. The
         # time of a local step does not predict that of a step with an all-reduce.
         if self._compiles or self._local or len(self._seconds) < 3:
@@ -338,13 +341,13 @@ class Recorder:
         return step_timeout_s(median(self._seconds))
 
     def step(self, state: TrainState, lr: float, plan: Plan, result: StepResult) -> Timed | None:
-        """Add a step that was just launched on the device, and complete the previous one.
+        """Add a step that was just launched on the device, and complete the previous step.
 
-        A step's record is complete when the next step is added. By then the device has finished it,
-        so reading its times does not block. The other ranks' times have arrived with the next
-        step's exchange. :meth:`write` writes the record. On a CPU rank the record is written at
-        once, because the next backward pass may wait for a slow rank. If no rank has a GPU, this
-        step itself is completed now.
+        A step's record is complete when the next step is added. By then the device has finished the
+        step, so reading its times does not block. The times of other ranks have arrived with the
+        exchange of the next step. :meth:`write` writes the record later. A rank on a CPU writes the
+        record at once, because its next backward pass may wait for a slow rank. If no rank has a
+        GPU, the added step itself is complete at once.
 
         Args:
             state: position before the step.
@@ -353,7 +356,7 @@ class Recorder:
             result: outcome of the step.
 
         Returns:
-            The last step whose times are known now, or None.
+            The last step whose times are known now, or None if there is no such step.
         """
         timed = None if self.at_once else self._complete(result.ready_s)
         self._local |= result.loss_sum is None
@@ -382,10 +385,10 @@ class Recorder:
         self.write()
 
     def last_words(self) -> None:
-        """Write all steps so far, without the times of other ranks, since the run ends now.
+        """Write all steps so far at an abnormal end, without the times of other ranks.
 
-        Another thread calls this method. The training thread may be writing at the time, or be
-        blocked by a disk.
+        Another thread calls this method, while the training thread may be writing or be blocked by
+        a disk.
         """
         if self._writing.acquire(timeout=_LAST_WORDS_S):
             try:
@@ -405,7 +408,7 @@ class Recorder:
             return Timed(taken.plan, ready_s) if ready_s and all(ready_s) else None
 
     def write(self) -> None:
-        """Write the completed step; called while the device has enough work."""
+        """Write the record of the completed step, at a time when the device has enough work."""
         with self._writing:
             self._write()
 
@@ -454,7 +457,7 @@ class Recorder:
     def evaluation_at(self, step: int) -> EpochRecord | None:
         """Return the recorded evaluation after ``step`` steps, or None; all ranks call it.
 
-        The record is of this run, or of the run that it continues.
+        The record may come from the run that this run continues.
         """
         here = self.evaluations(step) if self._rank == 0 else []
         result = next((record for record in reversed(here) if record["step"] == step), None)
@@ -462,11 +465,11 @@ class Recorder:
         return known and EpochRecord.from_json(known)
 
     def evaluations(self, step: int) -> list[JsonDict]:
-        """Return the recorded evaluations up to a step, of this run and of the continued one."""
+        """Return the recorded evaluations up to a step, also of the run that this run continues."""
         return [record for record in self._run.read_evaluations() if record["step"] <= step]
 
     def _open(self, done: int) -> None:
-        """Open the files of records, without those of later steps, which will be repeated."""
+        """Open the record files, and remove the records of later steps, which will be repeated."""
         folder = self._run.folder
         folder.drop_after(done, self._launched, self._ranks, self._diverges)
         writes = self._rank == 0 or not self._many
@@ -480,19 +483,19 @@ class Recorder:
             self._epochs.close()
 
     def go_back(self, done: int) -> None:
-        """Continue after ``done`` steps, as a resumed run does."""
+        """Go back to the position after ``done`` steps."""
         self._close()
         self._open(done)
         self._reporter.begin(done)
 
     def note(self, kind: str, text: str, **content: Any) -> None:
-        """Record and print a note that all ranks have."""
+        """Record and print a note that is the same on all ranks; only rank 0 writes it."""
         if self._rank == 0:
             self._run.event(kind, text=text, **content)
             self._reporter.print_line(text)
 
     def note_own(self, kind: str, text: str, **content: Any) -> None:
-        """Record and print a note of this rank alone."""
+        """Record and print a note that only this rank has."""
         words = f"rank {self._launched} on {socket.gethostname()}: {text}"
         self._run.event(kind, text=words, **content)
         self._reporter.print_line(words)
@@ -508,8 +511,8 @@ class Recorder:
 
         Args:
             evaluated: the last evaluation.
-            epoch_samples: samples that are trained on in an epoch.
-            peaks: peak of memory of each rank, MiB; empty if it was not predicted.
+            epoch_samples: number of training samples in an epoch.
+            peaks: peak memory of each rank in MiB; empty if no peak was predicted.
         """
         seconds = time.monotonic() - self._run.trains_since
         return {

@@ -1,12 +1,12 @@
-"""The state of the last finished step, after a rank has died.
+"""Recovery of the state of the last finished step after a rank was lost.
 
-The surviving ranks hold all of it. They save it, or continue with it without a restart.
+The surviving ranks hold this whole state. They save it, or continue with it without a restart.
 
-At that time the training thread is blocked in a collective that never ends, so the watching thread
-reads the state. The state is consistent if the training thread has changed nothing meanwhile. The
-training thread counts its changes: the count is odd during one. If it is not blocked, as in local
-steps, it waits for the reader before the next step. The survivors repeat the unfinished step with
-the same samples.
+After a loss the training thread is blocked in a collective that never ends, so the thread that
+watches the ranks reads the state. The copy is consistent if the training thread changes nothing
+meanwhile. The training thread therefore has a version counter, which is odd while a change is in
+progress. If the training thread is not blocked, as in Local SGD, it waits for the reader before its
+next step. The survivors repeat the unfinished step with the same samples.
 """
 
 import contextlib
@@ -38,20 +38,21 @@ from motley.plan.speeds import SpeedTable
 from motley.train.group_rebuild import GroupRebuild
 from motley.train.setup import Job, StartedJob
 
-_WAIT_S = 3.0  # for the training thread to finish the update that it has started
-_LOOK_S = 0.02  # between checks; longer than a GPU's update runs before the host notices it
+_WAIT_S = 3.0  # limit for the training thread to finish its update
+_LOOK_S = 0.02  # seconds between checks; a GPU's update is visible sooner
 
 
 class Rescue:
-    """The state of a job that one rank can save, or copy to continue with.
+    """The state of a job on one rank, which can be saved or copied after another rank is lost.
 
     Args:
         job: the objects of the training.
         state: position of the training.
 
     Attributes:
-        possible: True if this rank holds all of the state, and the task saves checkpoints.
-        kept: the result of :meth:`keep`, which replaces the job from then on.
+        possible: True if this rank holds the whole state, and the task saves checkpoints.
+        kept: copy of the state that :meth:`keep` has made, with which the rank continues; None
+            before :meth:`keep`.
     """
 
     def __init__(self, job: Job, state: TrainState) -> None:
@@ -77,18 +78,19 @@ class Rescue:
         self.mark_unchanged()
 
     def changing(self) -> None:
-        """Mark the beginning of a change of the parameters or of the state that belongs to them."""
+        """Mark the beginning of a change of the parameters, optimizer or other training state."""
         self._version += 1 - self._version % 2
 
     def mark_consistent(
         self, state: TrainState, plan: Plan, settle: Callable[[], object] | None = None
     ) -> None:
-        """Set the state after a finished step. All of it is consistent now.
+        """Set the position after a finished step, and mark all state as consistent.
 
         Args:
             state: position after the step.
             plan: split of a full batch.
-            settle: waits until the device has done that step; None: keep the last function.
+            settle: function that waits until the device has finished the step; None: keep the
+                previous function.
         """
         self._state, self._plan, self._launched = state, plan, None
         self._settle = settle or self._settle
@@ -97,14 +99,14 @@ class Rescue:
             pass
 
     def mark_unchanged(self) -> None:
-        """Mark the end of a change that left the state as before :meth:`changing`."""
+        """Mark the end of a change after which the state is as before :meth:`changing`."""
         self._version += 2 - self._version % 2
 
     def save(self) -> str:
-        """Write a checkpoint of the last finished step. Called from the watching thread.
+        """Write a checkpoint of the last finished step. The watching thread calls it.
 
         Returns:
-            A sentence for the user; empty if there was nothing to save.
+            A message that names the saved step; empty if there was nothing to save.
         """
         with contextlib.suppress(MotleyError):  # an error of the previous checkpoint
             self._checkpoints.wait()
@@ -122,7 +124,7 @@ class Rescue:
         return f"saved as of step {saved.state.step}"
 
     def keep(self) -> None:
-        """Replace the engine by a copy of its state. Called from the watching thread."""
+        """Replace the engine by a copy of its state. The watching thread calls it."""
         if self.kept is None:
             self.kept = self._take()
             self._engine = None  # frees memory for the next engine
@@ -159,7 +161,7 @@ class Rescue:
         raise MotleyError("it was not finished in time")
 
     def _was_taken(self) -> bool | None:
-        """Return True if the device has done a step whose outcome the host has not read yet."""
+        """Return :attr:`LaunchedStep.taken` of the step whose outcome is not read yet, or None."""
         launched = self._launched
         return launched[1].taken() if launched else None
 
@@ -171,7 +173,7 @@ class Rescue:
 
 @contextlib.contextmanager
 def beside_training(device: torch.device) -> Iterator[None]:
-    """Run the context in a new CUDA stream, since the usual stream waits for the lost rank."""
+    """Use a new CUDA stream in the context, since the usual stream waits for the lost rank."""
     if device.type != "cuda":
         yield
         return
@@ -184,7 +186,7 @@ def arm_rescue(world: World, begun: StartedJob, shared: bool) -> Rescue:
 
     Args:
         world: the ranks.
-        begun: the job and its position.
+        begun: the job and the position at which it continues.
         shared: True if all ranks see the disk with the checkpoints.
     """
     job = begun.job
@@ -198,20 +200,20 @@ def arm_rescue(world: World, begun: StartedJob, shared: bool) -> Rescue:
 
 
 def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -> None:
-    """Save, all ranks together, and end the job at a step boundary.
+    """Save a checkpoint, and end the job after a whole step. All ranks call it.
 
-    All ranks have agreed to end here, because a host leaves or is to be added again.
+    All ranks have agreed to end after this step, because a host leaves or is to be added again.
 
     Args:
         world: the ranks.
         job: the objects of the training.
         state: position of the training.
-        save: saves at ``state``. False: all ranks have returned to a checkpoint, and this function
-            returns.
+        save: function that saves at ``state``. If it returns False, all ranks have gone back to an
+            earlier checkpoint, and the job does not end.
     """
     text = ""
     if job.length.save_every == 0:
-        text = "nothing is saved, for this task keeps no checkpoints"
+        text = "nothing is saved, because this task keeps no checkpoints"
     elif state.step > 0:
         if not save():
             return
@@ -227,8 +229,8 @@ class Continuation:
 
     Attributes:
         group: process group of the survivors, which this rank has joined.
-        planned: a plan for the survivors.
-        state: the state that this rank holds; None if it took no part in training.
+        planned: the plan for the survivors.
+        state: the state that this rank holds; None if the rank took no part in training.
     """
 
     group: ProcessGroup
@@ -237,23 +239,23 @@ class Continuation:
 
 
 class JobRebuild(GroupRebuild):
-    """One rank's part in continuing a job of ``motley train`` after a loss.
+    """The steps by which the survivors of a lost rank continue a job of ``motley train``.
 
     Attributes:
-        config: options for the survivors; an option may have one value per rank.
+        config: options of the run. An option with one value per rank has the survivors' values.
     """
 
     def __init__(self, world: World, config: Config) -> None:
         super().__init__(world)
         self.config = config
-        self._speeds: tuple[SpeedTable, ...] = ()  # of the group's ranks
-        self._places: list[int] = []  # of the group's ranks, in the plan that is kept
+        self._speeds: tuple[SpeedTable, ...] = ()  # speed of each rank of the group
+        self._places: list[int] = []  # place in the kept plan, for each rank of the group
         self._rescue: Rescue | None = None
 
     def ready(
         self, group: ProcessGroup, planned: Planned, rescue: Rescue | None, shared: bool
     ) -> None:
-        """Declare that this rank can continue without a lost one from now on; all ranks call it.
+        """Declare that this rank can continue if another rank is lost; all ranks call it.
 
         Args:
             group: process group of the ranks that train.
@@ -269,9 +271,9 @@ class JobRebuild(GroupRebuild):
         self.offer(group, rescue.keep if rescue else lambda: None, without_first)
 
     def go_on(self, survivors: Survivors) -> Continuation:
-        """Make a group of the survivors; all of them call it.
+        """Make a process group of the survivors; all survivors call it.
 
-        If one of them is lost meanwhile, the remaining ones call it again.
+        If a further rank is lost meanwhile, the remaining ranks call this method again.
         """
         stay = self.leave_lost(survivors)
         self.config = config_for_survivors(self.config, stay)
@@ -286,7 +288,7 @@ class JobRebuild(GroupRebuild):
 
 
 def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:
-    """Return the plan of the same batch for the ranks ``stay`` alone, split by the same speeds."""
+    """Return the plan in which only the ranks ``stay`` share the batch, by the same speeds."""
     wire = replace(plan.wire, slow_rank=None) if len(stay) > 1 else EXACT
     shares = [plan.shares[rank] for rank in stay]
     sizes = [plan.max_micro_batch[rank] for rank in stay]
@@ -297,7 +299,7 @@ def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:
 
 
 def config_for_survivors(config: Config, stay: list[int]) -> Config:
-    """Return the options with per-rank values of the ranks ``stay`` alone."""
+    """Return the options with the per-rank values of only the ranks ``stay``."""
     names = ("shares", "micro_batch", "precision")
     changes: dict[str, Any] = {
         name: value.only(stay) for name in names if (value := getattr(config, name)) is not None

@@ -1,10 +1,12 @@
-"""The loss scale before step 1, and the cause of an overflow.
+"""The search for the loss scale before step 1, and for the cause of an overflow.
 
-The scale is the largest that does not overflow, less a margin. If gradients overflow later and a
-lower scale does not help, the run ends with an error that names the layer and the samples.
+The loss scale is the largest scale that does not overflow, less a margin. If gradients overflow
+later and a lower scale does not help, the run ends with an error that names the layer and the
+samples.
 
-If the scale is too high, steps are skipped at the start (from 2^32 about fourteen). If it is too
-low, small gradients become zero. The search therefore tries scales on the first real batches.
+If the scale is too high, steps are skipped at the start, about fourteen from a scale of 2^32. If
+the scale is too low, small gradients become zero. The search therefore tries scales on the first
+batches of the training data.
 """
 
 import itertools
@@ -33,9 +35,11 @@ class Overflow:
     """The first place where values are not finite.
 
     Attributes:
-        layer: layer or parameter of the network, by its name in torch.
-        values: ``activations``, ``gradient`` of these, or ``weight gradient``.
-        samples: indices in the data set; empty if only the sum over samples overflows.
+        layer: name of the layer or parameter in torch.
+        values: values that are not finite: ``activations``, ``gradient`` (of the activations), or
+            ``weight gradient``.
+        samples: indices of the samples in the data set; empty if only the sum over samples
+            overflows.
     """
 
     layer: str
@@ -56,7 +60,7 @@ def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> 
     Args:
         model: the model.
         batches: the micro-batches.
-        factor: factor of each sample's loss in the step, the loss scale included.
+        factor: factor on each sample's loss in the step, which includes the loss scale.
     """
     # These leaves share the parameters' numbers but not their hooks, so no engine's hook runs.
     weights = {
@@ -157,10 +161,10 @@ def find_scale(
 
     Args:
         model: the model.
-        batches: this rank's first micro-batches, each with the factor of a sample's loss besides
-            the scale.
-        fp16: True if this rank computes or sends in fp16. Other ranks have nothing to try.
-        wire: True if this rank sends in fp16.
+        batches: this rank's first micro-batches, each with the factor on a sample's loss without
+            the loss scale.
+        fp16: True if this rank computes or sends in fp16. A rank without fp16 tries no scales.
+        wire: True if this rank sends gradients in fp16.
     """
     power = HIGHEST
     if fp16:
@@ -181,9 +185,13 @@ def find_scale(
 def _overflows(
     model: TaskModel, batches: Sequence[tuple[Batch, float]], scale: float, wire: bool
 ) -> bool:
-    """Return True if a gradient is not finite, in this precision or in that of the wire.
+    """Return True if the batches' summed gradients are not finite at a loss scale.
 
-    The batches' gradients are added up first.
+    Args:
+        model: the model.
+        batches: the micro-batches, each with the factor on a sample's loss.
+        scale: the loss scale to try.
+        wire: True: test the gradients after rounding to fp16, too.
     """
     model.zero_grad(set_to_none=True)
     for batch, weight in batches:

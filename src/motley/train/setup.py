@@ -1,6 +1,6 @@
 """The setup of the objects that training needs.
 
-They are data, length, budget of disk space, model, engine and schedule.
+These objects are the data, length, budget of disk space, model, engine and schedule.
 """
 
 import dataclasses
@@ -51,10 +51,10 @@ class Budget:
         steps: number of steps left.
         step_s: forecast seconds per step; None if nothing was measured.
         checkpoint: bytes of one checkpoint.
-        saves: number of checkpoints that are going to be saved.
-        keep: number of checkpoints that stay on the disk.
+        saves: number of checkpoints that the rest of the run will save.
+        keep: number of checkpoints to keep on the disk.
         there: number of checkpoints that are on the disk already, and will be replaced.
-        free: free bytes of the disk.
+        free: free space of the disk in bytes.
         folder: folder of the checkpoints.
     """
 
@@ -69,7 +69,11 @@ class Budget:
 
     @property
     def needed(self) -> float:
-        """Bytes of disk at most. A new checkpoint is complete before the oldest is removed."""
+        """Largest number of bytes that new checkpoints need on the disk.
+
+        The number includes one checkpoint more than are kept, because a new checkpoint is complete
+        before the oldest one is removed.
+        """
         return self.checkpoint * min(self.saves, max(1, self.keep + 1 - self.there))
 
     def check(self) -> None:
@@ -78,16 +82,19 @@ class Budget:
             return
         fewer = replace(self, keep=1).needed < self.needed
         raise MotleyError(
-            f"checkpoints of {_size(self.checkpoint)} each are going to need {_size(self.needed)}, "
-            f"and {_size(self.free)} are free in {self.folder}; free some disk, "
-            f"{'keep fewer with --keep 1, ' if fewer else ''}or choose another one with --logs DIR "
-            "(there, a run is continued by --resume PATH)"
+            f"the checkpoints, of {_size(self.checkpoint)} each, will take {_size(self.needed)}, "
+            f"and {_size(self.free)} are free in {self.folder}. Free some space, "
+            f"{('keep fewer with --keep 1, ' if fewer else '')}or choose another folder with "
+            "--logs DIR (there, --resume PATH continues a run)"
         )
 
     def sentence(self) -> str:
-        """Return a sentence for the log."""
+        """Return a sentence on the remaining time and the disk space, for the log."""
         if not self.steps:
-            return "all steps are done; --epochs or --max-steps with a larger number adds some"
+            return (
+                "all steps are done; for more, give a larger --epochs or --max-steps. "
+                "--eval-at-start evaluates again"
+            )
         taken = f"{self.steps:,} steps"
         if self.step_s is not None:
             taken += f" should take {clock(self.steps * self.step_s)}, and evaluations"
@@ -116,8 +123,8 @@ def make_budget(
         state: position of the training.
         checkpoint: bytes of a checkpoint.
         keep: number of checkpoints to keep.
-        step_s: forecast seconds per step, or None.
-        keeps_best: the best checkpoint is kept besides.
+        step_s: forecast seconds per step; None if nothing was measured.
+        keeps_best: True: the best checkpoint is kept in addition.
     """
     checkpoints.sweep()
     saves = length.saves_left(state) + (length.evaluations_left(state) if keeps_best else 0)
@@ -136,7 +143,7 @@ def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> 
 
     Args:
         numbers: number of elements in the model's parameters and buffers.
-        trained: number of elements that are trained. Only these have further state.
+        trained: number of elements that are trained. Only these have optimizer state.
         config: the options.
         plan: the plan, whose wire mode may keep copies on each rank.
     """
@@ -160,7 +167,7 @@ class Sizes:
         numbers: number of elements in parameters and buffers.
         parameters: number of elements in parameters, trained or not.
         trained: number of elements that are trained.
-        gradient_bytes: bytes of a gradient on the wire.
+        gradient_bytes: bytes of the whole gradient in the format in which it is sent.
     """
 
     numbers: int
@@ -180,7 +187,7 @@ class Sizes:
         )  # fmt: skip
 
     def notes(self) -> list[Note]:
-        """Return a note on frozen parameters, in a list; empty if there are none."""
+        """Return a list with a note on frozen parameters; empty if no parameter is frozen."""
         if self.trained == self.parameters:
             return []
         text = (
@@ -251,7 +258,7 @@ def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
         config: the options.
         plan: the plan.
         loader: the loader, which has the number of samples in an epoch.
-        keeps: True: save checkpoints. False: save them only if the user sets an interval.
+        keeps: True: the task saves checkpoints. False: save only if the user sets an interval.
     """
     every = config.save_every or (None if keeps or config.keep_best else 0)
     evaluates = config.eval_every
@@ -292,13 +299,13 @@ class Job:
         checkpoints: checkpoints of the run.
         numbers: number of elements in the model's parameters and buffers.
         trained: number of elements that are trained.
-        gradient_bytes: bytes of a gradient on the wire, each time that it is sent.
+        gradient_bytes: bytes of the whole gradient in the format in which it is sent.
         length: end of this run, and steps at which it saves.
         saved_config: options in the form that a checkpoint stores.
         notes: notes on the setup, for the records.
         workers: the ranks that train.
-        watch: proposes another split when this one does not fit any more.
-        metric: metric that decides which evaluation is the best; None if no option needs it.
+        watch: monitor that proposes another split when ranks become slower or faster.
+        metric: metric that selects the best evaluation; None if no option needs a metric.
     """
 
     config: Config
@@ -339,7 +346,7 @@ class StartedJob:
         job: the job.
         state: position of the training.
         notes: notes on the resume and on the setup.
-        budget: time and disk space; on the rank that writes, else None.
+        budget: time and disk space of the rest of the run; None on ranks that write no checkpoints.
         first_steps: comparison of the first steps with the forecast.
     """
 
@@ -350,10 +357,10 @@ class StartedJob:
     first_steps: FirstSteps
 
     def take_over(self, shared: bool) -> None:
-        """Set the run's folder for checkpoints, and set aside later ones on the rank that writes.
+        """Use the run's folder for checkpoints, and rename checkpoints of later steps in it.
 
         Args:
-            shared: True if all ranks see its disk.
+            shared: True if all ranks see the disk of the folder.
         """
         self.job.checkpoints.in_parts = shared and self.job.model.by_blocks is not None
         place = self.job.checkpoints.path = (
@@ -375,18 +382,21 @@ def begin(
     initial: Sequence[str],
     kept: KeptState | None = None,
 ) -> StartedJob | None:
-    """Make the job and load the state that it continues; return None on a rank that is left out.
+    """Make the job, and load the state from which it continues.
+
+    The result is None on a rank that takes no part in training.
 
     Args:
         run: the run.
         group: process group of the ranks that train.
         planned: the plan.
         config: the options.
-        engine_factory: makes the engine.
-        model: the model; None on a rank that is left out.
-        monitor: makes the monitor that proposes another split.
+        engine_factory: factory of the engine.
+        model: the model; None on a rank that takes no part in training.
+        monitor: factory of the monitor that proposes another split.
         initial: notes for the user on the initial weights.
-        kept: state that this rank has copied from a larger group; None: no rank was lost.
+        kept: state that this rank has kept from the group before a rank was lost; None: no rank was
+            lost.
     """
     if group.rank is None or model is None:
         return None
@@ -405,7 +415,7 @@ def begin(
         state, notes = job.resume(run.resume_from)
         took_s = time.monotonic() - began
     check_profile(config, group.workers, job.length.last_step(state))
-    if writes and state != foreseen:  # that checkpoint was damaged
+    if writes and state != foreseen:  # the foreseen checkpoint was damaged
         budget = ready.budget(state, planned)
     new_notes: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
     new_notes += [("initial", note, {}) for note in initial]
@@ -417,7 +427,7 @@ def begin(
 
 
 def check_samples(config: Config, workers: Sequence[Rank]) -> None:
-    """Raise MotleyError unless all ranks learn from the same data, by their task's fingerprint."""
+    """Raise MotleyError unless the fingerprint of the task's data is equal on all ranks."""
     task = get_task(config)
     sets = {name: len(source) for name, source in task.held_out_sets().items()}
     own = {CLASS_NAMES: task.class_names, SAMPLES: task.sample_list, "held-out sets": sets}
@@ -427,7 +437,7 @@ def check_samples(config: Config, workers: Sequence[Rank]) -> None:
         if unlike:
             raise MotleyError(
                 f"rank {worker.rank} on {worker.host} has other data than rank {workers[0].rank} "
-                f"on {workers[0].host}: their {', '.join(unlike)} differ; bring the same files to "
+                f"on {workers[0].host}: their {', '.join(unlike)} differ; copy the same files to "
                 "all hosts"
             )
 
@@ -449,10 +459,10 @@ def assemble(
         run: the run.
         group: process group of the ranks that train.
         planned: the plan.
-        engine_factory: makes the engine.
+        engine_factory: factory of the engine.
         model: the model.
-        monitor: makes the monitor that proposes another split.
-        fresh: True if no earlier state, with its loss scale, is continued.
+        monitor: factory of the monitor that proposes another split.
+        fresh: True if the run continues no earlier state. The loss scale is then searched.
     """
     assert group.rank is not None
     config, plan, loader, sizes = ready.config, ready.plan, ready.loader, ready.sizes
@@ -463,8 +473,8 @@ def assemble(
     notes = list(ready.notes)
     if some := model.sometimes_unused:
         text = (
-            f"{name_some(some)} have no gradient for some samples: a step in which no rank has one "
-            "leaves a parameter as it is"
+            f"{name_some(some)} have no gradient for some samples; such a parameter stays as it "
+            "is in a step in which no rank has a gradient for it"
         )
         notes.append(("sometimes_unused", text, {"parameters": list(some)}))
     if config.loss_scale == "auto" and scale.dynamic and fresh:
@@ -482,9 +492,8 @@ def assemble(
     )
     if (action := name_action(model.task)) and not engine.replicated:
         raise MotleyError(
-            f"{action} needs the whole model on rank 0, and "
-            f"{engine_factory.traits.words or 'this engine'} gives each rank a part of it; take "
-            "--strategy ddp, or leave it out"
+            f"{action} needs the whole model on rank 0, and this strategy gives each rank a part "
+            f"of the model; take --strategy ddp, or leave out {action}"
         )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)

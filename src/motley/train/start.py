@@ -1,7 +1,8 @@
 """A run, from the launched ranks to the last record. Start reading at :func:`train`.
 
-A run chooses the ranks that take part, opens the data and the model, makes a plan, runs the loop,
-and records the result. If a rank is lost and the others can continue, they do all this again.
+:func:`train` chooses the ranks that take part, opens the data and the model, makes a plan, runs the
+loop, and records the result. If a rank is lost and the other ranks can continue, they repeat these
+steps.
 """
 
 import contextlib
@@ -51,9 +52,9 @@ from motley.train.summary import make_records, print_summary, print_verdict
 
 
 def train_or_continue(world: World, given: Config, strategies: Mapping[str, Strategy]) -> Path:
-    """Train with the options of the continued checkpoint; return the folder of the records.
+    """Train, or continue from a checkpoint; return the folder of the records.
 
-    Options that the user typed take precedence.
+    A continued run has the checkpoint's options, except for options that the user typed.
 
     Args:
         world: the ranks.
@@ -83,8 +84,8 @@ def check_optimization(config: Config) -> None:
         )
 
 
-_NEARLY_S = 0.1  # in which a checkpoint may still be counted; an mpirun that stops leaves us 0.3 s
-_LAST_SAVE_S = 5.0  # that a checkpoint being written may still take when the job has to end
+_NEARLY_S = 0.1  # limit for a last checkpoint; a stopped mpirun leaves 0.3 s
+_LAST_SAVE_S = 5.0  # limit for a pending checkpoint when the job has to end
 
 
 def train(
@@ -100,10 +101,10 @@ def train(
     Args:
         world: the ranks.
         config: the options.
-        engine_factory: makes the engine that the user has chosen, or the caller's own.
-        make_model: class that wraps the network, for callers with their own.
-        monitor: makes the monitor that decides when another split is proposed.
-        run: the run; None: find it by the options.
+        engine_factory: factory of the engine.
+        make_model: factory of the module that wraps the network.
+        monitor: factory of the monitor that proposes another split.
+        run: the run; None: find the run by the options.
     """
     check_optimization(config)
     run = run or Run.find(world, config)
@@ -132,13 +133,13 @@ def train_with(
     """Train to the end with all present ranks.
 
     Args:
-        survivor: this rank's part in continuing after a loss.
+        survivor: the object by which this rank continues after another rank is lost.
         survivors: the survivors of the last group; None: no rank is lost.
         run: the run.
         keeper: keeper of compiled code.
-        engine_factory: makes the engine.
-        make_model: makes the module around the network.
-        monitor: makes the monitor that proposes another split.
+        engine_factory: factory of the engine.
+        make_model: factory of the module that wraps the network.
+        monitor: factory of the monitor that proposes another split.
     """
     continuation = survivor.go_on(survivors) if survivors else None
     world, config, traits = survivor.world, survivor.config, engine_factory.traits
@@ -243,7 +244,7 @@ def memory_peaks(job: Job) -> list[float]:
 
 
 def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
-    """Write all records and the checkpoint that this rank has not written yet."""
+    """Write this rank's records and its checkpoint, as far as they are not on the disk yet."""
     try:
         recorder.last_words()
     finally:
@@ -256,19 +257,19 @@ def how_to_continue(
     """Return a sentence on the saved state of a stopped run, and the line that continues it.
 
     Args:
-        line: the line.
+        line: command line that continues the run.
         checkpoints: the run's checkpoints.
-        save_every: steps between two checkpoints; 0: the task keeps none.
+        save_every: number of steps between two checkpoints; 0: the task saves no checkpoints.
         step: number of finished steps; None: before step 1.
     """
     if save_every == 0:
-        return "nothing of it is saved, for this task keeps no checkpoints"
+        return "nothing of this run is saved, because this task keeps no checkpoints"
     with contextlib.suppress(MotleyError, TimeoutError):  # one that is nearly written counts
         checkpoints.wait(_NEARLY_S)
     result = checkpoints.list_folders()
     saved = parse_step(result[0]) if result else None
     if saved is None:
-        return "nothing of it is saved yet; --save-every N saves it every N steps"
+        return "nothing of this run is saved yet; --save-every N saves it every N steps"
     behind = (step or 0) - saved
     steps = (
         f"step {step}"
@@ -280,7 +281,7 @@ def how_to_continue(
 
 
 def record_from(begun: StartedJob, run: Run, group: ProcessGroup) -> Recorder:
-    """Make the recorder of the steps that follow, and write the notes of earlier phases."""
+    """Make the recorder of the following steps, and write the notes of the setup with it."""
     job, state = begun.job, begun.state
     recorder = Recorder(
         run, job.model.task, group, job.config, tells_sync=not job.engine.equal_micro_steps,

@@ -1,7 +1,7 @@
 """The summary of a run before it starts, for run.json and for the terminal.
 
-The summary has the expected time, and the disk space of the checkpoints. The tables for a plan
-without a training are made here too.
+The summary has the expected time, and the disk space of the checkpoints. The tables that show a
+plan without training are made here, too.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ def make_records(
 ) -> dict[str, Any]:
     """Return the entries of run.json on the ranks, the plan and the options.
 
-    ``links_of_earlier_run`` is the time when links and wires were measured, in seconds since the
-    epoch, if that was not at this start.
+    If links were not measured at this start, the entry ``links_of_earlier_run`` is the time of the
+    measurement, in seconds since 1970.
 
     Args:
         world: the ranks.
@@ -119,22 +119,25 @@ def print_verdict(run: Run) -> None:
 
 
 def _measured_earlier(planned: Planned) -> float | None:
-    """Return when links and wires were measured, in seconds since 1970; None: at this start."""
+    """Return the time of an earlier measurement of links, in seconds since 1970.
+
+    None: links were measured at this start.
+    """
     memory = planned.memory
     return memory.figures.measured if memory and memory.is_old else None
 
 
 def _of_two_makers(group: ProcessGroup, predicted: Forecast | None) -> str:
-    """Return a sentence on why gradients of GPUs of two makers are sent from the hosts' memory."""
+    """Return a sentence for GPUs of two makers, which send gradients through the CPU."""
     costs = ""
     if predicted:
         costs = (
-            f"; that takes {predicted.wire_s:.3g} s, of which nothing hides "
-            f"{predicted.exposed_s:.3g} s of each step ({predicted.step_s:.3g} s)"
+            f"; sending takes {predicted.wire_s:.3g} s, of which {predicted.exposed_s:.3g} s of "
+            f"each step ({predicted.step_s:.3g} s) are not hidden behind compute"
         )
     return (
-        f"{group.kinds} have no library in common (NCCL, RCCL): gradients travel through the "
-        f"hosts' memory{costs}"
+        f"{group.kinds} have no communication library in common (NCCL, RCCL), so gradients "
+        f"travel through the hosts' memory{costs}"
     )
 
 
@@ -179,7 +182,8 @@ def print_summary(
         print(f"  {advice}")
     if earlier := _measured_earlier(planned):
         print(
-            f"  links and wire are as measured on {datetime.fromtimestamp(earlier):%Y-%m-%d %H:%M}"
+            " the speeds of links and wire modes are from "
+            f"{datetime.fromtimestamp(earlier):%Y-%m-%d %H:%M}"
         )
     print(f"  {world.clock.sentence()}")
     sys.stdout.flush()
@@ -193,12 +197,12 @@ def show_plan(world: World, config: Config) -> None:
 
 
 def _show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: Task) -> None:
-    """Print one row per rank, and one row per alternative to the plan.
+    """Print a table with a row per rank, and a table with a row per alternative to the plan.
 
     Args:
         group: process group of the ranks that train.
         planned: the plan.
-        machines: machine of each rank.
+        machines: number of each rank's machine.
         task: the task.
     """
     plan, predicted, out = planned.plan, planned.forecast, console()
@@ -247,7 +251,7 @@ def _show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: 
 
 
 def _show_links(links: Links) -> None:
-    """Print one row per host."""
+    """Print a table of the measured links, with a row per host."""
     table = Table("host", box=None, pad_edge=False)
     for name in ("sends, MB/s", "receives, MB/s", "latency, ms"):
         table.add_column(name, justify="right")

@@ -49,11 +49,12 @@ def train_model(
             folder = motley.train_model(Lines(width=128), epochs=5, lr=3e-4)
 
     Args:
-        task: a task, its class, a built-in one's name, or a Python file with one. The class must be
-            defined in a file, because each rank creates the task again from the same options.
-        arguments: words of the command line, by default those of this process. They override
-            ``options``, which override a file of ``--config``. ``--resume auto`` among
-            them continues an interrupted run.
+        task: a task, its class, the name of a built-in task, or a Python file that defines a task.
+            The class must be defined in a file, because each rank creates the task again from the
+            same options.
+        arguments: words of the command line; None: the words of this process's command line. They
+            override ``options``, and ``options`` override a file of ``--config``. The words
+            ``--resume auto`` continue an interrupted run.
         options: options of ``motley train``, with underscores: ``batch_size=256``, ``shares=[5,
             3]``, ``stage=3``.
 
@@ -61,8 +62,8 @@ def train_model(
         The folder of the run's records, which :func:`motley.records.load` reads. Rank 0 completes
         the records last.
 
-    A wrong option ends the process with status 2 and a line that names it. A failure in training
-    ends all ranks.
+    A wrong option ends the process with status 2 and a line that names the option. A failure in
+    training ends all ranks.
     """
     check_call("train_model")
     typed = list(sys.argv[1:] if arguments is None else arguments)
@@ -79,9 +80,9 @@ def train_script(package: str, description: str, words: Sequence[str] | None = N
     """Train with the options on the command line; return the folder of the records.
 
     Args:
-        package: motley.engines.strategies.TORCH or ZERO, whose strategies the script has.
-        description: the script's docstring, which has the examples.
-        words: words of the command line; None: those of this process.
+        package: motley.engines.strategies.TORCH or ZERO, whose strategies the script offers.
+        description: the script's docstring, which contains examples for ``-h``.
+        words: words of the command line; None: the words of this process's command line.
     """
     strategies = known_strategies(package)
     config = read_config(training_parser(description, strategies), words)

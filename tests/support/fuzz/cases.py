@@ -111,6 +111,7 @@ class Recipe:
     lr_cycle_limit: int = 1
     warmup_steps: int | None = None
     warmup_lr: float | None = None
+    lr_noise: tuple[float, ...] | None = None
     class_weights: str | None = None
     balanced_sampling: bool = False
 
@@ -161,7 +162,7 @@ class Case:
             content = json.loads(text)
         except ValueError as error:
             raise MotleyError(
-                f"--case is no JSON: {error}; quote it as the fuzzer has printed it, as in "
+                f"--case is not valid JSON: {error}; quote it as the fuzzer has printed it, as in "
                 '--case \'{"recipe":{"opt":"lamb"}}\''
             ) from None
         case = _build(Case, content, "the case")
@@ -250,12 +251,12 @@ _PARTS = {"recipe": Recipe, "segments": Segment, "faults": Fault}
 
 def _build(kind: type, content: Any, where: str) -> Any:
     if not isinstance(content, dict):
-        raise MotleyError(f"--case: {where} is {content!r}, and should be a JSON object")
+        raise MotleyError(f"--case: {where} is {content!r}, and has to be a JSON object")
     known = {entry.name for entry in dataclasses.fields(kind)}
     given = {}
     for name, value in content.items():
         if name not in known:
-            raise MotleyError(f"--case: {where} knows no {name!r}{did_you_mean(name, known)}")
+            raise MotleyError(f"--case: {where} has no key {name!r}{did_you_mean(name, known)}")
         part = _PARTS.get(name)
         if part is Recipe:
             value = _build(part, value, name)
@@ -272,7 +273,7 @@ def _build(kind: type, content: Any, where: str) -> Any:
 
 def _listed(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise MotleyError(f"--case: {name} is {value!r}, and should be a list")
+        raise MotleyError(f"--case: {name} is {value!r}, and has to be a list")
     return value
 
 

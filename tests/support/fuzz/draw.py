@@ -87,6 +87,7 @@ def _recipe(dice: random.Random, exact: bool) -> Recipe:
         lr_cycle_limit=dice.choice((1, 1, 1, 2, 3)),
         warmup_steps=dice.choice((None, None, None, 0, 2)),
         warmup_lr=dice.choice((None, None, None, 1e-4)),
+        lr_noise=dice.choice((None, None, None, (0.0,), (0.3, 0.7))),
         weight_decay_end=0.3 if recipe.weight_decay and dice.random() < 0.2 else None,
         balanced_sampling=not recipe.of_folder and dice.random() < 0.15,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import timm
 import torch
 from fuzz.cases import size_after
 from timm.utils import dispatch_clip_grad
@@ -261,7 +262,21 @@ class Reference:
     def _learning_rate(self) -> float:
         """Of the schedule, for a batch that is smaller than it is going to be."""
         power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self._config.ramp_lr]
-        return self._scheduled() * (self._size() / self._config.batch_size) ** power
+        size = self._size() / self._config.batch_size
+        return self._scheduled() * self._rate_noise() * size**power
+
+    def _rate_noise(self) -> float:
+        """By timm's own schedule, in epochs."""
+        config = self._config
+        if not config.lr_noise:
+            return 1.0
+        bounds = [part * config.epochs for part in (*config.lr_noise, math.inf)[:2]]
+        of_timm = timm.scheduler.CosineLRScheduler(
+            torch.optim.SGD([torch.zeros(1)]), config.epochs, noise_range_t=bounds,
+            noise_pct=config.lr_noise_pct, noise_seed=config.seed,
+        )  # fmt: skip
+        applies = of_timm._is_apply_noise(self._epoch)
+        return 1.0 + (of_timm._calculate_noise(self._epoch) if applies else 0.0)
 
     def _scheduled(self) -> float:
         """Linear warm-up, then a cosine to ``--min-lr``, over the batches of all epochs."""

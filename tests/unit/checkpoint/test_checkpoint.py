@@ -290,7 +290,7 @@ def test_a_full_disk_is_said_and_leaves_the_older_one(tmp_path: Path) -> None:
     try:
         (older,) = save(tmp_path, 1)
         big = {**TENSORS, "model.body": torch.zeros(300_000)}
-        with pytest.raises(MotleyError, match=r"takes 1 MiB and 0 MiB are free.*--logs DIR"):
+        with pytest.raises(MotleyError, match=r"takes 1 MiB, and 0 MiB are free.*--logs DIR"):
             Checkpoints(tmp_path, 9).save(big, {"step": 2})
         assert checkpoints_at(tmp_path) == [older]
         assert not list(tmp_path.glob(".step_*"))

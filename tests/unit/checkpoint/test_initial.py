@@ -29,7 +29,10 @@ def test_the_head_is_made_anew_for_other_classes_and_positions_for_other_sizes()
     other = vit(num_classes=4, img_size=16)
     net, task = vit(), ImageTask()
     taken, notes = fit(Weights(other.state_dict(), "there"), task, net)
-    assert notes == ["made anew: head.bias, head.weight, of another shape there"]
+    assert notes == [
+        "new random weights for head.bias, head.weight, "
+        "because their shape differs from the checkpoint's"
+    ]
     assert set(taken) == set(net.state_dict()) - {"head.weight", "head.bias"}
     assert taken["pos_embed"].shape == net.pos_embed.shape != other.pos_embed.shape
     assert torch.equal(taken["blocks.0.mlp.fc1.weight"], other.blocks[0].mlp.fc1.weight)
@@ -78,12 +81,12 @@ def test_a_pickle_is_read_only_if_trusted_and_then_of_tensors_alone(tmp_path: Pa
     found = read_weights(str(nested), trust=True)
     assert found.source == nested
     assert torch.equal(found.tensors["head.weight"], weights["head.weight"])
-    with pytest.raises(MotleyError, match="more than tensors"):
+    with pytest.raises(MotleyError, match="objects other than tensors"):
         read_weights(str(code), trust=True)
 
 
 def test_folders_are_those_of_timm_and_what_is_damaged_is_said(tmp_path: Path) -> None:
-    with pytest.raises(MotleyError, match="neither checkpoints nor"):
+    with pytest.raises(MotleyError, match="has no checkpoints, and neither"):
         read_weights(f"local-dir:{tmp_path}", trust=False)
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     assert list(read_weights(f"local-dir:{tmp_path}", trust=False).tensors) == ["a"]

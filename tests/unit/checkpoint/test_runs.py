@@ -46,7 +46,7 @@ def test_auto_passes_over_what_learns_something_else(
     images = make_run(tmp_path, "images", 1.0, "failed", config={"task": "image"})
     own = make_run(tmp_path, "own", 2.0, "stopped", config={"task": "/home/me/sums.py"})
     assert find_run(config(tmp_path, "--resume", "auto"))[0] == images
-    assert f"{own} learns --task /home/me/sums.py" in capsys.readouterr().out
+    assert f"skips {own}, which has --task /home/me/sums.py" in capsys.readouterr().out
     for task, wanted in (("./sums.py", own), ("image", images)):
         again = Config(logs=str(tmp_path), resume="auto", task=task)
         assert find_run(again)[0] == wanted
@@ -57,8 +57,11 @@ def test_auto_says_that_it_starts_afresh_where_there_is_nothing(
 ) -> None:
     world: Any = SimpleNamespace(rank=0, from_first=lambda make: make())
     for words, says in (
-        ((), f"no unfinished run with a checkpoint is in {tmp_path}; --resume auto begins a new"),
-        (("--run", "new"), f"{tmp_path / 'new'} has no checkpoint; --resume auto begins it anew"),
+        ((), f"{tmp_path} has no unfinished run with a checkpoint, so --resume auto starts a new"),
+        (
+            ("--run", "new"),
+            f"{tmp_path / 'new'} has no checkpoint, so --resume auto starts the run",
+        ),
     ):
         assert Run.find(world, config(tmp_path, "--resume", "auto", *words)).resume_from == []
         assert says in capsys.readouterr().out
@@ -92,7 +95,10 @@ def test_a_run_of_ones_own_that_is_damaged_goes_on_from_its_checkpoints(
     for words in (("--run", "bad", "--resume", "auto"), ("--resume", str(damaged))):
         path, checkpoints = find_run(config(tmp_path, *words))
         said = capsys.readouterr().out
-        assert f"{damaged / 'run.json'} is damaged" in said and "its checkpoints are used" in said
+        assert (
+            f"{damaged / 'run.json'} is damaged" in said
+            and "The run continues from its checkpoints" in said
+        )
     world: Any = SimpleNamespace(rank=0)
     assert Run(RunFolder(path), checkpoints, world).read_continued() == {}
 
@@ -128,11 +134,11 @@ def test_a_link_in_place_of_a_run_folder_is_refused(tmp_path: Path) -> None:
     old = make_run(tmp_path, "old", 1.0, "failed")
     (tmp_path / "link").symlink_to(old)
     for words in (("--run", "link", "--resume", "auto"), ("--resume", str(tmp_path / "link"))):
-        with pytest.raises(MotleyError, match=f"symbolic link, to {old}; name that one"):
+        with pytest.raises(MotleyError, match=f"symbolic link to {old}; name that folder"):
             find_run(config(tmp_path, *words))
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "..", "a\nb"])
 def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
-    with pytest.raises(MotleyError, match="is a name, not a path"):
+    with pytest.raises(MotleyError, match="is a path, and has to be a name"):
         find_run(config(tmp_path, "--run", name))

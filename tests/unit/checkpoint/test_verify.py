@@ -55,13 +55,13 @@ def test_a_pointer_to_a_checkpoint_that_is_gone_is_named(run: RunFolder) -> None
         checkpoints.save({"model.x": torch.ones(3)}, {"step": 1})
         latest.write_text("step_00000002\n")
         (text,) = damaged(list(verify(path)))
-        assert f"{latest} is damaged: it names step_00000002, which is not there" in text
+        assert f"{latest} is damaged: it names step_00000002, which does not exist" in text
     checkpoints.set_aside_after(0)
     assert not latest.exists()
     best = run.checkpoints / "best"
     best.symlink_to("step_00000009")
     (text,) = damaged(list(verify(run.path)))
-    assert f"{best} is damaged: it names step_00000009, which is not there" in text
+    assert f"{best} is damaged: it names step_00000009, which does not exist" in text
 
 
 def test_each_damaged_file_is_named(run: RunFolder) -> None:
@@ -84,13 +84,15 @@ def test_torn_lines_are_counted_and_no_damage(
     path.write_text(path.read_text() + '{"step": 4, "lo\n' + json.dumps({"step": 4}) + "\n{")
     found = list(verify(run.path))
     assert not damaged(found)
-    assert "5 lines; 2 more cut short" in found[2].text and found[2].text.endswith("line 5, 7")
+    assert "5 lines; 2 more lines are cut short" in found[2].text and found[2].text.endswith(
+        "line 5, 7"
+    )
     assert not capsys.readouterr().out
 
 
 def test_where_there_is_nothing_it_is_said(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(MotleyError, match="neither a run nor a checkpoint is there"):
+        with pytest.raises(MotleyError, match="is neither a run nor a checkpoint"):
             list(verify(path))
 
 

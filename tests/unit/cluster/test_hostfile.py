@@ -59,5 +59,5 @@ def test_what_is_wrong_is_said_with_its_line(text: str, says: str) -> None:
 
 
 def test_a_missing_file_is_said_with_what_to_write(tmp_path: Path) -> None:
-    with pytest.raises(MotleyError, match="does not exist; write one host a line"):
+    with pytest.raises(MotleyError, match="does not exist; create it with one host per line"):
         read_hosts(tmp_path / "hosts.txt")

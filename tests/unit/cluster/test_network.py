@@ -58,9 +58,13 @@ def test_one_machine_talks_over_loopback() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
     [
-        ("GLOO_SOCKET_IFNAME", "eno1", "GLOO_SOCKET_IFNAME=eno1 on b, which has no such interface"),
-        ("GLOO_SOCKET_IFNAME", "en", "on a, which has no such"),
-        ("NCCL_SOCKET_IFNAME", "=en", "on a, which has no such"),
+        (
+            "GLOO_SOCKET_IFNAME",
+            "eno1",
+            "GLOO_SOCKET_IFNAME=eno1 on b names an interface that this host does not have",
+        ),
+        ("GLOO_SOCKET_IFNAME", "en", "on a names an interface that"),
+        ("NCCL_SOCKET_IFNAME", "=en", "on a names an interface that"),
         ("NCCL_SOCKET_IFNAME", "ib", "it has docker0, eno1"),
         ("NCCL_SOCKET_IFNAME", "en", ""),
         ("NCCL_SOCKET_IFNAME", "^docker", ""),
@@ -165,5 +169,7 @@ def test_all_networks_are_listed_and_those_of_containers_last() -> None:
 
 def test_a_host_with_ipv6_alone_is_named() -> None:
     hosts = {0: (Interface("eth0", "10.0.0.1", 24),), 1: (LOOPBACK,)}
-    with pytest.raises(MotleyError, match="beta has no IPv4 address beside its loopback's"):
+    with pytest.raises(
+        MotleyError, match="beta has only the IPv4 address of its loopback interface"
+    ):
         list_networks(hosts, NAMES, {})

@@ -66,14 +66,14 @@ def test_what_was_fetched_once_needs_no_hub(
 @pytest.mark.parametrize(
     ("counts", "known", "says"),
     [
-        ({"train": 3}, {}, "has the splits train; it needs train, and validation or val or valid"),
-        ({"test": 3}, {}, "has the splits test; it needs train"),
+        ({"train": 3}, {}, "has the splits train, and needs the splits train and val"),
+        ({"test": 3}, {}, "has the splits test, and needs the splits train"),
         ({"train": 3, "test": 0}, {}, "cannot be loaded (ValueError: "),
         ({"train": 3, "test": 3}, {"labels": [0, -1, 1]}, "image 1 of train has the label -1"),
         ({"train": 3, "test": 3}, {"labels": [0, 1, None]}, "image 2 of train has the label None"),
-        ({"train": 2, "test": 2}, {"labels": ["a", "b"]}, "has the label 'a'; it needs the number"),
+        ({"train": 2, "test": 2}, {"labels": ["a", "b"]}, "has the label 'a'; give the number"),
         ({"train": 3, "test": 3}, {"names": ("image", "breed"), "labels": None},
-         "no columns of type ClassLabel, and none called label; its columns are image, breed"),
+         "no columns of type ClassLabel, and none has the name label; its columns are image"),
     ],
 )  # fmt: skip
 def test_what_no_run_can_be_of_is_said(
@@ -91,9 +91,9 @@ def test_names_that_are_nothing_are_said(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     for name, says in {
-        "": "is no folder here; give one, or the OWNER/NAME",
-        "pandas": "is no folder here",  # a format of theirs, which unpickles what lies here
-        "/none/at/all": "is no folder here",
+        "": "is not a folder on this host; name a folder, or OWNER/NAME",
+        "pandas": "is not a folder on this host",  # a format of theirs, which unpickles files
+        "/none/at/all": "is not a folder on this host",
         "owner/none": r"cannot be loaded \(ConnectionError: Couldn't reach 'owner/none'",
     }.items():
         with pytest.raises(MotleyError, match=f"--dataset hfds/{name} {says}"):
@@ -118,7 +118,9 @@ def test_a_missing_package_and_an_old_timm_are_said(
             dataset.prepare(tmp_path / "data")
     monkeypatch.setitem(sys.modules, "datasets", None)
     for use in (lambda: dataset.prepare(tmp_path), lambda: dataset.open(tmp_path, 224)):
-        with pytest.raises(MotleyError, match=r"needs what is not installed .* install datasets"):
+        with pytest.raises(
+            MotleyError, match=r"needs a package that is not installed.* install datasets"
+        ):
             use()
 
 

@@ -367,7 +367,7 @@ def test_a_download_that_fails_says_what_to_do(tmp_path: Path) -> None:
         # Nothing answers there, so this is the user without a network, on any machine.
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
             patch.setenv(name, "http://127.0.0.1:9")
-        with pytest.raises(MotleyError, match=r"cifar10 is not under .* put its \.tar\.gz there"):
+        with pytest.raises(MotleyError, match=r"cifar10 is not in .* copy its \.tar\.gz there"):
             image_task(config("--dataset", "cifar10", "--data-dir", str(tmp_path))).prepare()
 
 

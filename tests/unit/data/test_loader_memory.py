@@ -52,11 +52,13 @@ def test_what_is_held_fits_and_one_more_would_not(
 def test_fewer_processes_and_too_large_a_micro_batch_are_explained() -> None:
     workers, note = workers_that_fit(4, 0.8 * GIB, 2, lambda: 16.5 * GIB)
     assert workers == 2
-    assert "2 loader processes in place of 4: 2 samples of 0.80 GiB" in note
+    assert "2 loader processes instead of 4: a micro-batch is 2 samples of 0.80 GiB" in note
     assert "free memory is 16.50 GiB" in note
-    with pytest.raises(MotleyError, match=r"8 samples of 0.80 GiB .* 3 of them.*--micro-batch 4 f"):
+    with pytest.raises(
+        MotleyError, match=r"8 samples of 0.80 GiB .* 3 micro-batches.*--micro-batch 4 f"
+    ):
         workers_that_fit(0, 0.8 * GIB, 8, lambda: 10 * GIB)
-    with pytest.raises(MotleyError, match="no sample fits: take fewer ranks a host"):
+    with pytest.raises(MotleyError, match="not even one sample fits: start fewer ranks per host"):
         workers_that_fit(8, 0.8 * GIB, 1, lambda: GIB)
 
 

@@ -109,10 +109,16 @@ def written(at: int, content: bytes) -> Callable[[Path], None]:
     ("damage", "says"),
     [
         (cut, "is cut short: "),
-        (cut_to_nothing, "is cut short, to 20 bytes; copy it anew, or pack it again with: bash"),
-        (written(8, b"\2"), "is of version 2, and this Motley reads version 1; pack it again"),
-        (written(0, b"PK"), "is no packed data set"),
-        (written(-3, b"\1"), "is damaged (what it says of its images has another hash"),
+        (
+            cut_to_nothing,
+            "is cut short: it has only 20 bytes. Copy it again, or pack it again with: bash",
+        ),
+        (
+            written(8, b"\2"),
+            "has version 2 of the file format, and this Motley reads version 1; pack it again",
+        ),
+        (written(0, b"PK"), "is not a packed data set"),
+        (written(-3, b"\1"), "is damaged (the hash of its description of the images has changed"),
         (lambda path: path.unlink(), "cannot be read: No such file"),
     ],
 )
@@ -136,7 +142,7 @@ def test_images_that_have_changed_since_are_seen(
     moved = root / "train" / "cat" / "3.png"
     content = moved.read_bytes()
     moved.unlink()
-    with pytest.raises(MotleyError, match="have changed since; pack them again with: bash"):
+    with pytest.raises(MotleyError, match=r"have changed since\. Pack them again with: bash"):
         find_dataset("packed").open(path, 24)
     monkeypatch.setenv("MOTLEY_STALE_PACK", "1")
     assert find_dataset("packed").open(path, 24).identity == before
@@ -148,11 +154,13 @@ def test_images_that_have_changed_since_are_seen(
 
 
 def test_a_folder_needs_one_file(root: Path, path: Path, tmp_path: Path) -> None:
-    with pytest.raises(MotleyError, match=r"has no file of the kind NAME\.packed; make it with"):
+    with pytest.raises(
+        MotleyError, match=r"has no file with a name of the form NAME\.packed; create one with"
+    ):
         find_dataset("packed").open(tmp_path, 24)
     packed(root, path)
     packed(root, path.with_name("more.packed"))
-    with pytest.raises(MotleyError, match=r"has 2 files: more\.packed, pictures\.packed of the"):
+    with pytest.raises(MotleyError, match=r"has 2 files: more\.packed, pictures\.packed with a"):
         find_dataset("packed").open(tmp_path, 24)
 
 

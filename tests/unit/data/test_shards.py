@@ -122,26 +122,26 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a word": (lambda at: write_shard(at / SHARD, [("x.png", b""), ("x.cls", b"cat")]),
                "'x' has no label (invalid literal"),
     "below 0": (lambda at: write_shard(at / SHARD, [("x.png", b""), ("x.cls", b"-1")]),
-                "'x' has no label (-1 is no class"),
+                "'x' has no label (-1 is not a class"),
     "no class": (lambda at: write_shard(at / SHARD, [("x.png", b""), ("x.cls", b"9" * 4000)]),
                  "'x' has no label ("),
     "a long one": (lambda at: write_shard(at / SHARD, [("x.png", b""), ("x.cls", b"1" * 2**21)]),
                    "its .cls has 2097152 bytes"),
     "deep": (lambda at: write_shard(at / SHARD, [("x.png", b""), ("x.json", b"[" * 10**5)]),
              "'x' has no label ("),
-    "no held-out": (lambda at: (at / "colours-val-0000.tar").unlink(), "has the splits train; it"),
-    "none": (lambda at: [path.unlink() for path in at.glob("*.tar")], "no shard is in"),
+    "no held-out": (lambda at: (at / "colours-val-0000.tar").unlink(), "has the splits train, and"),
+    "none": (lambda at: [path.unlink() for path in at.glob("*.tar")], "has no shard such as"),
     "no image": (lambda at: write_shard(at / "colours-val-0000.tar", []),
                  "val has no images, in 1 shards"),
     "info of another kind": (lambda at: (at / "_info.json").write_text('{"splits": {"train": 3}}'),
-                             "has no splits as timm reads them"),
+                             "has no splits in timm's form"),
     "info that is none": (lambda at: (at / "_info.json").write_text("{"), "_info.json cannot be"),
     "too few classes": (lambda at: (at / "_info.json").write_text('{"num_classes": 2}'),
-                        "has num_classes 2, and an image has the label 2"),
+                        "sets num_classes to 2, and an image has the label 2"),
     "too few images": (
         lambda at: (at / "_info.json").write_text(json.dumps({"splits": {
             split: {"filenames": [SHARD], "num_samples": 25} for split in ("train", "val")
-        }})), "train has 24 images of the 25 that _info.json tells",
+        }})), "train has 24 images of the 25 that _info.json records",
     ),
     "a command": (
         lambda at: (at / "_info.json").write_text(json.dumps({"splits": {

@@ -197,7 +197,7 @@ def test_several_crops_are_torchvisions_and_their_logits_are_averaged(count: int
 
 
 def test_a_number_of_crops_that_torchvision_lacks_is_refused() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="7 is no number of crops"):
+    with pytest.raises(argparse.ArgumentTypeError, match="7 is not a possible number of crops"):
         crops("7")
 
 
@@ -219,7 +219,9 @@ def test_crops_and_flips_of_other_sizes_are_torchvisions() -> None:
     assert torch.equal(turned, still.flip(-2)) and torch.equal(mirrored, still.flip(-1))
     assert not torch.equal(turned, still)
     small = replace(LOOK, size=32, mirror=1.0).for_training(images_of(32))
-    with pytest.raises(MotleyError, match="--scale, --ratio and --vflip are for images of several"):
+    with pytest.raises(
+        MotleyError, match="--scale, --ratio and --vflip apply to images of several"
+    ):
         replace(LOOK, size=32, turn=0.5).for_training(images_of(32))
     drawn = [small.draw()[2] for _ in range(9)]  # type: ignore[attr-defined]
     assert all(drawn)
@@ -254,7 +256,7 @@ def is_rectangle(mask: Tensor) -> bool:
     ({"scale": (0.9, 0.1)}, "--scale 0.9 0.1: give two numbers above 0, the smaller one first"),
     ({"ratio": (1.0,)}, "--ratio 1: give two numbers above 0"),
     ({"bce_target_thresh": 0.2}, "--bce-target-thresh has no effect without --bce-loss"),
-    ({"bce_loss": True, "target": "value", "labels": "x.csv"}, "--bce-loss is for classes"),
+    ({"bce_loss": True, "target": "value", "labels": "x.csv"}, "--bce-loss is a loss for classes"),
 ])  # fmt: skip
 def test_options_of_images_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(MotleyError, match=says):

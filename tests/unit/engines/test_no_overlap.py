@@ -43,5 +43,5 @@ def test_nobody_steps_where_there_is_no_room_at_first_and_none_at_all_is_said() 
     assert taken == "False False [] True"
     assert again == "True True [0] True"
     assert ended.startswith("no room; ") and ended.endswith(
-        "no room is left to send the gradient from"
+        "No memory is left for the buffer from which the gradient is sent"
     )

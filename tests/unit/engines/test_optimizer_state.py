@@ -112,7 +112,7 @@ def test_an_optimizer_is_refused_by_a_parameter_that_it_cannot_train(
     if not cannot:
         try_types(config_of(name), net, CPU)
         return
-    with pytest.raises(MotleyError, match=rf"--opt {name} cannot train .* turned, {cannot}"):
+    with pytest.raises(MotleyError, match=rf"--opt {name} cannot train .* turned .{cannot}"):
         try_types(config_of(name), net, CPU)
 
 
@@ -160,7 +160,7 @@ class Secretive(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [(Noisy, "random numbers"), (Secretive, "no checkpoint")]
+    ("kind", "says"), [(Noisy, "random numbers"), (Secretive, "does not save")]
 )
 def test_what_cannot_go_on_is_refused(
     kind: type[torch.optim.SGD], says: str, monkeypatch: pytest.MonkeyPatch

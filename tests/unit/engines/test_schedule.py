@@ -56,6 +56,29 @@ def test_cycles_are_timms(sched: str, mul: float) -> None:
     assert rates(config, Length(total, 1, 1), total) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("words", "bounds"), [("0.25 0.75", [5, 15]), ("0.5", 10)])
+def test_noise_is_timms_in_epochs(words: str, bounds: int | list[int]) -> None:
+    config = read(f"--epochs 20 --warmup-epochs 0 --lr-noise {words} --lr-noise-pct 0.3 --seed 9")
+    made = optimizer(config)
+    theirs, _ = create_scheduler_v2(made, "cosine", num_epochs=20, min_lr=1e-5)
+    noisy, _ = create_scheduler_v2(
+        made, "cosine", num_epochs=20, min_lr=1e-5, noise=[float(w) for w in words.split()],
+        noise_pct=0.3, noise_seed=9,
+    )  # fmt: skip
+    plain = rates(replace(config, lr_noise=None), Length(60, 3, 1), 60)
+    expected = []
+    for step, rate in enumerate(plain):
+        factors = []
+        for schedule in (theirs, noisy):
+            schedule.step(step // 3)
+            factors.append(get_rate(made))
+        expected.append(rate * factors[1] / factors[0])
+    found = rates(config, Length(60, 3, 1), 60)
+    assert found == pytest.approx(expected)
+    begin = bounds if isinstance(bounds, int) else bounds[0]
+    assert found[: 3 * begin] == plain[: 3 * begin] and found[3 * begin] != plain[3 * begin]
+
+
 def test_a_warm_up_comes_before_the_first_cycle_and_short_runs_have_fewer() -> None:
     config = read("--epochs 14 --warmup-steps 4 --lr-cycle-limit 2 --lr-cycle-decay 0.5 --lr 1")
     found = rates(config, Length(14, 1, 1), 14)
@@ -112,7 +135,7 @@ class Halves(Task):
 def test_a_task_sets_the_rate_of_each_step_and_says_what_it_returns() -> None:
     config = replace(Config(), own=(Halves(),), epochs=5, weight_decay_end=0.1)
     assert rates(config, Length(5, 1, 1), 4) == pytest.approx([1e-3, 5e-4, 2.5e-4, 1.25e-4])
-    with pytest.raises(MotleyError, match=r"schedule\(4, 5\) of Halves gives -1"):
+    with pytest.raises(MotleyError, match=r"schedule\(4, 5\) of Halves returns -1"):
         rates(config, Length(5, 1, 1), 5)
     typed = replace(config, typed_names=frozenset({"sched"}))
     with pytest.raises(MotleyError, match="--sched has no effect, since schedule"):

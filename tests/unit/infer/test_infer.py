@@ -122,7 +122,7 @@ def test_shards_are_whole_and_of_one_thing(tmp_path: Path) -> None:
     shards = Shards(tmp_path / "out", 5, 2, ("index", "word"))
     shards.open({"model": "a"})
     shards.open({"model": "a"})  # again is fine
-    with pytest.raises(MotleyError, match=r"model a .now: b.; give another folder with --out"):
+    with pytest.raises(MotleyError, match=r"model a .now: b.. Give another folder with --out"):
         shards.open({"model": "b"})
     with pytest.raises(MotleyError, match=r"shard 2 .now: 3."):
         Shards(tmp_path / "out", 5, 3, ()).open({"model": "a"})
@@ -139,8 +139,8 @@ def test_shards_are_whole_and_of_one_thing(tmp_path: Path) -> None:
     lines = shards.merge().read_text().splitlines()
     assert lines[0] == "index,word" and [line[0] for line in lines[1:]] == list("01234")
     (tmp_path / "out" / "shard.00001.csv").write_text("index\n2\n3\n")  # of an earlier version
-    with pytest.raises(MotleyError, match="has the columns index, and now they are index, word"):
+    with pytest.raises(MotleyError, match="has the columns index, and this run writes index, word"):
         shards.merge()
     (tmp_path / "out" / "shard.00001.csv").write_text("index,word\n2,x\n")
-    with pytest.raises(MotleyError, match="has 1 rows, not 2; remove it"):
+    with pytest.raises(MotleyError, match="has 1 rows, and should have 2; remove the file"):
         shards.merge()

@@ -73,7 +73,7 @@ def test_what_the_user_set_is_not_overwritten() -> None:
 def test_ranks_that_cannot_see_each_other_are_refused() -> None:
     with pytest.raises(MotleyError, match="--mpi=none"):
         check_size(1, {"SLURM_STEP_NUM_TASKS": "5"})
-    with pytest.raises(MotleyError, match="5 ranks but MPI sees one"):
+    with pytest.raises(MotleyError, match="5 ranks, but MPI finds one"):
         check_size(1, {"PMI_SIZE": "5"})
     check_size(5, {"SLURM_STEP_NUM_TASKS": "5"})
     check_size(1, {"SLURM_STEP_NUM_TASKS": "5", "OMPI_COMM_WORLD_SIZE": "1"})
@@ -92,7 +92,7 @@ def test_a_reserved_port_is_nobodys_but_can_be_listened_on() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "65536", "-1", "29500.0", "http", "\u0663", "9" * 5000])
 def test_a_master_port_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(MotleyError, match=r"as rank 1 has it, is no port: .* from 1 to 65535"):
+    with pytest.raises(MotleyError, match=r"on rank 1 is not a port; .* from 1 to 65535"):
         port_of_user([None, text])
 
 
@@ -100,7 +100,7 @@ def test_a_master_port_of_some_ranks_is_that_of_all() -> None:
     assert port_of_user([None, None]) is None
     assert port_of_user(["29500", None, "29500"]) == 29500
     with pytest.raises(
-        MotleyError, match="29500 on rank 0 and 29501 on rank 2: set it to the same port"
+        MotleyError, match="29500 on rank 0 and 29501 on rank 2; set it to the same port"
     ):
         port_of_user(["29500", None, "29501"])
 
@@ -108,7 +108,7 @@ def test_a_master_port_of_some_ranks_is_that_of_all() -> None:
 def test_a_port_that_somebody_listens_on_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert why_not_free(port) == "another program listens there"
+        assert why_not_free(port) == "another program listens on it"
     assert why_not_free(port) == ""
 
 

@@ -35,21 +35,30 @@ def test_the_same_code_passes_and_what_only_some_have_is_not_compared() -> None:
 def test_who_differs_from_most_is_named_with_the_files_and_the_fix() -> None:
     edited = {ORDER: "1"}
     text = refusal(code("a"), code("b", edited), code("b", edited), code("c"))
-    assert f"{ORDER} differ on b (ranks 1, 2) from those on the others" in text
-    assert "this machine's files to all with: bash setup/sync_cn.sh" in text and PLAN not in text
-    assert "differ on b (rank 1)" in refusal(code("a"), code("b", edited))  # not rank 0
+    assert f"on b (ranks 1, 2), these files differ from the other hosts': {ORDER}" in text
+    assert (
+        "this machine's files to all hosts with: bash setup/sync_cn.sh" in text and PLAN not in text
+    )
+    assert "on b (rank 1), these files differ" in refusal(
+        code("a"), code("b", edited)
+    )  # not rank 0
     text = refusal(code("a", edited), code("b"), code("c"))
-    assert "differ on a (rank 0)" in text and "the right files here, then to all" in text
+    assert (
+        "on a (rank 0), these files differ" in text
+        and "the right files to this machine, then to all" in text
+    )
     many = {f"src/motley/{number}.py": "1" for number in range(9)}
     text = refusal(code("a", dict.fromkeys(many, "0")), code("b", many))
-    assert "3.py and 5 more differ on b" in text
+    assert "3.py and 5 more; " in text
 
 
 def test_a_file_that_adds_something_on_some_hosts_alone_is_refused() -> None:
     mine = {"src/motley/data/datasets/mine.py": "1"}
     text = refusal(code("a"), code("b", mine))
-    assert "datasets/mine.py is on b (rank 1) and not on the others" in text
-    assert "remove it, or bring this machine's files to all with: bash setup/sync_cn.sh" in text
+    assert "datasets/mine.py is on b (rank 1) and not on the other hosts" in text
+    assert (
+        "remove it, or copy this machine's files to all hosts with: bash setup/sync_cn.sh" in text
+    )
     check_same([code("a", mine), code("b", mine)])
 
 
@@ -64,7 +73,7 @@ def test_versions_are_named_with_their_hosts_and_the_fix() -> None:
 @pytest.mark.parametrize("other", [(object(), {}), ("2.15.0", ""), None, {"host": "b"}])
 def test_a_motley_that_told_none_is_another(other: object) -> None:
     text = refusal(code("a"), other)
-    assert "rank 1 came with another version of Motley" in text and "sync_cn.sh" in text
+    assert "rank 1 has another version of Motley" in text and "sync_cn.sh" in text
 
 
 def test_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +123,11 @@ def test_little_travels_where_all_is_the_same() -> None:
 
 
 def test_an_older_motley_that_sends_something_else_is_said() -> None:
-    with pytest.raises(MotleyError, match="rank 1 came with another version"):
+    with pytest.raises(MotleyError, match="rank 1 has another version"):
         compare_code("a", lambda value: [value, ("node", {})])
 
 
 def test_an_installed_package_is_made_the_same_with_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_code, "ROOT", None)
     text = refusal(code("a"), code("b", {ORDER: "1"}), code("c"))
-    assert text.endswith("install one version of motley-train on all of them with pip")
+    assert text.endswith("install one version of motley-train on all hosts with pip")

@@ -84,7 +84,7 @@ def test_who_has_another_secret_is_not_unpickled_and_says_so(
     _, _, port = meeting_point(read_launch(here), here)
     first = start(here)
     stranger = slurm(1, 2, job, MOTLEY_START_TIMEOUT="3", MOTLEY_SECRET="another")
-    with pytest.raises(MotleyError, match=r"another secret listens there: set MOTLEY_SECRET"):
+    with pytest.raises(MotleyError, match=r"another secret listens there; set MOTLEY_SECRET"):
         TcpRanks(read_launch(stranger), stranger)
 
     def pickles() -> None:
@@ -93,15 +93,15 @@ def test_who_has_another_secret_is_not_unpickled_and_says_so(
 
     threading.Thread(target=pickles, daemon=True).start()
     _, errors = first.communicate(timeout=LIMIT_S)
-    assert "of 2 ranks, 1 did not come to rank 0 in 8 s" in errors
+    assert "1 of 2 ranks did not connect to rank 0 within 8 s" in errors
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"SLURM_NODELIST": "n[1-"}, "no list of Slurm's nodes"),
-        ({"SLURM_NODELIST": ""}, "does not say where rank 0 is"),
+        ({"SLURM_NODELIST": "n[1-"}, "not a list of Slurm's nodes"),
+        ({"SLURM_NODELIST": ""}, "does not name the address of rank 0"),
         ({"SLURM_NODELIST": "-oProxyCommand=x"}, "-oProxyCommand"),
     ],
 )

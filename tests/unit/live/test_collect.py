@@ -73,7 +73,7 @@ def test_of_a_long_file_the_first_line_and_the_end_come(tmp_path: Path) -> None:
 def test_a_host_without_the_folder_is_named(tmp_path: Path) -> None:
     about = {"ranks": [{"rank": 1, "host": "b"}]}
     copies = Copies(RunFolder(tmp_path / "none"), about, "b", tmp_path)
-    with pytest.raises(HostTrouble, match=f"b has no {tmp_path}/none; start this in"):
+    with pytest.raises(HostTrouble, match=f"b has no folder {tmp_path}/none; run this command in"):
         copies.update(THERE)
 
 

@@ -83,7 +83,7 @@ def test_a_rank_that_the_first_does_not_hear_is_named_until_it_is_heard(tmp_path
     assert now.mood == Mood.SILENT and now.rows[3].silent_s == pytest.approx(1002.5, abs=1)
     said = r"(tesla(3|1) \(rank \2\) has been silent for 100[23] s(, )?){2}$"
     assert re.match(said, now.headline), now.headline
-    assert now.events[-1].text == "rank 1 on tesla1 is silent"
+    assert now.events[-1].text == "rank 1 on tesla1 sends no heartbeats"
     live.run.event("heard_again", rank=1, host="tesla1")
     live.run.event("lost", rank=3, host="tesla3", step=3)
     assert look().mood != Mood.SILENT
@@ -100,7 +100,7 @@ def test_who_keeps_all_others_from_a_step_is_named_before_it_is_taken(tmp_path: 
     now = take_snapshot(followed, live.now)
     said = r"waits for tesla2 \(rank 2\), which is computing: no step for [12] s"
     assert now.mood is Mood.WAITS and re.fullmatch(said, now.headline), now.headline
-    assert now.events[-1].text == "all wait for rank 2 on tesla2, which is computing"
+    assert now.events[-1].text == "all other ranks wait for rank 2 on tesla2, which is computing"
     live.run.event("resume", step=1)  # of another job, which has not taken that step yet
     followed.look(1.4, live.now)
     assert "computing: no step" not in take_snapshot(followed, live.now).headline
@@ -175,7 +175,8 @@ def test_a_host_that_has_become_slower_is_named_at_once_and_before_the_wire(
         live.take_step(slow={3: seconds / 0.01}, comm_s=2 * seconds, silent=[] if writes else [3])
     assert watched(live).headline == (
         f"waits for tesla3 (rank 3): {31 if seconds < 0.2 else 32} % of each step; it is ready "
-        f"after {seconds + 0.001:.3g} s, the others after 0.011 s; before, all were after 0.011 s"
+        f"after {seconds + 0.001:.3g} s, the others after 0.011 s; earlier, all ranks "
+        "were ready after 0.011 s"
     )
     live.close()
 
@@ -191,7 +192,7 @@ def test_a_pause_of_all_is_said_and_blamed_on_nobody(tmp_path: Path) -> None:
     live.take_samples()
     assert not watched(live, 2.0).headline.startswith("no step")
     now = watched(live, 8.0)
-    assert now.headline.startswith("no step for 8 s: an evaluation or a checkpoint, or")
+    assert now.headline.startswith("no step for 8 s: an evaluation or a checkpoint is running, or")
     live.close()
 
 
@@ -227,7 +228,7 @@ def test_how_it_ended_is_said(tmp_path: Path) -> None:
         assert (now.mood, now.headline, now.left_s) == (mood, said, None)
     live.run.update_run(status="running", failure=None)
     live.close()  # and so nobody holds its lock
-    assert watched(live).headline.startswith("stopped: no process holds the run")
+    assert watched(live).headline.startswith("stopped: the run's process has ended")
 
 
 def test_a_clock_that_jumps_changes_neither_rates_nor_the_end(tmp_path: Path) -> None:
@@ -252,7 +253,9 @@ def test_hosts_whose_files_are_elsewhere_are_said_with_what_reads_them(tmp_path:
     now = watched(live)
     assert [said.partition(":")[0] for said in now.elsewhere] == ["tesla3", "tesla4"]
     assert "--collect" in now.elsewhere[0] and not now.rows[4].here
-    assert now.headline == "waits for a rank whose records are not here: 48 % of each step"
+    assert (
+        now.headline == "waits for a rank whose records are not on this machine: 48 % of each step"
+    )
     live.close()
 
 

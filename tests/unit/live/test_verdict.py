@@ -30,8 +30,9 @@ def test_what_is_known_is_said_and_nothing_else(tmp_path: Path) -> None:
     bare = write_run(tmp_path / "bare")
     sentences, found = verdict(bare)
     assert sentences[0] == "A step took 0.158 s." and found["fraction"] is None
-    assert sentences[1:] == ["The rest of a step: 19% the wire, 13% waiting for a (rank 0), "
-                             "3% the optimizer."]  # fmt: skip
+    assert sentences[1:] == [
+        "The rest of a step went to: 19% the wire, 13% waiting for a (rank 0), 3% the optimizer."
+    ]
     sentences, _ = verdict(write_run(tmp_path / "untold", known=False))
     assert "waiting" not in " ".join(sentences)
 
@@ -50,10 +51,13 @@ def test_the_limit_who_is_slower_than_measured_and_the_slow_link(tmp_path: Path)
     )
     assert "the wire (b's link carries" in sentences[1] and "when it receives" in sentences[1]
     slower = "a (rank 0) takes 2.10 times as long as at the start for the same samples: "
-    assert sentences[2] == f"{slower}another program uses the machine, or it has become slower."
+    assert (
+        sentences[2]
+        == f"{slower}another program uses the machine, or the machine has become slower."
+    )
     ranks = [{"rank": rank, "host": "a", "uuid": ""} for rank in range(3)]
     run.update_run(ranks=ranks, facts=[{"host": "a", "cores": 2}])
-    assert verdict(run)[0][2].startswith(f"{slower}3 ranks share 2 processors here; ")
+    assert verdict(run)[0][2].startswith(f"{slower}3 ranks share 2 processors on this machine; ")
     run.update_run(facts=[{"host": "a", "cores": 3}])
     assert verdict(run)[0][2] == sentences[2]
     planned(run)
@@ -62,8 +66,8 @@ def test_the_limit_who_is_slower_than_measured_and_the_slow_link(tmp_path: Path)
     forecast = {"global_batch": 40, "limit_s": 0.3, "step_s": 0.35}  # others used them
     run.update_run(plan={"wire": "exact", "forecast": forecast})
     assert verdict(run)[0][0] == (
-        "A step took 0.158 s (0.35 expected): 1.90 times the speed that was measured at the start, "
-        "when other programs may have used the machines."
+        "A step took 0.158 s (0.35 expected), which is 1.90 times the speed that was measured at "
+        "the start. Other programs may have used the machines then."
     )
 
 
@@ -100,7 +104,7 @@ def test_a_run_that_went_on_is_judged_by_its_last_launch(tmp_path: Path) -> None
                 })  # fmt: skip
     run.update_run(started=START + 90)
     sentences, _ = verdict(run)
-    assert sentences == ["A step took 0.32 s.", "The rest of a step: 3% the wire, 2% the "
+    assert sentences == ["A step took 0.32 s.", "The rest of a step went to: 3% the wire, 2% the "
                          "optimizer."]  # fmt: skip
     run.update_run(started=START + 1000)  # it has taken none
     assert verdict(run)[0][0].startswith("A step took 0.15")

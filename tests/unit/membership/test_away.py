@@ -81,12 +81,12 @@ def test_no_link_is_followed_and_nothing_is_shared(folder: Path, tmp_path: Path)
     mark_of(folder).chmod(0o600)
     folder.chmod(0o777)
     assert read_away() is None
-    with pytest.raises(MotleyError, match="others may write to it"):
+    with pytest.raises(MotleyError, match="other users may write to it"):
         mark_away(None)
     folder.chmod(0o700)
     folder.rename(tmp_path / "real")
     folder.symlink_to(tmp_path / "real")
-    with pytest.raises(MotleyError, match="is not for you alone"):
+    with pytest.raises(MotleyError, match="must be your own folder"):
         mark_away(None)
     assert read_away() is None
 

@@ -295,7 +295,7 @@ def test_a_fault_always_fits(kind: type[Exception]) -> None:
 
 
 def test_an_error_in_a_senders_thread_may_be_an_echo() -> None:
-    error = MotleyError("gradients could not be added up")
+    error = MotleyError("the all-reduce of gradients failed")
     assert not make_fault(error, 3, "a", 7).echo
     error.__cause__ = RuntimeError("Connection closed by peer [10.0.0.3]:5")
     assert make_fault(error, 3, "a", 7).echo

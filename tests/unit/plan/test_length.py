@@ -150,10 +150,12 @@ def test_the_rate_falls_until_the_run_ends_unless_epochs_are_typed(
     assert len(rates) == 40 and max(rates) > 0.9 * config.lr
     assert (rates[-1] < 0.05 * config.lr) == falls
     said = explain_early_end(config, length, TrainState())
-    assert (said == "") == falls and ("without --epochs it falls" in said) != falls
+    assert (said == "") == falls and ("without --epochs, the rate falls" in said) != falls
     continued = replace(config, continued_names=config.typed_names & {"epochs"})
     said = explain_early_end(continued, length, TrainState(step=1))
-    assert ("--epochs 30 is from the checkpoint, and --epochs N changes it" in said) != falls
+    assert ("--epochs 30 comes from the checkpoint, and --epochs N changes it" in said) != falls
     few = Length(30, 12, 12, 40)  # a step an epoch
     said = explain_early_end(config, few, TrainState())
-    assert ("30 epochs, the default, end after step 30, before --max-steps 40" in said) == falls
+    assert (
+        "the 30 epochs of the default end after step 30, before --max-steps 40" in said
+    ) == falls

@@ -160,9 +160,9 @@ def test_why_a_link_is_slow_is_said_where_it_is_known() -> None:
         return replace(slow, ports=dict(zip(names, ports, strict=True))).remarks()
 
     (port,) = remarks(fast, fast, Port("eno1", 1_000), fast)
-    assert port.endswith("; its port eno1 is of 1,000 Mbit/s")
+    assert port.endswith("; its port eno1 has 1,000 Mbit/s")
     (wrong,) = remarks(fast, fast, Port("eno1", 1_000, faster="eth7 (10,000 Mbit/s)"), fast)
-    assert "eth7 (10,000 Mbit/s) there is not on the subnet" in wrong
+    assert "its faster port eth7 (10,000 Mbit/s) is not on the subnet" in wrong
     limit, busy = remarks(fast, fast, Port("eth0", 10_000, others_send=400e6), fast)
     assert limit == slow.remark(2) and busy == "other programs on c send 400 MB/s"
     assert remarks(fast, fast, fast, Port("eth0", None, 1e3, 1e3)) == slow.remarks()

@@ -76,7 +76,7 @@ def test_reading_precisions() -> None:
     assert read_precisions("fp16,fp32").for_ranks(2) == ("fp16", "fp32")
     with pytest.raises(MotleyError, match="nearest: fp16"):
         read_precisions("pf16")
-    with pytest.raises(MotleyError, match="fp16,fp32 is for 2 ranks, but 3 take part"):
+    with pytest.raises(MotleyError, match="fp16,fp32 has 2 values, but 3 ranks take part"):
         read_precisions("fp16,fp32").for_ranks(3)
 
 

@@ -38,7 +38,8 @@ def test_a_batch_that_grows_is_a_number_that_says_so_wherever_it_is_kept() -> No
         assert isinstance(other, RampedBatch) and make_ramp(other) == make_ramp(config.batch_size)
     (said,) = growth(make_ramp(config.batch_size))
     assert said == (
-        "the batch grows from 64 to 256 samples, by 32, over the first 1,000 samples: 9 steps"
+        "the batch grows from 64 to 256 samples, in steps of 32, over the first 1,000 "
+        "samples, which are 9 steps"
     )
 
 
@@ -53,9 +54,10 @@ def test_a_batch_that_does_not_grow_is_as_before() -> None:
     ("text", "says"),
     [
         ("64:256", "FIRST:LAST:BY/SAMPLES"), ("64:256:32", "FIRST:LAST"), ("a:b:c/d", "FIRST:LAST"),
-        ("64:256:32/1T", "FIRST:LAST"), ("0:64:8/1K", "above 0"), ("64:64:8/1K", "grow"),
-        ("256:64:32/1K", "grow"), ("64:256:0/1K", "grow"), ("64:256:32/0", "take samples"),
-        ("64:256:50/1K", "it never is 256; take 214? or 264"), ("64:100:50/9", "take 114"),
+        ("64:256:32/1T", "FIRST:LAST"), ("0:64:8/1K", "above 0"), ("64:64:8/1K", "larger last"),
+        ("256:64:32/1K", "larger last"), ("64:256:0/1K", "larger last"),
+        ("64:256:32/0", "number of samples"),
+        ("64:256:50/1K", "do not end at 256; take 214? or 264"), ("64:100:50/9", "take 114"),
     ],
 )  # fmt: skip
 def test_what_is_no_ramp_is_said(text: str, says: str) -> None:

@@ -92,7 +92,7 @@ def test_training_pictures_whole_failed_and_cut_short(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "line 61 is cut short" in done.stdout + done.stderr
-    assert "not_begun holds no training step" in done.stderr
+    assert "not_begun is left out: it holds no training step" in done.stderr
     assert len(list((tmp_path / "out").iterdir())) == 2
     assert_picture(tmp_path / "out" / "good.training.png")
     assert_picture(tmp_path / "out" / "cut.training.png")
@@ -274,9 +274,10 @@ _READERS = (
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ('{"status": "fin', "is damaged: "), ({"ranks": [5]}, "its ranks is no list of objects"),
-        ({"facts": 7}, "its facts is no list"), ({"plan": {"forecast": 3}}, "its forecast is no"),
-        ({"result": {"top1": "high"}}, "its result holds a text"),
+        ('{"status": "fin', "is damaged: "), ({"ranks": [5]}, "its ranks is not a list of objects"),
+        ({"facts": 7}, "its facts is not a list"),
+        ({"plan": {"forecast": 3}}, "its forecast is not an object"),
+        ({"result": {"top1": "high"}}, "its result holds a string"),
     ],
 )  # fmt: skip
 def test_each_reader_names_a_damaged_run_json(

@@ -13,7 +13,7 @@ from small_runs import START, write_gpu_log, write_run
 
 from motley.cluster.hostfile import Host
 from motley.plan.advice import Advice
-from motley.records.classes import PNG, write_worst
+from motley.records.classes import PNG, write_classes, write_worst
 from motley.sweep.matrix import PRESETS, read_matrix
 from motley.sweep.results import BaselineFolder
 
@@ -71,9 +71,17 @@ def test_the_worst_samples_are_shown_and_a_hostile_record_is_not(tmp_path: Path)
     assert "cat/&lt;img src=x&gt;.png" in part and "<img src=x>" not in part
     assert "alert(1)" not in part and "text/html" not in part and "predicted rightly" in part
     assert "<strong>1.25</strong>" in part and "<strong>3</strong>" in part
+    write_classes(run, {(0, 0): 9, (0, 1): 1, (1, 1): 1, (1, 0): 3}, ["cat", "<script>dog"])
+    assert run_script("plots/report.py", tmp_path).returncode == 0
+    said = (tmp_path / "report.html").read_text()
+    cells = re.findall(r"<td data-title=.*?>(.*?)</td>", said[said.index("held-out accuracy") :])
+    assert cells[:4] == ["&lt;script&gt;dog", "25.0%", "4", "cat (3)"]
+    assert cells[4:8] == ["cat", "90.0%", "10", "&lt;script&gt;dog (1)"]
+    run.confusion_file.write_text("label\nx\n")
     run.worst_file.write_text("[[[")
     assert run_script("plots/report.py", tmp_path).returncode == 0
-    assert "largest loss" not in (tmp_path / "report.html").read_text()
+    said = (tmp_path / "report.html").read_text()
+    assert "largest loss" not in said and "held-out accuracy" not in said
 
 
 def test_it_is_one_page_that_says_what_won_and_what_failed(page: Path) -> None:

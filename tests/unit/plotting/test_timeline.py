@@ -53,9 +53,12 @@ def test_some_steps_of_a_run_are_drawn_and_what_is_not_there_is_said(tmp_path: P
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "out" / "good.timeline.png").stat().st_size > 20_000
     done = run_script("plots/plot_timeline.py", tmp_path / "good", "--steps", "900:910")
-    assert done.returncode == 2 and "its last one is 60" in done.stderr
+    assert done.returncode == 2 and "its last step is 60" in done.stderr
     done = run_script("plots/plot_timeline.py", tmp_path / "good", "--steps", "9")
-    assert done.returncode == 2 and "write FROM:TO; 100:104 draws steps 101 to 104" in done.stderr
+    assert (
+        done.returncode == 2
+        and "write FROM:TO, as in 100:104, which draws steps 101 to 104" in done.stderr
+    )
 
 
 def test_runs_are_drawn_together_and_one_without_a_step_is_said(tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_runs_are_drawn_together_and_one_without_a_step_is_said(tmp_path: Path) 
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text("{}")
     done = run_script("plots/plot_runs.py", tmp_path)
-    assert done.returncode == 0 and "empty holds no training step" in done.stderr
+    assert done.returncode == 0 and "empty is left out: it holds no training step" in done.stderr
     assert (tmp_path / "runs.png").stat().st_size > 20_000
     done = run_script("plots/plot_runs.py", tmp_path / "empty")
     assert done.returncode == 2 and "train first" in done.stderr

@@ -1,6 +1,7 @@
 """plots/watch.py in a terminal, and without one."""
 
 import os
+import re
 import signal
 from itertools import product
 from pathlib import Path
@@ -115,6 +116,14 @@ def test_a_name_of_a_host_draws_nothing(tmp_path: Path) -> None:
     done = run_script("plots/watch.py", tmp_path)
     assert "waits for <b>?[2Jpwned? (rank 0)" in done.stdout
     assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
+
+
+def test_the_list_of_runs_has_the_curves_of_loss_and_metrics(tmp_path: Path) -> None:
+    for name in "ab":
+        write_run(tmp_path / name)
+    done = run_script("plots/watch.py", tmp_path)
+    curves = re.findall(r"loss (\S+) 0\.3\d+  held-out top1 (\S+) 0\.7  held-out loss", done.stdout)
+    assert len(curves) == 2 and all(loss != top1 for loss, top1 in curves)
 
 
 def test_any_size_of_a_terminal_has_its_lines(live: LiveRun) -> None:

@@ -87,7 +87,7 @@ def test_an_address_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         for where, said in (
             (f"127.0.0.1:{port}", "Address already in use; choose another port"),
-            ("here", "is no address; it is HOST:PORT"), ("1.2.3.4:99999", "is no address"),
+            ("here", "is not an address; write HOST:PORT"), ("1.2.3.4:99999", "is not an address"),
             ("203.0.113.7:8080", "cannot serve on 203.0.113.7:8080"),
         ):  # fmt: skip
             done = run_script("plots/watch.py", tmp_path, "--serve", where)
@@ -124,6 +124,19 @@ def test_a_browser_shows_it_on_wide_and_on_narrow_screens(live: LiveRun, tmp_pat
         browser.picture(tmp_path / "narrow.png")
         assert browser.run("document.querySelectorAll('img').length") == 0
         assert "taken" not in browser.run("document.title") and not browser.said
+        write_run(live.run.path.parent / "other")  # curves of both, and metrics of one
+        browser.await_text("all runs", limit=8)
+        browser.run("document.getElementById('all').click()")
+        browser.await_text("loss from ")
+        assert browser.run("document.querySelectorAll('#chart polyline').length") == 2
+        browser.run(
+            "const metric = document.getElementById('metric');"
+            "metric.value = 'held-out top1'; metric.dispatchEvent(new Event('change'))"
+        )
+        browser.await_text("held-out top1 from 0.5000 to 0.7000, step 20 to 60")
+        assert browser.run("document.querySelectorAll('#chart polyline').length") == 1
+        browser.picture(tmp_path / "runs.png")
+        assert browser.accessibility_faults() == []
     with served(live.run.path.parent, "0.0.0.0:0") as address, Chromium() as browser:
         browser.open(address.replace("0.0.0.0", "127.0.0.1"), 1280, 800)
         browser.await_text("waits for tesla3 (rank 3)")

@@ -133,5 +133,5 @@ def test_a_hosts_own_agent_answers(tmp_path: Path) -> None:
     assert not ask_agent("localhost", "ask", tmp_path)["sees"]
     (tmp_path / "run.json").write_text("{}")
     assert ask_agent("localhost", "ask", tmp_path)["sees"]
-    with pytest.raises(HostTrouble, match=r"the environment there fails: .*no_module"):
+    with pytest.raises(HostTrouble, match=r"a command fails in the environment: .*no_module"):
         run_module("localhost", "motley.no_module", limit=20)

@@ -88,8 +88,9 @@ def test_hosts_of_the_hostfile_without_a_rank_are_not_counted(
     assert line.hosts_with_ranks == {"a", "b"}
     keeper = Keeper(line, 3, Stop())
     for lost, says in (
-        ({"c": "dead"}, ""), ({"b": "dead", "c": "dead"}, "b is gone (dead); on with 1 of 2 hosts"),
-        ({"c": "dead"}, "b is back; on with 2 of 2 hosts"),
+        ({"c": "dead"}, ""),
+        ({"b": "dead", "c": "dead"}, "b is gone (dead); continues with 1 of 2 hosts"),
+        ({"c": "dead"}, "b is back; continues with 2 of 2 hosts"),
     ):  # fmt: skip
         alive = tuple(host for host in line.hosts if host.name not in lost)
         keeper._say_who(HostAnswers(alive, lost, {}, (), {}, {}, {}))
@@ -99,9 +100,9 @@ def test_hosts_of_the_hostfile_without_a_rank_are_not_counted(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "which line?"),
-        (["ls", "-l"], "ls is no launcher"),
-        (["mpirun", "-np", "2", "python", "x.py"], r"no \./entry_cn\.sh"),
+        ([], "the command to run is missing"),
+        (["ls", "-l"], "'ls' does not start ranks"),
+        (["mpirun", "-np", "2", "python", "x.py"], r"lacks \./entry_cn\.sh"),
         (["mpirun", "--hostfile", "/none", "./entry_cn.sh"], "/none does not exist"),
     ],
 )
@@ -130,7 +131,7 @@ def test_a_line_of_the_command_motley_is_changed_as_one_of_entry_cn(tmp_path: Pa
     )  # fmt: skip
     alone = LaunchLine.parse(["srun", "-n", "2", "motley", "train"]).named("now")
     assert alone.words == ("srun", "-n", "2", "motley", "train", "--run", "now")
-    with pytest.raises(MotleyError, match=r"no \./entry_cn\.sh"):
+    with pytest.raises(MotleyError, match=r"lacks \./entry_cn\.sh"):
         LaunchLine.parse(["mpirun", "motley", "report"])
 
 

@@ -41,11 +41,11 @@ def test_a_place_with_spaces_is_one_value(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpus", "-1"), "--gpus -1 is less than 0"),
-        (("--nodes", "0"), "--nodes 0 is less than 1"),
+        (("--gpus", "-1"), "--gpus -1 is below 0"),
+        (("--nodes", "0"), "--nodes 0 is below 1"),
         (("--account", "a\n#SBATCH --wrap=x"), "--account"),
         (("--mpi", "none; rm -rf /"), "--mpi"),
-        (("--time", "soon"), "no time of Slurm's"),
+        (("--time", "soon"), "not a time that Slurm accepts"),
         (("--mem", "4G\n#SBATCH --wrap=x"), "--mem"),
         (("--sbatch", "a\nb"), "--sbatch"),
         (("--run-before", "true\nfalse"), "--run-before"),
@@ -87,10 +87,10 @@ def test_a_dry_run_needs_no_slurm(
     line = ["--gpus", "4", "--nodes", "2", "./entry_cn.sh", "--run", "a"]
     assert slurm_job.main(["--dry-run", *line]) == 0
     printed = capsys.readouterr()
-    assert "there is no Slurm here" in printed.err and "#SBATCH --partition" not in printed.out
+    assert "this machine has no Slurm" in printed.err and "#SBATCH --partition" not in printed.out
     assert "cpus-per-task" not in printed.out
     assert "#SBATCH --nodes=2\n" in printed.out and "#SBATCH --gpus-per-node=4\n" in printed.out
-    with pytest.raises(MotleyError, match="there is no Slurm here"):
+    with pytest.raises(MotleyError, match="this machine has no Slurm"):
         slurm_job.main(line)
 
 
@@ -124,9 +124,9 @@ def test_tasks_are_written_as_sbatch_takes_them() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--array ./entry_cn.sh", "--array is for torch_dist/baseline_measure.py"),
-        ("--array --at-once 0 x", "--at-once 0 is less than 1"),
-        ("--array --container . x", "is not run in an image"),
+        ("--array ./entry_cn.sh", "--array runs torch_dist/baseline_measure.py"),
+        ("--array --at-once 0 x", "--at-once 0 is below 1"),
+        ("--array --container . x", "does not apply to --array"),
         ("--array torch_dist/baseline_measure.py --matrix stron", "cannot measure this matrix"),
     ],
 )

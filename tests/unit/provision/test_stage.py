@@ -52,7 +52,7 @@ def test_a_size_that_is_said_can_be_read(size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "20", "-5G", "0G", "1e3G", "G", "20 X"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(MotleyError, match="is no size; write it as 20G or 500M"):
+    with pytest.raises(MotleyError, match="is not a size; write it as 20G or 500M"):
         parse_size(text)
 
 
@@ -81,7 +81,7 @@ def test_packed_once_again_when_images_change_and_never_over_others(
         assert code == 0, told
         return told
 
-    with pytest.raises(MotleyError, match="are more than --budget 1 KB; make it smaller with"):
+    with pytest.raises(MotleyError, match="and --budget allows 1 KB; make them smaller with"):
         stage("--budget", "1K")
     assert "would be packed" in stage("--dry-run") and not to.exists()
     path = to / "pictures.packed"
@@ -98,15 +98,17 @@ def test_packed_once_again_when_images_change_and_never_over_others(
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
-    with pytest.raises(MotleyError, match="is damaged: its images have another hash than"):
+    with pytest.raises(MotleyError, match="is damaged: the hash of its images has changed"):
         stage()
     path.write_bytes(content[:-9])
     assert "is cut short" in stage() and open_packed(path).identity == second
 
     other = picture_folder(tmp_path / "more" / "pictures")
-    with pytest.raises(MotleyError, match=rf"is of the images of {root}, not of {other}"):
+    with pytest.raises(MotleyError, match=rf"has the images of {root}, and --data-dir is {other}"):
         stage(source=other)
     path.write_text("mine")
-    with pytest.raises(MotleyError, match="is there, and no packed data set; move it away"):
+    with pytest.raises(
+        MotleyError, match="exists, and is not a packed data set; move that file away"
+    ):
         stage()
     assert path.read_text() == "mine"

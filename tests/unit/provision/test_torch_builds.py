@@ -39,5 +39,5 @@ def test_gpus_that_no_torch_serves_are_named() -> None:
 def test_the_end_of_a_build_is_said() -> None:
     _, why = choose_build([RTX, P4], "2.15.0")
     assert why == (
-        "for ecetesla0: Tesla P4 (6.1), driver 535.183.01; torch 2.14 is the last that has it"
+        "for ecetesla0: Tesla P4 (6.1), driver 535.183.01; torch 2.14 is its last version"
     )

@@ -53,7 +53,7 @@ def test_each_record_is_there_once_however_often_it_is_published(
     live.take_step(loss=float("nan"), t_wait=None)
     first = publish(live.run.path, tracker)
     assert first.returncode == 0, first.stderr
-    assert "6 steps" in first.stdout and "the run goes on" in first.stdout
+    assert "6 steps" in first.stdout and "the run is still going on" in first.stdout
     take(live, 4)
     with live.run.epochs() as lines:
         lines.write(EpochRecord(10, 0, 360, 1.0, live.now, {"top1": 0.9, "loss": 0.3}).as_json())
@@ -152,7 +152,9 @@ def test_a_publisher_that_is_killed_loses_nothing_and_doubles_nothing(
     assert len(held["gpu/tesla0_0/load"]) == 12
     if tracker == "wandb":
         other = publish(live.run.path, tracker, "--project", "other")
-        assert other.returncode == 2 and "is in wandb's project motley" in other.stderr
+        assert (
+            other.returncode == 2 and "was published to the project motley of wandb" in other.stderr
+        )
 
 
 def reached(run: Path, tracker: str, step: int) -> bool:
@@ -186,7 +188,7 @@ def test_it_follows_a_run_until_it_dies_and_ends_at_once_on_ctrl_c(live: LiveRun
     began = time.monotonic()
     said, errors = following.communicate(timeout=LIMIT_S)
     assert following.returncode == 0 and not errors and "5 steps" in said
-    assert time.monotonic() - began < 30 and "goes on" not in said
+    assert time.monotonic() - began < 30 and "going on" not in said
     steps = [step for step, *_ in held_by("tensorboard", live.run.path)["all/loss"]]
     assert steps == [*range(15)]
 
@@ -227,10 +229,10 @@ def test_a_tracker_that_is_missing_is_said_with_pip_s_line(
 def test_what_is_no_run_is_said(tmp_path: Path, live: LiveRun) -> None:
     (tmp_path / "empty").mkdir()
     for path, says in {
-        tmp_path / "none": "there is no",
-        live.run.run_file: f"is a file: name the run's folder, {live.run.path}",
-        tmp_path / "empty": "is no run and holds none",
-        tmp_path: f"holds 1 run; name one, the newest first: {live.run.path}",
+        tmp_path / "none": "does not exist",
+        live.run.run_file: f"is a file; name the run's folder, {live.run.path}",
+        tmp_path / "empty": "is neither a run nor a folder of runs",
+        tmp_path: f"holds 1 run; name one of them (newest first): {live.run.path}",
     }.items():
         done = publish(path, "tensorboard")
         assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
@@ -238,7 +240,7 @@ def test_what_is_no_run_is_said(tmp_path: Path, live: LiveRun) -> None:
     assert wrong.returncode == 2 and "tensorboard" in wrong.stderr
     live.run.published_file("tensorboard").write_text("{}")
     damaged = publish(live.run.path, "tensorboard")
-    assert damaged.returncode == 2 and "is damaged: remove it" in damaged.stderr
+    assert damaged.returncode == 2 and "is damaged; remove it" in damaged.stderr
 
 
 def test_hosts_whose_records_are_not_here_are_named_and_published_once_they_are(
@@ -251,7 +253,10 @@ def test_hosts_whose_records_are_not_here_are_named_and_published_once_they_are(
     for name in ("steps.rank1.jsonl", "gpu.tesla1.lab.csv"):
         (here / name).rename(away / name)
     done = publish(here, "tensorboard")
-    assert "tesla1.lab: its records are not here and not published; --collect" in done.stderr
+    assert (
+        "tesla1.lab: its records are not on this machine, and are not published; --collect"
+        in done.stderr
+    )
     assert "rank/1_tesla1_lab/compute_s" not in held_by("tensorboard", here)
     for path in list(away.iterdir()):
         path.rename(here / path.name)

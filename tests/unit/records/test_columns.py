@@ -46,5 +46,7 @@ def test_a_column_has_one_type_and_is_told_with_its_unit(run: records.Run) -> No
 
 
 def test_a_folder_of_runs_is_none(run: records.Run) -> None:
-    with pytest.raises(MotleyError, match=f"holds 1 run; name one, the newest first: {run.path}"):
+    with pytest.raises(
+        MotleyError, match=f"holds 1 run; name one of them .newest first.: {run.path}"
+    ):
         records.load(run.path.parent)

@@ -142,7 +142,7 @@ def test_a_folder_in_use_is_refused_until_its_run_dies(folder: RunFolder) -> Non
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
-        who = rf"by process {other.pid} on {os.uname().nodename} since 20\d\d-.*; wait for it"
+        who = rf"by process {other.pid} on {os.uname().nodename} since 20\d\d-.*; wait until"
         with pytest.raises(MotleyError, match=f"in use by another run, {who}"):
             folder.lock()
         folder.write_run({"status": "running"})
@@ -159,7 +159,7 @@ def test_a_folder_in_use_is_refused_until_its_run_dies(folder: RunFolder) -> Non
 def test_a_lock_that_does_not_say_whose_it_is_is_a_lock(folder: RunFolder, content: str) -> None:
     with folder.lock():
         (folder.path / ".lock").write_text(content)
-        with pytest.raises(MotleyError, match="in use by another run; wait for it"):
+        with pytest.raises(MotleyError, match="in use by another run; wait until that run ends"):
             folder.lock()
 
 
@@ -187,12 +187,12 @@ def test_records_that_are_gone_are_said_at_the_next_one(folder: RunFolder, how: 
     if how == "replaced":
         folder.create()
         (folder.path / "steps.rank0.jsonl").write_text("")
-    with pytest.raises(MotleyError, match=r"steps.rank0.jsonl is gone: .*--resume auto"):
+    with pytest.raises(MotleyError, match=r"steps.rank0.jsonl was removed, .*--resume auto"):
         lines.write(step(1))
-    with pytest.raises(MotleyError, match=r"run.json is gone"):
+    with pytest.raises(MotleyError, match=r"run.json was removed"):
         folder.update_run(status="finished")
     if how != "replaced":
-        with pytest.raises(MotleyError, match=r"events.jsonl is gone"):
+        with pytest.raises(MotleyError, match=r"events.jsonl was removed"):
             folder.event("x")
 
 
@@ -208,7 +208,7 @@ def test_a_full_disk_is_said_and_the_status_is_written(tmp_path: Path) -> None:
             while True:
                 file.write(bytes(4096))
                 file.flush()
-        with pytest.raises(MotleyError, match=r"steps.rank0.*No space left.*free some disk"):
+        with pytest.raises(MotleyError, match=r"steps.rank0.*No space left.*free some space"):
             for number in range(99):
                 lines.write(step(number))
         lines.close()
@@ -261,7 +261,7 @@ def test_a_link_in_place_of_a_run_folder_is_not_followed(tmp_path: Path, target:
     (tmp_path / "there").mkdir()
     run = tmp_path / "run"
     run.symlink_to(tmp_path / "there" / target)
-    with pytest.raises(MotleyError, match=f"{run} is a symbolic link, to {tmp_path}/there"):
+    with pytest.raises(MotleyError, match=f"{run} is a symbolic link to {tmp_path}/there"):
         RunFolder(run).create()
     assert not any((tmp_path / "there").iterdir())
 

@@ -123,5 +123,5 @@ def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(MotleyError, match="damaged"):
         read_trace(path)
-    with pytest.raises(MotleyError, match="no whole step"):
+    with pytest.raises(MotleyError, match="no complete step"):
         summarise(read_trace(written(path, CPU[:1])))

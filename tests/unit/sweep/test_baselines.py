@@ -86,7 +86,7 @@ def test_options_are_swept_over_lists_and_ranges(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('lr = {from = 0, to = 1, count = 3, log = true}', "lr is no range; write {from = 1e-4"),
+        ('lr = {from = 0, to = 1, count = 3, log = true}', "lr is not a range; write {from = 1e-4"),
         ('lr = {from = 1, to = 2, step = 3}', "the key matrix.sweep.lr.step is unknown"),
         ("batch_size = [1, 2]", "matrix.sweep sets batch_size; use batch of the matrix instead"),
     ],
@@ -113,21 +113,21 @@ def test_the_presets_can_be_read_and_weak_scaling_grows_with_the_hosts() -> None
     [
         ('[matrix]\nstrategy = "fdsp"', r"strategy fdsp is unknown \(nearest: fsdp"),
         ('[matrix]\nstrategi = "ddp"', r"matrix.strategi is unknown \(nearest: strategy"),
-        ("[matrix]\nhosts = 4", "is of 4 hosts, and hosts.txt names 3"),
+        ("[matrix]\nhosts = 4", "is for 4 hosts, and hosts.txt names 3"),
         ('[matrix]\nprecision = "bf61"', r"bf61 is unknown \(nearest: bf16"),
-        ('[matrix]\nprecision = "bf16,fp32"', "2 precisions for the 4 ranks of 3 hosts"),
+        ('[matrix]\nprecision = "bf16,fp32"', "2 precisions are given for the 4 ranks of 3 hosts"),
         ("[matrix]\nfraction = 2", "a fraction above 0 and at most 1"),
-        ('[[cell]]\nname = "../x"', "give it a name of letters"),
-        ('[[cell]]\nname = "reference2"', "is the name of the fp32 runs"),
+        ('[[cell]]\nname = "../x"', "use letters, digits"),
+        ('[[cell]]\nname = "reference2"', "is reserved for runs in fp32"),
         ('options = "--lr \'1"\n[matrix]', "No closing quotation"),
         (
             'options = "--batch-size 9"\n[matrix]',
-            "--batch-size: each cell sets this option itself; use batch instead",
+            "--batch-size: Motley sets this option for each cell; use batch instead",
         ),
         ('steps = "30"\n[matrix]', "steps is '30'; give a number of 6 or more"),
-        ('[[cell]]\nname = "x"\n[[cell]]\nname = "x"', "two cells are called x"),
+        ('[[cell]]\nname = "x"\n[[cell]]\nname = "x"', "two cells have the name x"),
         ('[[cell]]\nname = "x"\nbatch = "many"', "cell x: invalid literal"),
-        ("", "names no cell"),
+        ("", "has no cell"),
         ("[matrix", "not a readable TOML file"),
     ],
 )
@@ -200,7 +200,7 @@ def test_an_exception_is_of_a_kind(error: Exception, kind: FaultKind) -> None:
             "--model",
         ),
         (1, "ssh: connect to host b port 22: No route to host\n-----\n\n", "No route to host"),
-        (9, "", "ended with status 9 and said nothing"),
+        (9, "", "ended with status 9 and without a message"),
         (0, "lost communication with a remote daemon", "lost communication"),
     ],
 )
@@ -229,7 +229,7 @@ def test_who_was_told_to_stop_is_not_to_blame() -> None:
 
 def test_a_death_before_the_first_beat_of_training_is_dated_by_the_records() -> None:
     fields = {"rank": 1, "host": "b", "step": None, "kind": FaultKind.KILLED,
-              "phase": "build", "error": "died without a word"}  # fmt: skip
+              "phase": "build", "error": "died without a message"}  # fmt: skip
     found = judge(137, "", {"status": "failed", "failure": fields}, STEPS, 9.0)
     assert (found.kind, found.when) == ("killed", "epoch 1, step 9")
 
@@ -287,7 +287,7 @@ def test_a_folder_is_one_commands_at_a_time(tmp_path: Path) -> None:
 def test_several_measure_each_a_cell_of_their_own(tmp_path: Path) -> None:
     matrix = read_matrix(PRESETS["strong"], HOSTS, KNOWN)
     folder, first, second = BaselineFolder(tmp_path / "b"), *matrix.all_cells[:2]
-    with pytest.raises(MotleyError, match=r"not made ready for tasks.*slurm_job.sh --array"):
+    with pytest.raises(MotleyError, match=r"not prepared for Slurm tasks.*slurm_job.sh --array"):
         folder.join(matrix)
     folder.claim(matrix).close()
     folder.join(matrix)
@@ -300,7 +300,7 @@ def test_several_measure_each_a_cell_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(MotleyError, match="another matrix, which differs in steps"):
         folder.join(replace(matrix, steps=matrix.steps + 1))
     more = replace(matrix, cells=(*matrix.cells, replace(matrix.cells[0], name="new")))
-    with pytest.raises(MotleyError, match="a matrix without new"):
+    with pytest.raises(MotleyError, match="a matrix that lacks new"):
         folder.join(more)
 
 
@@ -325,8 +325,14 @@ def test_a_table_is_written_by_one_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--nodes", "2x0"), "'2x0': give nodes and ranks of each, as in 2x4"),
-        (("--nodes", "2x1", "--mpirun", "true"), "--nodes is of Slurm's allocation, and this is"),
+        (
+            ("--nodes", "2x0"),
+            "'2x0': give the number of nodes and the ranks of each node, as in 2x4",
+        ),
+        (
+            ("--nodes", "2x1", "--mpirun", "true"),
+            "--nodes needs an allocation of Slurm, and this shell is",
+        ),
         (("--task", "-1"), "--task -1: give 0 or more"),
     ],
 )
@@ -342,7 +348,7 @@ def test_a_task_outside_of_slurm_is_refused(
     [
         (
             'strategy = "fsdp"\noptions = "--wire powersgd:4"',
-            "cell x: --wire powersgd:4 is for ddp",
+            "cell x: --wire powersgd:4 works only with ddp",
         ),
         (
             'options = "--wire powersdg:4"',
@@ -368,8 +374,8 @@ def test_what_is_refused_is_one_line_and_status_2(tmp_path: Path) -> None:
 
 def test_the_table_says_what_failed(tmp_path: Path) -> None:
     assert markdown([]).count("|") > 10
-    with pytest.raises(MotleyError, match="there is no"):
+    with pytest.raises(MotleyError, match="does not exist"):
         read_rows(BaselineFolder(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(MotleyError, match="something else"):
+    with pytest.raises(MotleyError, match="not results of a matrix"):
         BaselineFolder(tmp_path).claim(read_matrix(PRESETS["strong"], HOSTS, KNOWN))

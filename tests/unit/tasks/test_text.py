@@ -80,10 +80,10 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") * 999)
     for name, says in {
         "short.txt": r"too short: the rest has 54 characters, and --length 128",
-        "latin.txt": r"no text in UTF-8 \(byte 0\).* iconv",
+        "latin.txt": r"not UTF-8 text \(byte 0\).* iconv",
         "none.txt": "none.txt: No such file",
     }.items():
         with pytest.raises(MotleyError, match=says):
             TextTask(text=(str(tmp_path / name),)).data(True)
-    with pytest.raises(MotleyError, match="--width 10 is no multiple of --heads 4"):
+    with pytest.raises(MotleyError, match="--width 10 is not a multiple of --heads 4"):
         TextTask(width=10)

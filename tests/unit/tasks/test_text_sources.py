@@ -65,20 +65,20 @@ def test_files_folders_and_data_sets_are_read_in_one_order(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is no JSON \(Expecting"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not valid JSON \(Expect"),
         ("a.jsonl", b'{"text": "a"}\n\n{"txt": "b", "id": 1}\n',
          r"line 3 has no field text \(nearest: txt\); its fields are txt, id; .*--text-field"),
-        ("a.jsonl", b'{"text": null}\n', r"line 1: text is null, not a text"),
-        ("a.jsonl", b'{"text": ["a"]}\n', r"text is a list, not a text; conversations need --chat"),
+        ("a.jsonl", b'{"text": null}\n', r"line 1: text is null, not a string"),
+        ("a.jsonl", b'{"text": ["a"]}\n', r"is a list, not a string; conversations need --chat"),
         ("a.jsonl", b'["a"]\n', r"line 1 is a JSON list, not an object"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n',
-         r"line 2 is no text in UTF-8 \(byte 24 of the file\).* iconv"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"character 0 is '\\ud800', half of a character"),
-        ("a.jsonl", b"[" * 100_000, r"line 1 is no JSON"),
+         r"line 2 is not UTF-8 text \(byte 24 of the file\).* iconv"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"character 0 is '\\ud800', half of a surrogate"),
+        ("a.jsonl", b"[" * 100_000, r"line 1 is not valid JSON"),
         ("a.jsonl", b"\n", r"a\.jsonl: the file is empty"),
         ("a.txt", b"", r"a\.txt: the file is empty"),
-        ("a.txt", b"ab\xff", r"a\.txt is no text in UTF-8 \(byte 2\); convert it, as in: iconv"),
-        ("a.parquet", b"PAR1 no table", r"a\.parquet is no parquet file that can be read"),
+        ("a.txt", b"ab\xff", r"a\.txt is not UTF-8 text \(byte 2\); convert it, as in: iconv"),
+        ("a.parquet", b"PAR1 no table", r"a\.parquet cannot be read as parquet"),
         ("none.txt", None, r"none\.txt: No such file"),
         ("none.jsonl", None, r"none\.jsonl: No such file"),
         ("none.parquet", None, r"none\.parquet: No such file"),
@@ -102,12 +102,16 @@ def test_tables_and_folders_that_have_no_text_are_refused(tmp_path: Path) -> Non
     with pytest.raises(MotleyError, match=r"the file has no row"):
         texts(write_rows(tmp_path / "b.parquet", []))
     (tmp_path / "c").mkdir()
-    with pytest.raises(MotleyError, match=r"c: the folder has no file that ends with \.txt, \.md"):
+    with pytest.raises(MotleyError, match=r"c: no file in this folder ends with \.txt, \.md"):
         texts(str(tmp_path / "c"))
-    with pytest.raises(MotleyError, match=r"--text hf:none is no folder here; give one, or the OW"):
+    with pytest.raises(
+        MotleyError, match=r"--text hf:none is not a folder on this host; name a folder, or OW"
+    ):
         texts("hf:none")
     short = write_rows(tmp_path / "short.jsonl", ["abc"])
-    with pytest.raises(MotleyError, match=r"1 documents, and holding out 1 leaves none to train"):
+    with pytest.raises(
+        MotleyError, match=r"1 documents, of which 1 are held out, so none is left to train"
+    ):
         TextTask(text=(short,)).data(False)
     train = write_rows(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(MotleyError, match=r"--val-text .*short.jsonl is too short: it has 3 char"):
@@ -120,7 +124,7 @@ def test_tables_and_folders_that_have_no_text_are_refused(tmp_path: Path) -> Non
         ({"tokenizer": "a", "tokens": "bytes"}, "--tokenizer has no effect on --tokens bytes"),
         ({"val_text": ("a",), "val_fraction": 0.2}, "--val-fraction has no effect beside --val-t"),
         ({"val_fraction": 1.0}, r"--val-fraction 1.0 leaves nothing to train or"),
-        ({"paragraphs": True, "pack": True}, "another way to make samples than --pack"),
+        ({"paragraphs": True, "pack": True}, "and --pack make samples in different ways"),
     ],
 )  # fmt: skip
 def test_options_of_the_text_that_contradict_are_refused(
@@ -232,6 +236,8 @@ def test_a_tokenizer_has_a_folder_or_a_name(
     other = pretrained_folder(tmp_path, text, tokens=299)
     assert TextTask(text=(path,), tokenizer=str(other)).identity() != task.identity()
     before = constants.HF_HUB_OFFLINE
-    with pytest.raises(MotleyError, match=r"--tokenizer owner/none is no folder here, and no tok"):
+    with pytest.raises(
+        MotleyError, match=r"--tokenizer owner/none is neither a folder on this machine nor a tok"
+    ):
         TextTask(text=(path,), tokenizer="owner/none").data(False)
     assert before == constants.HF_HUB_OFFLINE

@@ -210,19 +210,19 @@ def _torn(_: str, file: xr.Dataset) -> xr.Dataset:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_missing("t2m"), r"no file has 2t without levels \(or by another name: t2m, 2m_temp"),
-        (_missing("q"), r"no file has q on pressure levels .*specific_humidity.*rename it"),
+        (_missing("t2m"), r"no file has 2t without levels \(also known as t2m, 2m_temp"),
+        (_missing("q"), r"no file has q on pressure levels .*specific_humidity.*rename the"),
         (_missing("slt"), "no file has slt without levels"),
         (
             _celsius,
-            r"mean of t2m in .*surface.nc is .*, where about 278.* is expected.*convert it to K",
+            r"mean of t2m in .*surface.nc is .*, and about 278.* is expected.*convert it to K",
         ),
         (
             _coarse,
-            r"lsm of .*static.nc is on 8x16 points .* z of .*air.nc on 9x16 points.*cdo remapbil",
+            r"lsm of .*static.nc has the grid 8x16 .* z of .*air.nc has 9x16 points.*cdo remapbil",
         ),
-        (_late, "no time that all variables have: z 24 from 1970-01-01T00 to"),
-        (_torn, r"of .*static.nc, which does not change, has values that are no numbers"),
+        (_late, "no time is in all variables: z 24 from 1970-01-01T00 to"),
+        (_torn, r"of .*static.nc, which is constant in time, has values that are NaN"),
     ],
     ids=["surface", "air", "static", "Celsius", "grid", "times", "NaN"],
 )
@@ -239,30 +239,38 @@ def test_a_level_that_is_not_there_and_what_is_no_number_are_named(tmp_path: Pat
         return file.where(file.valid_time != file.valid_time[3]) if name == "air" else file
 
     fields = write_era5(tmp_path, torn)
-    with pytest.raises(MotleyError, match=r"of .*air.nc has no level of 250 hPa, but 500, 850"):
+    with pytest.raises(MotleyError, match=r"of .*air.nc has no level of 250 hPa, only 500, 850"):
         WeatherTask(**{**TINY, "levels": (250,)}, fields=fields).data(False)
     source = WeatherTask(**TINY, fields=fields).data(False)
     read(source, 0)
-    with pytest.raises(UnreadableSample, match=r"z of .*air.nc at 1970-01-01T18 has .*\(NaN\)"):
+    with pytest.raises(
+        UnreadableSample, match=r"z of .*air.nc at 1970-01-01T18 has values that are NaN"
+    ):
         read(source, 1)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"grid": "18x32"}, "--grid 18x32: .* 4x4 points; it takes 16 or 17 latitudes and 32 long"),
+        (
+            {"grid": "18x32"},
+            "--grid 18x32 .* 4x4 points, as Aurora needs; it takes 16 or 17 latitudes and 32 long",
+        ),
         ({"grid": "17x30"}, "--grid 17x30.* 16 or 17 latitudes and 32 longitudes"),
-        ({"grid": "17"}, "--grid 17: give latitudes x longitudes, as in 17x32"),
-        ({"levels": (510,)}, "no level of 510 hPa; give --levels of 50,100,150"),
+        ({"grid": "17"}, "--grid 17: give the numbers of latitudes and longitudes, as in 17x32"),
+        ({"levels": (510,)}, "no pressure level of 510 hPa; give --levels out of 50,100,150"),
         (
             {"states": 5},
-            "5 states, 6 hours apart.*give 3 samples; a sample is 3 states.* 6 such states",
+            "5 states, 6 hours apart.*make only 3 samples. A sample is 3 states.* need 6 of them",
         ),
-        ({"embed_dim": 100}, "--embed-dim 100 is no multiple of 64.*take 128"),
-        ({"depths": (2,)}, "--depths 2: give the blocks of two stages"),
+        ({"embed_dim": 100}, "--embed-dim 100 is not a multiple of 64.*take 128"),
+        ({"depths": (2,)}, "--depths 2: give the number of blocks of each stage, for two stages"),
         ({"latent_levels": 3}, "--latent-levels 3 is odd"),
-        ({"fields": ("none.nc",)}, "--fields none.nc: there is no such file here; every host"),
-        ({"fields": (__file__,)}, "test_weather.py is no NetCDF file that can be read here"),
+        (
+            {"fields": ("none.nc",)},
+            "--fields none.nc: the file does not exist on this host, and every host",
+        ),
+        ({"fields": (__file__,)}, "test_weather.py cannot be read as NetCDF"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

@@ -30,7 +30,7 @@ def test_what_does_not_fit_is_refused_with_the_options_that_help() -> None:
     with pytest.raises(MotleyError) as refused:
         replace(BUDGET, free=2.9 * 2**30).check()
     words = str(refused.value)
-    assert "of 1 GiB each are going to need 3 GiB" in words
+    assert "of 1 GiB each, will take 3 GiB" in words
     assert "2.9 GiB are free in /logs/run" in words
     assert "--keep 1" in words and "--logs DIR" in words
     with pytest.raises(MotleyError) as refused:

@@ -41,7 +41,7 @@ def test_usual_options_fit_a_screen_and_all_are_told_by_help_all(help_of: Help, 
     few = set(re.findall(r"^ +(?:-\w \S+, )?(--[a-z-]+)", usual, re.MULTILINE))
     many = set(re.findall(r"^ +(?:-\w(?: \S+)?, )?(--[a-z-]+)", everything, re.MULTILINE))
     assert {"--shares", "--batch-size", "--wire", "--run"} < few < many
-    (rest,) = re.findall(r"--help-all tells of these and (\d+) more", usual)
+    (rest,) = re.findall(r"--help-all lists these and (\d+) more", usual)
     assert len(few) + int(rest) == len(many)
 
 
@@ -68,10 +68,10 @@ def test_a_call_is_a_command_line() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"lrr": 1}, "lrr is no option (nearest: --lr"),
+        ({"lrr": 1}, "lrr is not an option (nearest: --lr"),
         ({"lr": "fast"}, "--lr fast: "),
-        ({"shares": {"a": 1}}, "shares is a text or a number, not {'a': 1}"),
-        ({"stage": 3}, "stage is no option"),  # of the other package
+        ({"shares": {"a": 1}}, "shares has to be a string or a number, and is {'a': 1}"),
+        ({"stage": 3}, "stage is not an option"),  # of the other package
     ],
 )
 def test_a_wrong_option_of_a_call_is_named(options: dict[str, object], says: str) -> None:
@@ -89,11 +89,11 @@ def test_a_file_with_two_tasks_trains_no_other_one(tmp_path: Path) -> None:
     file.write_text(Path(SUMS).read_text() + "\n\n@dataclass\nclass Other(Sums):\n    pass\n")
     other = task_class(str(file))
     assert make_words(other, {}, TORCH)[1].endswith("two.py")
-    with pytest.raises(MotleyError, match="has the task Other besides Sums; move one"):
+    with pytest.raises(MotleyError, match="has two tasks, Other and Sums; move one"):
         make_words(other.__mro__[1], {}, TORCH)
 
 
 def test_a_task_that_is_in_no_file_is_refused() -> None:
     kind = type("Loose", (task_class(SUMS),), {"__module__": "nowhere"})
-    with pytest.raises(MotleyError, match="Loose is defined in no file"):
+    with pytest.raises(MotleyError, match="Loose is not defined in a file"):
         make_words(kind, {}, TORCH)

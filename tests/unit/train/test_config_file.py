@@ -81,16 +81,19 @@ def test_a_runs_own_file_makes_the_same_options_again(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("seed = 1\nlearning-rate = 1", "o.toml, line 2: learning_rate is no option: it is --lr"),
-        ("sed = 1", r"o.toml, line 1: sed is no option \(nearest: "),
+        (
+            "seed = 1\nlearning-rate = 1",
+            "o.toml, line 2: learning_rate is not an option: it is --lr",
+        ),
+        ("sed = 1", r"o.toml, line 1: sed is not an option \(nearest: "),
         ("\nlr = 'quick'", "o.toml, line 2: --lr quick: "),
-        ("config = 'other.toml'", "o.toml, line 1: config is no option"),
-        ("help-all = true", "o.toml, line 1: help_all is no option"),
-        ("lr = true", "o.toml, line 1: lr is a text or a number, not True"),
-        ("model-ema = 1", "o.toml, line 1: model_ema is true or false, not 1"),
+        ("config = 'other.toml'", "o.toml, line 1: config is not an option"),
+        ("help-all = true", "o.toml, line 1: help_all is not an option"),
+        ("lr = true", "o.toml, line 1: lr has to be a string or a number, and is True"),
+        ("model-ema = 1", "o.toml, line 1: model_ema has to be true or false, and is 1"),
         ("strategy = 'zero'", "o.toml, line 1: --strategy zero: choose ddp"),
         ("lr = 1\n[x]\nlr = 2", "o.toml has lr twice"),
-        ("lr: 1", "o.toml is no TOML: .*line 1.*write one option a line"),
+        ("lr: 1", "o.toml is not valid TOML: .*line 1.*write one option per line"),
     ],
 )
 def test_a_fault_is_named_with_file_and_line(
@@ -105,8 +108,8 @@ def test_a_fault_is_named_with_file_and_line(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--config",), "--config takes one file, and 0 are named"),
-        (("--config", "a", "--config", "b"), "--config takes one file, and 2 are named"),
+        (("--config",), "--config takes one file, and 0 are given"),
+        (("--config", "a", "--config", "b"), "--config takes one file, and 2 are given"),
         (("--config", "absent.toml"), "absent.toml: No such file or directory; name a TOML file"),
     ],
 )

@@ -31,7 +31,7 @@ def test_other_shares_are_explained() -> None:
 @pytest.mark.parametrize(("came", "words"), [(0.02, "saved 2%"), (-0.1, "saved nothing")])
 def test_shares_that_are_taken_back_say_what_they_brought(came: float, words: str) -> None:
     text, numbers = recorded(Proposal((45, 45), (1.0, 1.0), 0.0, (0.12, came)))
-    assert "were to save 12%" in text and words in text
+    assert "was to save 12%" in text and words in text
     assert numbers["taken_back"] == (0.12, came)
 
 

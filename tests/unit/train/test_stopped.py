@@ -15,7 +15,7 @@ from motley.train.start import how_to_continue
 
 def test_whoever_stops_a_run_is_told_what_is_saved_of_it(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
-    assert "nothing of it is saved yet; " in how_to_continue("mpirun x", checkpoints, None, 2)
+    assert "nothing of this run is saved yet; " in how_to_continue("mpirun x", checkpoints, None, 2)
     for step in (3, 12):
         checkpoints.save({"model.x": torch.ones(1)}, {"step": step})
     for done, repeated in (

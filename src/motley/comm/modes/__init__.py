@@ -1,8 +1,8 @@
 """The kinds of ``--wire``: a module in this package adds kinds by listing them in ``MODES``.
 
-A kind is a subclass of motley.plan.wire.WireMode, with its spelling, the data that it sends, its
-cost, its needs and its way of adding up. ``-h``, the planner and the matrix of runs use all
-kinds in the list.
+A kind is a subclass of motley.plan.wire.WireMode. The subclass defines the spelling of the mode,
+the data that it sends, its cost, its requirements and its reducer. ``-h``, the planner and the
+matrix of runs use all kinds in the list.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from motley.text import did_you_mean
 
 
 def modes() -> dict[str, type[WireMode]]:
-    """Return all kinds by name, the least demanding for an engine first."""
+    """Return all kinds by name. Kinds that require less from an engine come first."""
     order = list(Addition)
     kinds: list[type[WireMode]] = entries(
         __name__, "MODES", partial(is_subclass, kind=WireMode), "subclasses of WireMode", "numbers"
@@ -24,7 +24,7 @@ def modes() -> dict[str, type[WireMode]]:
 
 
 def parse_wire(text: str) -> WireMode | None:
-    """Return the mode that a value of ``--wire`` stands for; None for auto.
+    """Return the mode that a value of ``--wire`` names; None for auto.
 
     Raises:
         MotleyError: there is no such mode.
@@ -35,7 +35,10 @@ def parse_wire(text: str) -> WireMode | None:
     if slash:  # the plan writes this form
         mode = parse_wire(text)
         if mode is None or mode.addition is not Addition.NUMBERS or not number.isdecimal():
-            raise MotleyError(f"--wire {text}{slash}{number}: write it as in exact/leaf4")
+            raise MotleyError(
+                f"--wire {text}{slash}{number}: write the number of a rank after leaf, as in "
+                "exact/leaf4"
+            )
         return dataclasses.replace(mode, slow_rank=int(number))
     name, colon, number = text.partition(":")
     kinds = modes()

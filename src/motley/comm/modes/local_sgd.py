@@ -1,4 +1,4 @@
-"""Local SGD: ranks do not send gradients, but average their parameters now and then."""
+"""Local SGD: ranks send no gradients, and average their parameters every few steps."""
 
 import dataclasses
 import re
@@ -34,14 +34,14 @@ class LocalSgd(WireMode):
         """See WireMode."""
         if not re.fullmatch(r"[1-9]\d{0,3}", number):
             raise ValueError(
-                "local needs the steps between two averaging rounds, 1 or more, as in local:4; "
-                "more of them hide a slower wire and cost more accuracy"
+                "local needs the number of steps between two averaging rounds, 1 or more, as in "
+                "local:4. A larger number hides a slower network and costs more accuracy"
             )
         return cls(int(number))
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """Return the mode with the fewest steps that hide the wire. See WireMode."""
+        """Return the mode with the fewest local steps that hide the transfer time. See WireMode."""
         return [cls(steps) for steps in _OFFERED if steps >= part][:1]
 
     @property

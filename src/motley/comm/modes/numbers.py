@@ -1,7 +1,7 @@
-"""Wire modes that send the numbers of the gradient, exact or rounded to 16 bits.
+"""Wire modes that send the elements of the gradient, exact or rounded to 16 bits.
 
-With ``/leafK`` the all-reduce spares one slow link: the rank behind it sends its gradient only
-once.
+With ``/leafK`` the all-reduce spares one slow link: rank K, behind this link, sends its gradient
+only once.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ class Exact(WireMode):
 
     @classmethod
     def parse(cls, number: str) -> Self:
-        """Return the mode, which takes no number. See WireMode."""
+        """Return the mode, whose name no number may follow. See WireMode."""
         return cls()
 
     @classmethod
@@ -76,14 +76,14 @@ class Bf16(Exact):
 
 @dataclass(frozen=True)
 class Fp16(Bf16):
-    """An all-reduce of gradients rounded to fp16: finer than bf16, but it needs a loss scale."""
+    """An all-reduce of gradients rounded to fp16: finer than bf16, but with a loss scale."""
 
     name = usage = "fp16"
     says = "or to fp16"
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """Return this mode if a rank computes in fp16, since there is a loss scale anyway."""
+        """Return this mode if a rank computes in fp16, which needs a loss scale in any case."""
         return (FP16,) if "fp16" in precisions else ()
 
 

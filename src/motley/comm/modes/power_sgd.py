@@ -1,4 +1,4 @@
-"""PowerSGD: two thin matrices in place of each gradient matrix.
+"""PowerSGD: a wire mode that sends two thin matrices in place of each gradient matrix.
 
 After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
 """
@@ -20,11 +20,11 @@ LOST_POINTS = {1: (6.4, 5), 4: (1.0, 16), 8: (0.3, 8)}  # see WireMode, by rank
 
 @dataclass(frozen=True)
 class PowerSgd(WireMode):
-    """The mode that sends two thin matrices per gradient. Later steps send their error.
+    """The mode that sends two thin matrices per gradient. Their error is added to later gradients.
 
     Attributes:
-        rank: rank of these matrices.
-        rounded: True if they are rounded to bf16 on the way.
+        rank: rank of the thin matrices.
+        rounded: True if the matrices are rounded to bf16 before they are sent.
     """
 
     name, usage = "powersgd", "powersgd:R"
@@ -42,8 +42,8 @@ class PowerSgd(WireMode):
         """See WireMode."""
         if not (match := re.fullmatch(r"([1-9]\d{0,3})(\+bf16)?", number)):
             raise ValueError(
-                "powersgd needs a rank of 1 or more, as in powersgd:8, or powersgd:8+bf16; a "
-                "higher one sends more and leaves out less"
+                "powersgd needs a rank of 1 or more, as in powersgd:8 or powersgd:8+bf16. A "
+                "higher rank sends more bytes and is more accurate"
             )
         return cls(int(match[1]), rounded=match[2] is not None)
 
@@ -64,11 +64,11 @@ class PowerSgd(WireMode):
 
     @property
     def lost_points(self) -> tuple[float, int] | None:
-        """See WireMode; rounding loses none."""
+        """See WireMode. Rounding to bf16 loses no points."""
         return LOST_POINTS.get(self.rank)
 
     def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the bytes sent for gradients of these shapes. See WireMode.
+        """Return the number of bytes that are sent for gradients of these shapes. See WireMode.
 
         Like torch's hook, the mode compresses only gradients that become at most half as large.
         """
@@ -82,7 +82,7 @@ class PowerSgd(WireMode):
         return numbers if 2 * numbers < whole else None
 
     def in_job(self, precisions: Collection[str]) -> WireMode:
-        """Return the mode with rounding if some rank rounds anyway. See WireMode.
+        """Return the mode with rounding if a rank computes in 16 bits. See WireMode.
 
         The matrices are rounded to bf16, because a matrix times the loss scale could exceed fp16's
         range.

@@ -27,16 +27,18 @@ class Dataset:
     """A data set of images, known by its name.
 
     Attributes:
-        name: name, as ``--dataset`` takes it.
+        name: value of ``--dataset`` that selects the data set.
         says: description for ``-h``.
-        open: opens the data set under ``--data-dir``, for a model that takes images of this many
-            pixels per side. The function does not use the network, and raises MotleyError if a file
-            is missing or damaged. The function imports its packages itself, because ``-h`` imports
-            this module too.
-        download: downloads missing files into ``--data-dir``; None: nothing can be downloaded.
+        open: function that opens the data set. Its arguments are the path of ``--data-dir``, and
+            the side in pixels of the images that the model takes. The function does not use the
+            network, and raises MotleyError if a file is missing or damaged. The function imports
+            its packages itself, because ``-h`` imports this module, too.
+        download: function that downloads missing files into the folder ``--data-dir``; None:
+            nothing can be downloaded.
         model: default of ``--model``.
-        keeps: checkpoints are written. False if there is nothing to learn.
-        needs_workers: reading and decoding take longer than passing an image between processes.
+        keeps: True: runs write checkpoints. False if there is nothing to learn.
+        needs_workers: True if reading and decoding an image take longer than passing it between
+            processes.
     """
 
     name: str
@@ -66,8 +68,8 @@ class Dataset:
                 raise
             except Exception as error:
                 raise MotleyError(
-                    f"{self.name} is not under {folder.resolve()} and could not be downloaded "
-                    f"({type(error).__name__}: {error}); put its .tar.gz there, or choose "
+                    f"{self.name} is not in {folder.resolve()}, and could not be downloaded "
+                    f"({type(error).__name__}: {error}); copy its .tar.gz there, or choose "
                     "--dataset digits, which needs no download"
                 ) from error
 
@@ -79,7 +81,7 @@ class Family:
     Attributes:
         name: prefix with a slash at the end, as in ``hfds/``.
         says: description for ``-h``.
-        make: returns the data set whose name continues with this text.
+        make: function that returns a data set, given the part of its name after the prefix.
     """
 
     name: str
@@ -123,7 +125,7 @@ def dataset_name(text: str) -> str:
 
 
 def held_out_split(splits: Collection[str], where: str) -> str:
-    """Return the name of the split that is held out.
+    """Return the name of the split to hold out.
 
     Args:
         splits: names of the splits.
@@ -135,7 +137,7 @@ def held_out_split(splits: Collection[str], where: str) -> str:
     result = next((name for name in HELD_OUT if name in splits), None)
     if TRAIN not in splits or result is None:
         raise MotleyError(
-            f"{where} has {'the splits ' + ', '.join(splits) if splits else 'no split'}; it needs "
-            f"{TRAIN}, and {' or '.join(HELD_OUT)}"
+            f"{where} has {('the splits ' + ', '.join(splits) if splits else 'no split')}, and "
+            f"needs the splits {TRAIN} and {' or '.join(HELD_OUT)}"
         )
     return result

@@ -1,4 +1,4 @@
-"""1,797 real 8x8 images of handwritten digits that ship with scikit-learn; 360 held out."""
+"""1,797 real 8x8 images of handwritten digits from scikit-learn, of which 360 are held out."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +13,12 @@ _HELD_OUT = 360
 
 
 def read_digits() -> tuple[Any, Any]:
-    """Return all digits as scikit-learn has them, without importing it.
+    """Return scikit-learn's digits without importing scikit-learn.
 
-    In five ranks on two cores, the import takes four seconds.
+    The import takes four seconds in five ranks on two cores.
 
     Returns:
-        Pixels, 0 to 16, fp64 [1797, 64]; and digits, int64 [1797].
+        Pixels from 0 to 16, fp64 [1797, 64]. Second value: digits, int64 [1797].
     """
     import numpy as np
 
@@ -33,9 +33,9 @@ def read_digits() -> tuple[Any, Any]:
 def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
     """Return the indices of the training samples, and those of the held-out samples.
 
-    Both parts have the same proportions of classes as all samples. The result equals that of
-    ``sklearn.model_selection.train_test_split(random_state=0, stratify=labels)``, which all earlier
-    measurements used.
+    Both parts have the same proportions of classes. The result equals that of
+    ``sklearn.model_selection.train_test_split(random_state=0, stratify=labels)``, so that results
+    can be compared with earlier measurements.
 
     Args:
         labels: label of each sample, int [samples].
@@ -62,8 +62,8 @@ def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
 def _apportion_counts(counts: Any, total: int, rng: Any) -> Any:
     """Split ``total`` in proportion to the counts, and return whole numbers, int [classes].
 
-    The remainder of the rounding goes to the largest fractions, and to random ones among equal
-    fractions.
+    The counts are rounded down. The remainder goes to the classes with the largest fractional
+    parts, and is drawn at random among classes with equal parts.
     """
     import numpy as np
 

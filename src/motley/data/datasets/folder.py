@@ -1,6 +1,6 @@
-"""Images with one folder per class, under ``train`` and ``val``, as torchvision reads them.
+"""Images in one folder per class, below ``train`` and ``val``, as torchvision reads them.
 
-The held-out images may be under ``validation``, ``valid`` or ``test`` instead.
+The held-out images may be below ``validation``, ``valid`` or ``test`` instead of ``val``.
 """
 
 from pathlib import Path
@@ -23,17 +23,20 @@ def _open(root: Path, img_size: int) -> "Images":
             parts.append(ImageFolder(root / name))
         except OSError as error:
             raise MotleyError(
-                f"--data-dir {root} needs the folders train/ and val/ (or validation/) with one "
-                f"folder a class in each; {error}"
+                f"--data-dir {root} needs the folders train/ and val/ (or validation/), each with "
+                f"one folder per class; {error}"
             ) from None
     train, test = parts
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
         raise MotleyError(
-            f"--data-dir {root}: train/ and {held_out}/ differ in the classes {', '.join(odd[:5])}"
+            f"--data-dir {root}: train/ and {held_out}/ have different classes: "
+            f"{', '.join(odd[:5])}"
         )
     if not len(train) or not len(test):
-        raise MotleyError(f"--data-dir {root}: no images in {held_out if len(train) else 'train'}/")
+        raise MotleyError(
+            f"--data-dir {root}: {(held_out if len(train) else 'train')}/ has no images"
+        )
     return Images(
         train, test, classes=len(train.classes), channels=3,
         mean=None, std=None, native_size=None, class_names=tuple(train.classes),

@@ -19,8 +19,8 @@ class _Split:
     """The images of one split.
 
     Args:
-        reader: timm's reader. Timm's own data set on top of the reader is not used, because it
-            silently replaces an unreadable image by another one.
+        reader: timm's reader. timm's own data set class is not used, because it silently replaces
+            an unreadable image by another image.
         name: name of the split.
         label: name of the column with the labels.
     """
@@ -95,31 +95,31 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
         )
     return load_splits(
         name, option,
-        "after hfds/ give a folder of images, a folder of parquet files, a folder written by "
+        "give after hfds/ a folder of images, a folder of parquet files, a folder written by "
         "DatasetDict.save_to_disk, or OWNER/NAME of a data set on the Hugging Face hub "
         f"(downloaded to --data-dir {folder})", folder,
     )  # fmt: skip
 
 
 def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> str:
-    """Return the name of the column that timm would read, or the only one of its kind.
+    """Return the name of the column that timm would read, or of the only column of a kind.
 
     Raises:
-        MotleyError: there is not exactly one such column.
+        MotleyError: timm's column is missing, and there is not exactly one column of the kind.
     """
     fit = [name for name, feature in features.items() if type(feature).__name__ == kind]
     if usual in features:
         return usual
     if len(fit) != 1:
         raise MotleyError(
-            f"{option} has {len(fit) or 'no'} columns of type {kind}, and none called {usual}; its "
-            f"columns are {', '.join(features)}; rename one"
+            f"{option} has {len(fit) or 'no'} columns of type {kind}, and none has the name "
+            f"{usual}; its columns are {', '.join(features)}. Rename one"
         )
     return fit[0]
 
 
 def _classes(part: _Split, known: int | None, option: str) -> int:
-    """Return the number of classes: those with names, or up to the highest label of this split.
+    """Return the number of classes, by their names or by the highest label of this split.
 
     Raises:
         MotleyError: a label is not the number of a class.
@@ -127,8 +127,8 @@ def _classes(part: _Split, known: int | None, option: str) -> int:
     for index, label in enumerate(part.targets):
         if type(label) is not int or not 0 <= label < (known or label + 1):
             raise MotleyError(
-                f"{option}: image {index} of {part.name} has the label {label!r}; it needs the "
-                f"number of a class, from 0{f' to {known - 1}' if known else ''}"
+                f"{option}: image {index} of {part.name} has the label {label!r}; give the number "
+                f"of a class, from 0{(f' to {known - 1}' if known else '')}"
             )
     return known or 1 + max(part.targets)
 

@@ -32,10 +32,10 @@ class _Part:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Return an image as :class:`motley.data.images.Images` has it, and its label.
+        """Return an image in the form of :class:`motley.data.images.Images`, and its label.
 
-        Pixels are not copied. The tensor [C, H, W] is a view of [H, W, C], as torchvision makes it
-        from PIL's images, so that transforms read the same numbers in the same memory order.
+        Pixels are not copied. The tensor [C, H, W] is a view of [H, W, C], like torchvision's
+        tensors from PIL images, so that transforms read pixels in the same memory order.
 
         Raises:
             UnreadableSample: the image could not be read when it was packed.
@@ -50,7 +50,7 @@ class _Part:
         begin, size, height, width, label = self._rows[index].tolist()
         if not size:
             why = self._packed.about.unreadable.get(self.begin + index, "it was not read")
-            raise UnreadableSample(f"when it was packed: {why}")
+            raise UnreadableSample(f"the image could not be read when it was packed: {why}")
         content = self._packed.content[begin : begin + size]
         if self._packed.about.kept == PIXELS:
             return torch.from_numpy(content.reshape(height, width, 3)).permute(2, 0, 1), label
@@ -65,9 +65,9 @@ def _open(place: Path, img_size: int) -> "Images":
     about = packed.about
     if not os.environ.get(_STALE) and has_changed(about):
         raise MotleyError(
-            f"{packed.path} was packed of {about.source}, whose images have changed since; pack "
-            f"them again with: bash setup/stage_cn.sh --data-dir {about.source}, or set {_STALE}=1 "
-            "to train on those that are packed"
+            f"{packed.path} holds packed images of {about.source}, which have changed since. Pack "
+            f"them again with: bash setup/stage_cn.sh --data-dir {about.source}, or set "
+            f"{_STALE}=1 to train on the packed images"
         )
     train, test = (
         _Part(packed, begin, end)
@@ -82,7 +82,7 @@ def _open(place: Path, img_size: int) -> "Images":
 
 
 def _file(place: Path) -> Path:
-    """Return the path itself, or that of the only packed file in a folder.
+    """Return the path of a packed file, given this path or a folder with one packed file.
 
     Raises:
         MotleyError: the folder has no packed file, or several.
@@ -95,8 +95,9 @@ def _file(place: Path) -> Path:
     if len(result) != 1:
         names = f"{len(result)} files: {', '.join(each.name for each in result[:5])}"
         raise MotleyError(
-            f"--data-dir {place} has {names if result else 'no file'} of the kind NAME{SUFFIX}; "
-            + ("name one of them" if result else "make it with: bash setup/stage_cn.sh")
+            f"--data-dir {place} has {names if result else 'no file'} with a name of the form "
+            f"NAME{SUFFIX}; "
+            + ("name one of them" if result else "create one with: bash setup/stage_cn.sh")
         )
     return result[0]
 

@@ -1,6 +1,6 @@
-"""50,000 training images, copies of 64 random ones in memory: no disk access and no decoding.
+"""50,000 training images: copies of 64 random images in memory, without disk access or decoding.
 
-The number is that of an epoch in the lab.
+The number of images is that of an epoch in Motley's benchmarks.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Shards of webdataset, as timm's ``wds/`` names them, with access to images by index.
+"""Shards of webdataset, named as in timm's ``wds/``, with access to images by index.
 
-timm's reader reads shards from beginning to end, in an order of its own for each process. Here the
-global order decides which image comes next, so motley.data.shards reads the shards.
+timm's reader reads shards from beginning to end, in a different order in each process. Here the
+global order of samples decides which image comes next. Therefore motley.data.shards reads the
+shards.
 """
 
 import json
@@ -28,8 +29,8 @@ class _Split:
 
     Attributes:
         paths: paths of the shards.
-        count: number of samples, if it is known.
-        label_key: see Shards.
+        count: number of samples; None if it is not known.
+        label_key: key of the label in a sample's JSON; see Shards.
     """
 
     paths: tuple[Path, ...]
@@ -43,10 +44,10 @@ class _Split:
         # Writers differ in whether they count samples without a label under ``label_key``.
         wrong = self.count not in (None, len(images)) and not self.label_key
         if wrong or not len(images):
-            counted = f" of the {self.count} that {_INFO[0]} tells" if wrong else ""
+            counted = f" of the {self.count} that {_INFO[0]} records" if wrong else ""
             raise MotleyError(
                 f"{folder}: {name} has {len(images) or 'no'} images{counted}, in "
-                f"{len(self.paths)} shards; copy them all"
+                f"{len(self.paths)} shards; copy all shards"
             )
         return images
 
@@ -60,8 +61,8 @@ def _open(name: str, root: Path, img_size: int) -> "Images":
     splits = _read_sizes(folder, info) if "splits" in info else _by_name(folder)
     if not splits:
         raise MotleyError(
-            f"--dataset wds/{name}: no shard is in {folder}, such as train-0000.tar, and none in a "
-            "folder train/; say where they are by --data-dir"
+            f"--dataset wds/{name}: {folder} has no shard such as train-0000.tar, and no shard in "
+            "a folder train/; name the folder of the shards with --data-dir"
         )
     held_out = held_out_split(splits, f"--dataset wds/{name}: {folder}")
     train, test = (splits[each].open(each, folder) for each in (TRAIN, held_out))
@@ -69,7 +70,7 @@ def _open(name: str, root: Path, img_size: int) -> "Images":
     classes = info.get("num_classes", highest + 1)
     if not isinstance(classes, int) or classes <= highest:
         raise MotleyError(
-            f"{folder}: {_INFO[0]} has num_classes {classes!r}, and an image has the label "
+            f"{folder}: {_INFO[0]} sets num_classes to {classes!r}, and an image has the label "
             f"{highest}; correct one of them"
         )
     return Images(
@@ -90,7 +91,7 @@ def _info(folder: Path) -> Mapping[str, Any]:
     try:
         info = json.loads(path.read_bytes())
         if not isinstance(info, dict):
-            raise ValueError(f"a {type(info).__name__} in place of names and values")
+            raise ValueError(f"a {type(info).__name__} instead of names and values")
     except (OSError, ValueError, RecursionError) as error:
         raise MotleyError(f"{path} cannot be read ({error}); correct or remove it") from None
     return info
@@ -107,16 +108,16 @@ def _read_sizes(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
         }  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise MotleyError(
-            f"{folder / _INFO[0]} has no splits as timm reads them ({error!r}); write "
+            f"{folder / _INFO[0]} has no splits in timm's form ({error!r}); write "
             '{"splits": {"train": {"filenames": [...], "num_samples": N}, "validation": ...}}, or '
-            "remove it: then a shard is of the split that is in its name"
+            "remove the file, and each shard belongs to the split in its name"
         ) from None
 
 
 def _by_name(folder: Path) -> dict[str, _Split]:
-    """Return shards by split. The first split name in a shard's path decides.
+    """Return the shards of each split, by the first name of a split in a shard's path.
 
-    ``flowers-train-0007.tar`` is of the split ``train``, for example.
+    For example, ``flowers-train-0007.tar`` belongs to the split ``train``.
     """
     result: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.tar"), *folder.glob("*/*.tar")]):

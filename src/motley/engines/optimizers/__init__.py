@@ -18,14 +18,16 @@ _WRAPPER = "lookahead_"  # prefix of --opt if Lookahead wraps the optimizer
 
 @dataclass(frozen=True)
 class Codec:
-    """The format of slots in fewer than 32 bits, and its conversion to and from 32 bits.
+    """The conversion of an optimizer's compressed slots to and from 32 bits.
 
     Attributes:
-        is_extra: returns True if a slot only completes another slot, as its scale does.
-        widen: returns the compressed slots of one parameter in 32 bits, by name.
-        narrow: writes slots in 32 bits back into the slots of one parameter.
-        encode: returns a checkpoint's tensors with ``optimizer.<parameter>.<slot>`` compressed.
-        decode: returns a checkpoint's tensors with all slots in 32 bits.
+        is_extra: function that returns True if a slot only belongs to another slot, as a scale
+            does.
+        widen: function that returns the compressed slots of one parameter in 32 bits, by name.
+        narrow: function that writes slots in 32 bits back into the slots of one parameter.
+        encode: function that returns a checkpoint's tensors with the slots
+            ``optimizer.<parameter>.<slot>`` compressed.
+        decode: function that returns a checkpoint's tensors with all slots in 32 bits.
     """
 
     is_extra: Callable[[str], bool]
@@ -40,14 +42,16 @@ class OwnOptimizer:
     """An optimizer and the format of its state.
 
     Attributes:
-        name: name, as ``--opt`` takes it.
+        name: value of ``--opt`` that selects the optimizer.
         says: one line about the optimizer.
-        kind: class of the optimizer. The class takes ``lr`` and ``weight_decay``, as timm's do.
-        has_betas: the class takes ``betas`` too.
-        row: length of the rows in trials. Above 1: the optimizer steps each row of a parameter
-            separately, and needs whole rows. 1: it may get flat parts of parameters.
-        codec: format of the slots; None: slots are tensors like the parameter.
-        like: another ``--opt`` with convertible checkpoints, in both directions.
+        kind: class of the optimizer. Its constructor takes ``lr`` and ``weight_decay``, as timm's
+            classes do.
+        has_betas: True if the constructor takes ``betas`` too.
+        row: 1: the optimizer may get flat parts of parameters. Above 1: the optimizer steps each
+            row of a parameter separately and needs whole rows, and trials use rows of this length.
+        codec: conversion of compressed slots; None: slots are tensors like the parameter.
+        like: another value of ``--opt``. Each of the two optimizers can continue from checkpoints
+            of the other one.
     """
 
     name: str
@@ -71,13 +75,13 @@ def own_optimizers() -> tuple[OwnOptimizer, ...]:
 
 
 def find_own(opt: str) -> OwnOptimizer | None:
-    """Return the entry for ``--opt`` or the optimizer that it wraps; None for timm's own."""
+    """Return the entry of ``--opt``, or of the optimizer that it wraps; None for timm's own."""
     name = opt.lower().removeprefix(_WRAPPER)
     return next((each for each in own_optimizers() if each.name == name), None)
 
 
 def find_row(opt: str) -> int:
-    """Return the length of a row if ``--opt`` steps rows as a whole, else 1.
+    """Return the length of a row in trials if ``--opt`` needs whole rows, else 1.
 
     1 means that the optimizer may get flat parts of parameters.
     """
@@ -86,7 +90,7 @@ def find_row(opt: str) -> int:
 
 
 def are_convertible(opt: str | None, other: str) -> bool:
-    """Return True if two different ``--opt`` can continue each other's checkpoints."""
+    """Return True if two different optimizers can continue from each other's checkpoints."""
     return any({opt, other} == {each.name, each.like} for each in own_optimizers())
 
 

@@ -1,22 +1,21 @@
 """AdamW whose moments take 8 bits per number, and 32 bits per block: ``--opt adamw8bit``.
 
-Each block of a moment is divided by its largest number. Each number is then rounded to the nearest
-of 256 values, which are closer together near zero (T. Dettmers et al., "8-bit Optimizers via
-Block-wise Quantization", arXiv:2110.02861). Blocks and codes are those of torchao.optim.AdamW8bit
-if rows are whole blocks. This implementation differs as follows:
+Each block of a moment is divided by its largest absolute value. Each number is then rounded to the
+nearest of 256 values, which are closer together near zero (T. Dettmers et al., "8-bit Optimizers
+via Block-wise Quantization", arXiv:2110.02861). Blocks and codes are those of
+torchao.optim.AdamW8bit if rows are whole blocks. This implementation differs as follows:
 
 - A block lies in one row of a parameter. If ranks divide a parameter by rows, blocks stay whole.
 
-- A step consists of separate operations that IEEE arithmetic rounds equally on every device, and
-  none of them are fused. If a GPU rounds a multiplication and addition once, and a CPU rounds
-  twice, a number may get the next code, one percent away. Unlike ranks would diverge in a few
-  steps.
+- A step consists of separate operations that every device rounds equally (IEEE), without fused
+  operations. If a GPU rounded a multiplication and addition once, and a CPU twice, a number might
+  get the next code, one percent away. Different devices would diverge in a few steps.
 
 - Nothing is compiled, so no host needs a compiler, and no rank waits for one.
 
-- The second moment is never rounded to zero, because a step would then have no bound. Small
-  gradients, as in models with billions of parameters, are not lost. In torchao no scale is below
-  1e-12, which is that of a gradient of 1e-6.
+- The second moment is never rounded to zero, because a step would then have no bound. Very small
+  gradients, as in models with billions of parameters, therefore count. In torchao no scale is below
+  1e-12, which corresponds to a gradient of 1e-6.
 
 Vectors, such as norms and biases, and matrices of short rows keep moments of 32 bits.
 """
@@ -54,7 +53,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     Args:
         params: as in torch.optim.AdamW.
-        lr: as in torch.optim.AdamW.
+        lr: learning rate, as in torch.optim.AdamW.
         betas: as in torch.optim.AdamW.
         eps: as in torch.optim.AdamW.
         weight_decay: as in torch.optim.AdamW.
@@ -112,7 +111,7 @@ def is_scale(slot: str) -> bool:
 
 
 def widen(slots: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a parameter's 8-bit moments in 32 bits, by name; empty without such moments."""
+    """Return a parameter's 8-bit moments in 32 bits, by name; empty if it has none."""
     return {
         name: unpack(own_rows(slots[name]).flatten(1), own_rows(slots[name + _SCALE]), signed)
         for name, signed in _SIGNED.items()
@@ -184,7 +183,7 @@ def _new_slots(parameter: Tensor) -> dict[str, Tensor]:
 def is_packed(shape: torch.Size) -> bool:
     """Return True if moments of a parameter of this shape have 8 bits.
 
-    The result is the same for any rows of the parameter.
+    The result is the same for the whole parameter and for any number of its rows.
     """
     return len(shape) > 1 and math.prod(shape[1:]) >= _SHORTEST
 
@@ -216,7 +215,7 @@ def _step(parameter: Tensor, slots: Mapping[str, Tensor], factors: _Factors) -> 
 
 
 def _advance(values: Tensor, grad: Tensor, factors: _Factors, mean: Tensor, square: Tensor) -> None:
-    """Take one step, in place.
+    """Take one AdamW step, in place.
 
     Every operation here rounds in the same way on all devices. Fused operations (lerp, addcmul,
     addcdiv, add with alpha) are avoided, because they round once on one device and twice on
@@ -231,7 +230,7 @@ def _advance(values: Tensor, grad: Tensor, factors: _Factors, mean: Tensor, squa
 
 
 def _root(values: Tensor) -> Tensor:
-    """Return the square root, rounded to the nearest number, in new memory.
+    """Return the correctly rounded square root, in new memory.
 
     On a CPU, torch uses MKL's square root. MKL returns a neighbouring number for 0.7 % of the
     inputs on Intel's processors, and for 17 % on AMD's. A root in fp64 is exact enough: its
@@ -262,7 +261,7 @@ def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Return the numbers that codes stand for, fp32 [rows, numbers], in memory of its own."""
+    """Return the values of codes, fp32 [rows, numbers], in new memory."""
     numbers = _tables(signed, str(codes.device)).numbers
     result = numbers.index_select(0, codes.int().flatten()).view(codes.shape)
     blocks, last = divmod(codes.shape[1], BLOCK)
@@ -276,15 +275,16 @@ def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tables:
-    """Tables from codes to numbers, and from a number's first 16 bits to its nearest code.
+    """Tables that map codes to values, and the first 16 bits of a value to its nearest code.
 
-    The 16 bits leave two codes at most, between which one comparison decides. A search takes a CPU
-    ten times as long.
+    For given 16 bits, at most two codes are possible, and one comparison decides between them. A
+    binary search takes a CPU ten times as long.
 
     Attributes:
-        numbers: number of each code, fp32 [256], ascending.
-        lowest: code of the lowest number with these bits, uint8 [cells].
-        edge: number from which on the next code is nearer, fp32 [cells].
+        numbers: value of each code, fp32 [256], ascending.
+        lowest: for each pattern of 16 bits, nearest code of the lowest such value, uint8 [cells].
+        edge: for each pattern of 16 bits, the value above which the next code is nearer,
+            fp32 [cells].
     """
 
     numbers: Tensor
@@ -296,8 +296,9 @@ class _Tables:
 def _tables(signed: bool, device: str) -> _Tables:
     """Return the tables of codes, computed by Python, so that they are equal on all hosts.
 
-    There are seven decades. Each has twice as many codes as the decade below it, in the middles of
-    equal parts. With signed numbers, each sign has half as many. Zero and one are additional codes.
+    The values cover seven decades. Each decade has twice as many codes as the decade below it, at
+    the midpoints of equal intervals. For signed values, each sign has half as many codes. Zero and
+    one are additional codes.
     """
     result = [0.0, 1.0]
     for decade in range(7):
@@ -308,7 +309,7 @@ def _tables(signed: bool, device: str) -> _Tables:
     result.sort()
     between = torch.tensor([(one + other) / 2 for one, other in pairwise(result)] + [math.inf])
     cells = torch.arange(-_CELLS // 2, _CELLS // 2, dtype=torch.int32) << _REST
-    cells[: _CELLS // 2] |= (1 << _REST) - 1  # for a negative number, more bits mean a lower one
+    cells[: _CELLS // 2] |= (1 << _REST) - 1  # for negative numbers, larger bits mean lower values
     lowest = torch.bucketize(cells.view(torch.float32), between, right=True)
     lowest.clamp_(0 if signed else 1, len(result) - 1)
     return _Tables(

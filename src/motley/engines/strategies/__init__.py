@@ -1,7 +1,7 @@
 """The kinds of ``--strategy``.
 
 A module in this package adds a kind by listing it in ``STRATEGIES``. Neither this module nor its
-submodules import torch at the top, because the matrix of tests and ``-h`` import them too.
+submodules import torch at the top, because ``-h`` and the matrix of runs import them, too.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,18 +34,18 @@ class StrategyOptions:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The parts of the state that each rank keeps, and the data that travels between ranks.
+    """A strategy: the state that each rank keeps, and the data that ranks exchange.
 
     Attributes:
-        name: name, as ``--strategy`` takes it.
+        name: value of ``--strategy`` that selects the strategy.
         says: text after the name in ``-h``.
-        traits: returns the traits of the engine, which are known before an engine is built.
-        engine: builds an engine for a model. The function imports its packages itself.
-        options: dataclasses of the strategy's own options, frozen.
+        traits: function that returns the traits of the engine before it is built.
+        engine: function that imports its packages, and builds an engine for a model.
+        options: frozen dataclasses of the strategy's own options.
         script: script that trains with this strategy.
         packages: required packages besides torch, of the same release on all hosts.
-        cells: names of the strategy's variants in a matrix, and the options of each; None: one
-            variant.
+        cells: options of each variant of the strategy in a matrix of runs, by the variant's name;
+            None: one variant.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Strategy:
     cells: Mapping[str, tuple[str, ...]] | None = None
 
     def named_cells(self) -> Mapping[str, tuple[str, ...]]:
-        """Return ``cells``, or the single variant under the strategy's name."""
+        """Return ``cells``, or a single variant with the strategy's name."""
         return {self.name: ("--strategy", self.name)} if self.cells is None else self.cells
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a strategy, as the options select them. Implements EngineFactory."""
+    """A factory of the engines of a strategy for given options; implements EngineFactory."""
 
     traits: EngineTraits
     build: Callable[["TaskModel", "EngineContext"], "Engine"]
@@ -106,8 +106,8 @@ def list_engines(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
                 if getattr(config.group(group), each.name) != each.default:
                     flag = get_flag(get_options(group)[each.name])
                     raise MotleyError(
-                        f"{flag} is for --strategy {other.name}, and this is {chosen.name}; add "
-                        f"--strategy {other.name}, or leave {flag} out"
+                        f"{flag} belongs to --strategy {other.name}, and this run has --strategy "
+                        f"{chosen.name}; add --strategy {other.name}, or leave out {flag}"
                     )
     return Engines(chosen.traits(config), chosen.engine)
 
@@ -116,5 +116,6 @@ def check_offload(what: str, context: "EngineContext") -> None:
     """Raise MotleyError if ``--offload`` is given on a CPU, where all state is in host memory."""
     if what != "none" and context.device.type == "cpu":
         raise MotleyError(
-            f"--offload {what}: rank {context.rank} computes on the CPU, where all is already"
+            f"--offload {what}: rank {context.rank} computes on the CPU, so its memory holds "
+            "everything already; leave out --offload"
         )

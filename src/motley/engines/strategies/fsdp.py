@@ -1,16 +1,16 @@
-"""FSDP: each rank keeps a part of every parameter, of its gradient and of the optimizer.
+"""FSDP: each rank keeps a shard of every parameter, of its gradient and of the optimizer's state.
 
-Parameters are gathered in pieces, in b bytes per number, and gradients are scattered in r bytes.
-Let P be the number of parameters, and g the number in the largest piece. Let u be the number
-outside of all pieces. These u stay gathered from the first use to the end of the backward pass, as
-their gradient does. A rank holds at most
+Parameters are gathered in pieces, with b bytes per element. Gradients are reduce-scattered with r
+bytes per element. Let P be the number of parameters, g the number in the largest piece, and u the
+number outside of all pieces. These u parameters and their gradients stay gathered from the first
+use to the end of the backward pass. A rank holds at most
 
     b (P + u) + g (b + 2 r)          parameters stay gathered after the forward pass
     2 b u + g (3 b + 2 r)            --reshard-after-forward: they are gathered again
 
-bytes of gathered parameters and gradients. A piece is gathered while the one before it is in use. A
-gradient is scattered from a copy in r bytes, and torch keeps the copy before it until the next one
-is sent. In 16 bits, b and r are those of ``MixedPrecisionPolicy`` in
+bytes of gathered parameters and gradients. A piece is gathered while the previous piece is in use.
+A gradient is scattered from a copy with r bytes per element, and torch keeps this copy until the
+next one is sent. In 16 bits, b and r are those of ``MixedPrecisionPolicy`` in
 torch.distributed.fsdp.fully_shard.
 """
 
@@ -38,7 +38,7 @@ def count_blocks(numbers: Sequence[int]) -> int:
     """Return how many neighbouring blocks are gathered together.
 
     Args:
-        numbers: number of parameters in each block.
+        numbers: number of parameter elements in each block.
     """
     return max(1, min(-(-len(numbers) // _PIECES), _MOST // max([1, *numbers])))
 
@@ -71,13 +71,13 @@ class FsdpOptions:
     """fsdp"""
 
     offload: str = option(
-        "what is kept in the host's memory: parameters, and with them gradients and the optimizer; "
-        "default: none",
+        "what is kept in the host's memory: parameters (with their gradients and optimizer "
+        "state); default: nothing",
         Decides.PLAN | Decides.SPEED, "none", choices=("none", "parameters"), per_launch=True,
     )  # fmt: skip
     reshard_after_forward: bool = option(
-        "let go of parameters that were gathered for the forward pass, and gather them again for "
-        "the backward pass: less memory, and half as much again on the wire",
+        "free parameters that were gathered for the forward pass, and gather them again for the "
+        "backward pass: less memory, and half as many more bytes to send",
         Decides.PLAN | Decides.SPEED, False, per_launch=True,
     )  # fmt: skip
 
@@ -96,7 +96,8 @@ def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
 
 STRATEGIES = (
     Strategy(
-        "fsdp", ": a part of it, so that larger ones fit, and sends more", _traits,
+        "fsdp",
+        ": each rank keeps a part of it, so larger models fit, and ranks send more", _traits,
         _engine, (FsdpOptions,),
         cells={
             "fsdp": _NAMED, "fsdp-reshard": (*_NAMED, "--reshard-after-forward"),

@@ -1,10 +1,10 @@
-"""DeepSpeed's ZeRO, stages 0 to 3: the state that each keeps, and the data that it sends.
+"""DeepSpeed's ZeRO, stages 0 to 3: the state that each stage keeps, and the data that it sends.
 
-Stage 3 keeps another 4 T / W bytes for T trained parameters on each of W ranks, which its optimizer
-steps. Let P be the number of parameters, g the number in the largest block and u the number in no
-block. Stage 3 gathers a block at a time, in fp32, by way of a copy. Stage 3 releases parameters
-that are not used again within L = 10^9 numbers. The gradient is collected B numbers at a time, of r
-bytes each. A rank holds at most
+Stage 3 keeps a second copy of the trained parameters for its optimizer: 4 T / W bytes per rank, for
+T trained parameters and W ranks. Let P be the number of parameters, g the number in the largest
+block and u the number outside of blocks. Stage 3 gathers one block at a time, in fp32, with a
+temporary copy, and releases parameters that are not used again within the next L = 10^9 elements.
+Gradients are reduced in buckets of B elements of r bytes. A rank holds at most
 
     4 min(P, L + g) + 4 u + g (8 + r) + 4 min(P, B)
 
@@ -49,7 +49,7 @@ def _estimate_gathered(size: ModelSize, _: int, wire_bytes: int) -> float:
     return live + copies + WIDE * min(size.parameters, BUCKET)
 
 
-TRAITS = (  # by stage
+TRAITS = (  # traits of each stage
     _AFTER,
     replace(
         _AFTER, gathers_per_step=0.5, shards_optimizer=True,
@@ -79,9 +79,9 @@ def _traits(config: Config) -> EngineTraits:
     stage = read_stage(path)
     if stage and find_row(config.opt) > 1:
         raise MotleyError(
-            f"--opt {config.opt} steps whole rows of a parameter, and ZeRO stage {stage} gives an "
-            "optimizer flat parts of all parameters, which have no rows; take "
-            "torch_dist/train_vit.py --strategy fsdp, which cuts rows, --stage 0, or --opt adamw"
+            f"--opt {config.opt} updates whole rows of a parameter, and ZeRO stage {stage} gives "
+            "an optimizer flat parts that have no rows. Take torch_dist/train_vit.py --strategy "
+            "fsdp, which keeps rows, or --stage 0, or --opt adamw"
         )
     say = f"zero_optimization.stage in {path} of" if own.deepspeed_config else "--stage"
     others = {

@@ -1,4 +1,4 @@
-"""Thin bridges from other training frameworks to the lab: transformers, Accelerate, Lightning.
+"""Thin bridges that let the lab train with transformers, Accelerate and Lightning.
 
 Each module imports its framework, and ``motley`` imports none of these modules by itself.
 """

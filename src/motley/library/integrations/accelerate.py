@@ -1,4 +1,4 @@
-"""Accelerate's loops on all ranks of the lab, as on one machine with the whole global batch.
+"""Support for scripts of Accelerate: all ranks train as one machine with the whole global batch.
 
 The Accelerator sees one process, whose batch is the global batch. Its samplers therefore neither
 pad nor drop rows, and its schedulers step once per optimizer step, not once per process. The batch
@@ -38,7 +38,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
     """An Accelerator whose methods act on all ranks of the lab, with their usual arguments."""
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Prepare models first, since an optimizer may precede its model."""
+        """Prepare all models before other objects, whatever the order of the arguments."""
         for each in objects:
             if isinstance(each, nn.Module) and all(each is not m for m in self.lab._state.models):
                 self.lab.prepare(each)
@@ -51,13 +51,13 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(optimizer, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Let a scheduler step once per global batch."""
+        """Let a learning-rate scheduler step once per global batch."""
         if not isinstance(scheduler, accelerate.scheduler.AcceleratedScheduler):
             self.lab.prepare(scheduler)
         return super().prepare_scheduler(scheduler)
 
     def prepare_data_loader(self, loader: Any, *args: Any, **options: Any) -> Any:
-        """Return a loader of this rank's rows, in the order of one process."""
+        """Return a loader of this rank's rows of each global batch, in the order of one process."""
         if isinstance(loader, AcceleratedLoader):
             return loader
         check_loader(loader)
@@ -66,7 +66,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
         return self._dataloaders[-1]
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
-        """Return a loader whose next pass starts with a later global batch."""
+        """Return a loader whose next pass skips ``num_batches`` global batches."""
         return skip_first_batches(loader, num_batches)
 
     def _do_sync(self) -> None:
@@ -78,7 +78,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
     def backward(
         self, loss: Tensor, weight: Any = None, reduction: str = "mean", **options: Any
     ) -> None:
-        """Compute this rank's part of the gradient; ``weight`` as in ``Lab.backward``."""
+        """Compute this rank's part of the gradient. For the arguments see ``Lab.backward``."""
         loss = loss / self.gradient_accumulation_steps
         loss = loss if self.scaler is None else self.scaler.scale(loss)
         self.lab.backward(loss, weight, reduction, **options)
@@ -96,14 +96,14 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
             nn.utils.clip_grad_value_(chosen, clip_value)
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """Save on rank 0, with the lab's place in the data."""
+        """Save the state on rank 0, with the position of the loop in the data."""
         folder = super().save_state(*args, **options)
         mid_epoch = self.piece is not None and not self.gradient_state.end_of_dataloader
         save_progress(self.lab, folder, mid_epoch)
         return folder
 
     def load_state(self, input_dir: Any = None, **options: Any) -> None:
-        """Load on all ranks, and continue in the data."""
+        """Load the state on all ranks, and continue at the saved position in the data."""
         if input_dir is not None:
             check_folder(self.loop, input_dir)
         super().load_state(input_dir, **options)
@@ -112,7 +112,7 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
 
 
 def connect_accelerator(lab: Lab, accelerator: Any) -> Any:
-    """Let an Accelerator act on all ranks, and return it; see ``Lab.accelerate``."""
+    """Let an Accelerator train on all ranks, and return the Accelerator; see ``Lab.accelerate``."""
     loop = lab._loop
     if loop is None:
         return accelerator

@@ -1,4 +1,4 @@
-"""Loader and collectives of an Accelerator of the lab, for unequal parts of each global batch."""
+"""Loader and collectives of an Accelerator whose ranks have unequal parts of a global batch."""
 
 import copy
 import json
@@ -23,11 +23,11 @@ from motley.registry import import_extra
 
 accelerate = import_extra("accelerate", "lab.accelerate()")
 _apply = accelerate.utils.recursively_apply
-_PROGRESS = "motley_progress.safetensors"  # in a folder of accelerator.save_state()
+_PROGRESS = "motley_progress.safetensors"  # name of a file that save_state() adds to its folder
 
 
 class AcceleratedLoader(FrameworkLoader):
-    """A DataLoader that an Accelerator has prepared. Further attributes are the DataLoader's."""
+    """A DataLoader that an Accelerator has prepared, with all attributes of the DataLoader."""
 
     def __init__(
         self, lab: Lab, loop: RankLoop, accelerator: Any, loader: "DataLoader[Any]", shard: Any
@@ -73,7 +73,7 @@ class AcceleratedLoader(FrameworkLoader):
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Return a loader whose next pass starts with a later global batch; see Accelerate."""
+    """Return a loader whose next pass skips ``num_batches`` global batches; see Accelerate."""
     if not isinstance(loader, AcceleratedLoader):
         return accelerate.skip_first_batches(loader, num_batches)
     later = copy.copy(loader)
@@ -82,7 +82,9 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 
 
 def save_progress(lab: Lab, folder: str, mid_epoch: bool) -> None:
-    """Write the step and the state of sample orders on rank 0, for :func:`load_progress`.
+    """Write the step number and the state of the sample order, for :func:`load_progress`.
+
+    Only rank 0 writes.
 
     Args:
         lab: the lab.
@@ -103,12 +105,14 @@ def save_progress(lab: Lab, folder: str, mid_epoch: bool) -> None:
 
 
 def load_progress(lab: Lab, folder: str, loaders: Iterable[FrameworkLoader]) -> None:
-    """Continue the step and the sample orders of a checkpoint, if a lab has written it.
+    """Continue at the step and in the sample order of a checkpoint that a lab has written.
+
+    A folder without :func:`save_progress`'s file changes nothing.
 
     Args:
         lab: the lab.
         folder: folder of the checkpoint.
-        loaders: all loaders, of which one continues a pass.
+        loaders: all training loaders. One of them continues an unfinished pass of the checkpoint.
     """
     path = Path(folder, _PROGRESS)
     if lab._loop is None or not path.exists():
@@ -136,17 +140,17 @@ class RowCollectives:
 
     @property
     def piece(self) -> Piece | None:
-        """The piece of a global batch that is computed now; None outside of a loop."""
+        """This rank's part of the global batch that is computed now; None outside of a loop."""
         loader = self.gradient_state.active_dataloader
         in_training = loader is None or getattr(loader, "reads_ahead", False)
         return self.loop.piece if in_training else getattr(loader, "piece", None)
 
     def _check_piece(self) -> Piece | None:
-        """Return the piece, or raise MotleyError if other ranks may have fewer pieces."""
+        """Return the present piece, or raise MotleyError if it is not the last of its batch."""
         if self.piece and not self.piece.last:
             raise MotleyError(
-                "Accelerate's collectives were called after one of several pieces of a batch, and "
-                "the other ranks have other numbers of pieces: call them `if "
+                "Accelerate's collectives were called after a piece of a batch that is not the "
+                "last, and other ranks have other numbers of pieces: call them `if "
                 "accelerator.sync_gradients:`, or leave out micro_batch in motley.join()"
             )
         return self.piece
@@ -169,11 +173,11 @@ class RowCollectives:
         return _apply(join, data, error_on_other_type=True)
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Return the rows of all ranks, as :meth:`gather`, or a list of all ranks' objects."""
+        """Return the rows of all ranks, like :meth:`gather`, or a list of the ranks' objects."""
         try:
             if not use_gather_object:
                 return self.gather(data)
-        except TypeError:  # not of tensors alone, which is so on all ranks
+        except TypeError:  # the data has other objects than tensors, on all ranks
             pass
         rows = list(data) if self.piece is None else list(data)[: self.piece.rows]
         return [each for part in self.loop.gather_objects(rows) for each in part]
@@ -181,7 +185,7 @@ class RowCollectives:
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum over all ranks, or the mean over the rows of the global batch.
 
-        Outside of a loop the mean is that over ranks.
+        Outside of a loop, the mean is the mean over ranks.
         """
         piece = self._check_piece()
         rows = piece.rows if piece else 1
@@ -197,7 +201,7 @@ class RowCollectives:
     def pad_across_processes(
         self, data: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Extend a dimension of each row to its longest on any rank.
+        """Extend a dimension of a tensor to its largest size on any rank.
 
         The number of rows, dimension 0, needs no padding for :meth:`gather`.
         """

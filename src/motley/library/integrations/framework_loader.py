@@ -27,8 +27,8 @@ def get_lab(caller: str) -> Lab:
     """
     if not join._LABS:
         raise MotleyError(
-            f"{caller} was made before the ranks were connected: write `lab = motley.join()` at "
-            "the top of the script, before the arguments and the model are made"
+            f"{caller} was created before the ranks were connected: write `lab = motley.join()` "
+            "at the top of the script, before the arguments and the model are created"
         )
     return join._LABS[0]
 
@@ -39,7 +39,7 @@ def check_folder(loop: RankLoop, folder: Any) -> None:
     missing = [name for name, here in zip(loop.names, present, strict=True) if not here]
     if missing:
         raise MotleyError(
-            f"the checkpoint {folder} is missing for {', '.join(missing)}: copy it with "
+            f"the hosts of {', '.join(missing)} do not have the checkpoint {folder}: copy it with "
             f"`rsync -aR {folder} HOST:/`, or save checkpoints to a folder that all hosts share"
         )
 
@@ -47,24 +47,24 @@ def check_folder(loop: RankLoop, folder: Any) -> None:
 class FrameworkLoader(LabLoader):
     """A loader of this rank's rows of each global batch, for training and for held-out data.
 
-    A pass over held-out data yields once per global batch on every rank, since frameworks gather
-    results after each batch. A rank without rows gets one row whose results do not count.
+    A pass over held-out data yields one batch per global batch on every rank, since frameworks
+    gather results after each batch. A rank without rows gets one row whose results do not count.
 
     Args:
         lab: the lab.
         loop: this rank's part in the loop.
         source: the loader of one machine.
-        train: True for training, False for held-out data, None for the mode in which the prepared
-            models are when a pass starts.
+        train: True for training data, False for held-out data. None: each pass is over training
+            data if a prepared model is in training mode when the pass starts.
 
     Attributes:
-        train: see above; it may change between two passes.
-        piece: the piece that was read last; None outside of a pass.
-        reads_ahead: True if the reader itself calls :meth:`RankLoop.begin_piece`.
+        train: see the argument; a caller may change the value between two passes.
+        piece: the last piece that the loader has yielded; None outside of a pass.
+        reads_ahead: True if the caller of :meth:`read` calls :meth:`RankLoop.begin_piece` itself.
         first: number of the global batch with which the next pass starts.
         iteration: number of the next pass, which seeds the random numbers of rows.
-        order_after: state of the sample orders once the next training pass has drawn its own, if
-            that pass continues one of a checkpoint.
+        order_after: state of the sample order that applies after the next training pass has drawn
+            its order. Empty, unless that pass continues the pass of a checkpoint.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FrameworkLoader(LabLoader):
         self.order_after: list[RandomState] = []  # shared by copies of the loader
 
     def read(self) -> Iterator[tuple[Piece, Any]]:
-        """Yield the pieces of a pass with their rows."""
+        """Yield this rank's pieces of the next pass over the data, each with its rows."""
         train = self.train
         if train is None:
             train = any(model.training for model in self._models)
@@ -102,9 +102,9 @@ class FrameworkLoader(LabLoader):
             self.piece = None
 
     def _set_position(self, first: int) -> None:
-        """Let the next pass start with a global batch."""
+        """Let the next pass start with the global batch of number ``first``."""
         position = self._position
-        if position.in_pass:  # which LabLoader refuses
+        if position.in_pass:  # LabLoader raises an error in this case
             return
         self.passes = self.iteration
         position.start_epoch(self.iteration)

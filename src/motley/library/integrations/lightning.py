@@ -7,7 +7,7 @@ Lightning sees one device, and the batch size of a DataLoader is that of all ran
 
 Automatic and manual optimization, gradient clipping, ``accumulate_grad_batches``, validation,
 prediction and checkpoints work as usual. The hook ``on_before_optimizer_step`` and the optimizer
-see the gradient of the global batch. ``self.log`` of a mean over rows gives the mean over the
+get the gradient of the global batch. ``self.log`` of a mean over rows gives the mean over the
 global batch. For a mean over tokens, ``training_step`` returns ``{"loss": loss, "weight": tokens}``
 or calls ``self.manual_backward(loss, weight=tokens)``, and logs with ``batch_size=tokens``.
 """
@@ -63,7 +63,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
         return self.lab.is_main
 
     def connect(self, model: Any) -> None:
-        """Take the LightningModule, whose logged values are weighed by rows from now on."""
+        """Connect the LightningModule. Means that it logs are weighted by rows from now on."""
         super().connect(model)
         if self.loop is not None and "log" not in vars(model):
             weigh_log(model)
@@ -73,7 +73,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
         return dataloader if self.loop is None else LightningLoader(self, dataloader)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, and let them step with the gradient of all ranks."""
+        """Make the optimizers, and let them step with the gradient of the global batch."""
         super().setup_optimizers(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
         self.lab.prepare(self.lightning_module, *self.optimizers, *([scaler] if scaler else []))

@@ -1,6 +1,6 @@
 """Loader, collectives, logged values and clipping of a Lightning strategy.
 
-Each of them allows for unequal parts of each global batch.
+All functions here give exact results when ranks compute unequal parts of a global batch.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from motley.library.lab import Lab
 from motley.library.loop_shares import Piece
 from motley.library.rank_loop import RankLoop
 
-_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}  # by name of the reduction
+_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}  # neutral value of each reduction
 
 
 class LightningLoader(FrameworkLoader):
@@ -45,9 +45,9 @@ class LightningCollectives:
     """The collectives of a strategy. All ranks call each method.
 
     Attributes:
-        next_piece: the piece whose rows were read last.
-        piece: the piece whose step runs; None outside of a step.
-        log_weight: weight of this rank in the mean of a value that is logged now.
+        next_piece: this rank's part of a global batch whose rows the loader has yielded last.
+        piece: the part for which a step of the LightningModule runs; None outside of a step.
+        log_weight: weight of this rank in the mean over ranks of a logged value.
     """
 
     lab: Lab
@@ -59,11 +59,17 @@ class LightningCollectives:
 
     @property
     def is_distributed(self) -> bool:
-        """True in a step, where Lightning then reduces logged values, and injects no sampler."""
+        """True in a step, so that Lightning reduces logged values over ranks.
+
+        Outside of a step the value is False, and Lightning replaces no sampler.
+        """
         return self.piece is not None and self.loop is not None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the sum, maximum or minimum over ranks, or the mean weighted in a step."""
+        """Return the sum, maximum, minimum or mean over ranks.
+
+        The mean is weighted by :attr:`log_weight`.
+        """
         name = str(reduce_op).rpartition(".")[2].lower()
         if self.loop is None:
             return tensor
@@ -85,7 +91,7 @@ class LightningCollectives:
         if sync_grads:
             raise MotleyError(
                 "self.all_gather(..., sync_grads=True) makes a loss depend on other ranks' rows, "
-                "which unequal shares cannot keep: write sync_grads=False"
+                "so the result depends on the shares: write sync_grads=False"
             )
         own = tensor.detach().cpu()
         own = own[: self.piece.rows] if self.piece and own.dim() else own.reshape(-1)
@@ -102,13 +108,13 @@ class LightningCollectives:
         return self.loop.gather_objects(obj if self.loop.rank == src else None)[src]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if all ranks decide so, or any rank."""
+        """Return True if ``decision`` is True on all ranks, or on any rank if ``all`` is False."""
         decisions = self.loop.gather_objects(bool(decision)) if self.loop else [decision]
         return min(decisions) if all else max(decisions)
 
 
 def weigh_log(module: Any) -> None:
-    """Let ``module.log`` in a step weigh each rank's value by its rows, or by ``batch_size=``.
+    """Let ``module.log`` weight each rank's value by ``batch_size=``, or by the rank's rows.
 
     Args:
         module: the LightningModule, which is changed in place.
@@ -152,7 +158,7 @@ def kept_metrics(module: nn.Module) -> Iterator[None]:
 
 
 def run_closure_before(optimizer: Any) -> None:
-    """Let an optimizer of the lab, which takes no closure, run a closure before its step."""
+    """Let ``optimizer.step()`` call its closure first, since the lab's step takes no closure."""
     step = optimizer.step
 
     @wraps(step)
@@ -165,7 +171,7 @@ def run_closure_before(optimizer: Any) -> None:
 
 
 def clip_over_ranks(lab: Lab, loop: RankLoop, plugin: Any) -> None:
-    """Let a precision plugin of Lightning add up the gradients of all ranks before it clips.
+    """Let a precision plugin of Lightning sum the gradients over all ranks before clipping.
 
     Args:
         lab: the lab.

@@ -26,7 +26,10 @@ class TrainerParts(_Base):  # type: ignore[misc]
         self: Any, model: Any, inputs: Any, return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
-        """Return the loss; held-out labels are counted here if the caller has not done so."""
+        """Return the loss of the inputs.
+
+        For held-out data without ``num_items_in_batch``, this method counts the labels itself.
+        """
         loop = self.lab._loop
         in_training = loop is None or loop.piece is self.accelerator.piece
         if num_items_in_batch is None and not in_training:
@@ -34,17 +37,17 @@ class TrainerParts(_Base):  # type: ignore[misc]
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prediction_step(self: Any, *args: Any, **options: Any) -> Any:
-        """Return the loss of the global batch, and this rank's results."""
+        """Return the loss of the global batch, and the logits and labels of this rank's rows."""
         loss, logits, labels = super().prediction_step(*args, **options)
         if loss is not None and self.lab._loop is not None:
             total = self.lab.reduce(self._get_part(loss, self.accelerator.piece))
-            loss = total.expand(self.lab.size)  # of which transformers makes one entry per row
+            loss = total.expand(self.lab.size)  # transformers makes it one entry per row
         return loss, logits, labels
 
     # -- checkpoints
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """Train, with a checkpoint that all ranks can read."""
+        """Train. Raise MotleyError first if a rank cannot read the checkpoint to resume from."""
         if resume_from_checkpoint and self.lab._loop is not None:
             is_path = resume_from_checkpoint is not True
             check_folder(
@@ -67,7 +70,7 @@ class TrainerParts(_Base):  # type: ignore[misc]
         if self.lab._loop is not None:
             best = self.lab._loop.gather_objects(
                 self.state.best_model_checkpoint
-            )  # after rank 0 has saved
+            )  # rank 0 has saved before it gathers
             self.state.best_model_checkpoint = best[0]
 
     def _load_best_model(self: Any) -> None:
@@ -78,7 +81,7 @@ class TrainerParts(_Base):  # type: ignore[misc]
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise MotleyError if an option or a method makes the result depend on the shares."""
+    """Raise MotleyError if an option or a method makes the result depend on the ranks' shares."""
     kind, args = type(trainer), trainer.args
     config = getattr(trainer.model, "config", None)
     if args.auto_find_batch_size:
@@ -88,8 +91,8 @@ def check_trainer(trainer: Any) -> None:
         )
     if args.train_sampling_strategy == "batch_rebalance":
         raise MotleyError(
-            "train_sampling_strategy='batch_rebalance' deals equal parts to all ranks: write "
-            "train_sampling_strategy='group_by_length'"
+            "train_sampling_strategy='batch_rebalance' gives all ranks equal parts, and Motley's "
+            "parts are unequal: write train_sampling_strategy='group_by_length'"
         )
     if getattr(config, "output_router_logits", False):
         raise MotleyError(
@@ -102,6 +105,6 @@ def check_trainer(trainer: Any) -> None:
     if not is_known and trainer.loss_is_scaled_for_ga is None:
         raise MotleyError(
             f"{owner.__name__}.compute_loss returns either a mean over rows or a sum divided by "
-            f"num_items_in_batch: write `loss_is_scaled_for_ga = False` in the class "
-            f"{owner.__name__} for a mean, True for such a sum"
+            "num_items_in_batch, and Motley cannot find out which: write `loss_is_scaled_for_ga = "
+            f"False` in the class {owner.__name__} for a mean, or True for such a sum"
         )

@@ -1,8 +1,9 @@
 """The Trainer of transformers on all ranks of the lab, with the result of one process.
 
-A script imports this Trainer in place of that of transformers, and joins before it makes the
-arguments. The global batch is ``per_device_train_batch_size`` times the number of ranks, as with
-torchrun, so the arguments need no change. Each rank computes its share of it::
+A script imports this Trainer in place of that of transformers, and calls ``motley.join()`` before
+it makes the arguments. The global batch is ``per_device_train_batch_size`` times the number of
+ranks, as with torchrun, so the arguments need no change. Each rank computes its share of the global
+batch::
 
     lab = motley.join()
     trainer = Trainer(model=model, args=TrainingArguments(...), train_dataset=rows)
@@ -10,10 +11,10 @@ torchrun, so the arguments need no change. Each rank computes its share of it::
 For trl: ``class MotleySFT(MotleyTrainerMixin, SFTTrainer): pass``.
 
 Accelerate sees one process (``Lab.accelerate``), and the lab computes the gradient.
-DistributedDataParallel is not used, since it averages over ranks, and needs as many backward
-passes on every rank. Labels are counted over the whole step on all ranks, whatever
-``average_tokens_across_devices`` is, and losses are added up, which is exact for any shares,
-gradient accumulation, and a smaller last batch.
+DistributedDataParallel is not used, because it averages over ranks, and requires the same number of
+backward passes on every rank. Labels are counted over the whole step on all ranks, for any value of
+``average_tokens_across_devices``, and losses are added up. The result is exact for any shares, for
+gradient accumulation, and for a smaller last batch.
 """
 
 import math
@@ -33,13 +34,16 @@ from motley.library.sample_order import kept_random_state
 from motley.registry import import_extra
 
 transformers = import_extra("transformers", "motley's Trainer", "transformers[torch]")
-transformers.trainer.skip_first_batches = skip_first_batches  # which knows the lab's loaders
+transformers.trainer.skip_first_batches = skip_first_batches  # this one supports the lab's loaders
 _Trainer: Any = transformers.Trainer
-_TOLERANCE = 0.1  # of the ratio of two losses, which bf16 rounds
+_TOLERANCE = 0.1  # in the ratio of two losses, because bf16 rounds them
 
 
 class GlobalBatch(dict[str, Any]):
-    """The first piece's rows of a rank in a global batch; ``pieces`` has all, with their rows."""
+    """This rank's rows of a global batch. The rank computes them in one or more pieces.
+
+    The dictionary has the rows of the first piece. ``pieces`` has every piece with its rows.
+    """
 
     def __init__(self, pieces: list[tuple[Piece, Any]]) -> None:
         super().__init__(pieces[0][1])
@@ -53,7 +57,7 @@ class MotleyTrainerMixin(TrainerParts):
     # True if the loss is a sum divided by the number of labels that the Trainer passes to the
     # model; False if the loss ignores this number, and is a mean over labels; None: not known yet.
     _divides: bool | None = None
-    _label_parts: Mapping[Piece, float] = {}  # of the labels of their global batch
+    _label_parts: Mapping[Piece, float] = {}  # each piece's fraction of its global batch's labels
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         self.lab = get_lab(type(self).__name__)
@@ -73,12 +77,14 @@ class MotleyTrainerMixin(TrainerParts):
 
     def _prepare_for_training(self: Any, max_steps: int, loader: Any, resumed: Any) -> Any:
         if self.lab._loop is not None:
-            loader = self.accelerator.prepare_data_loader(loader)  # of a method of the user's own
+            loader = self.accelerator.prepare_data_loader(
+                loader
+            )  # the user may have overridden the method that made it
             loader.train = loader.reads_ahead = True
         return super()._prepare_for_training(max_steps, loader, resumed)
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Read the pieces of the global batches of one step, and count their labels."""
+        """Read this rank's rows of the global batches of one step, and count the labels."""
         if self.lab._loop is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches: list[GlobalBatch] = []
@@ -94,7 +100,7 @@ class MotleyTrainerMixin(TrainerParts):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self: Any, batches: list[Any], device: Any) -> Any:
-        """Return the number of labels of all ranks, or None for a loss that is a mean."""
+        """Return the number of labels on all ranks, or None if the loss is a mean over rows."""
         if self.lab._loop is None or not batches:
             return super()._get_num_items_in_batch(batches, device)
         pairs = [
@@ -118,7 +124,7 @@ class MotleyTrainerMixin(TrainerParts):
         return total
 
     def _divide_labels(self: Any, counts: Mapping[Piece, int]) -> dict[Piece, float]:
-        """Return the part of each piece in the labels of its global batch; all ranks call it."""
+        """Return each piece's fraction of the labels of its global batch; all ranks call it."""
         steps = sorted({piece.step for piece in counts})
         own = [
             sum(count for piece, count in counts.items() if piece.step == step and piece.rows)
@@ -128,10 +134,11 @@ class MotleyTrainerMixin(TrainerParts):
         return {piece: count / max(1, totals[piece.step]) for piece, count in counts.items()}
 
     def _try_loss(self: Any, rows: Any, count: Any) -> bool | None:
-        """Return True if the loss is divided by the number of labels; all ranks call it.
+        """Return True if the model divides its loss by the number of labels; all ranks call it.
 
-        Many models accept this number and ignore it, as those that classify sequences. The loss is
-        therefore computed with this number and with twice this number.
+        Many models accept ``num_items_in_batch`` and ignore it, such as models that classify
+        sequences. This method therefore computes the loss with ``count`` and with twice ``count``,
+        and compares the two. None: the losses are 0 or not finite on all ranks.
         """
         inputs = self._prepare_inputs(dict(rows))
         losses = []
@@ -152,32 +159,35 @@ class MotleyTrainerMixin(TrainerParts):
         if min(abs(found - 1), abs(found - 2)) > _TOLERANCE:
             raise MotleyError(
                 f"the loss of {type(self.model).__name__} is neither a mean over labels nor a sum "
-                "divided by num_items_in_batch, so nothing says how the losses of ranks add up: "
+                "divided by num_items_in_batch, so Motley cannot add up the losses of the ranks: "
                 "write a compute_loss that returns a mean over rows, and `loss_is_scaled_for_ga = "
                 "False` in its class"
             )
         return bool(abs(found - 2) < _TOLERANCE)
 
     def _is_sum(self: Any) -> bool:
-        """Return True if the losses of all ranks add up to that of the global batch."""
+        """Return True if the loss of the global batch is the sum of the losses of all ranks."""
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             scaled = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         return bool(scaled and self._counted)
 
     def _get_part(self: Any, loss: Tensor, piece: Piece) -> Tensor:
-        """Return the part that this rank's rows have in the loss of the global batch."""
+        """Return this rank's summand of the loss of the global batch."""
         if not piece.rows:
             return torch.zeros_like(loss)
         part: float = piece.rows / piece.global_rows
         return loss * (self._get_label_part(piece) if self._is_sum() else part)
 
     def _get_label_part(self: Any, piece: Piece) -> float:
-        """Return the factor that makes the losses of ranks add up: 1 if they are divided."""
+        """Return the factor on this rank's loss with which the losses of all ranks add up.
+
+        The factor is 1 if the model divides its loss by the number of labels.
+        """
         return 1.0 if self._divides is not False else self._label_parts[piece]
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Compute the pieces of one global batch, and return this rank's part of its loss."""
+        """Compute this rank's rows of a global batch, and return its summand of the loss."""
         if self.lab._loop is None:
             return super().training_step(model, inputs, num_items_in_batch)
         backward = partial(type(self.accelerator).backward, self.accelerator)
@@ -189,7 +199,7 @@ class MotleyTrainerMixin(TrainerParts):
         self.accelerator.backward = scaled if reduction == "sum" else backward
         total = torch.zeros((), device=self.lab.device)
         for piece, rows in inputs.pieces:
-            self.lab._loop.gate.end_piece()  # of the piece before
+            self.lab._loop.gate.end_piece()  # ends the previous piece
             self.lab._loop.begin_piece(piece)
             total += self._get_part(super().training_step(model, rows, num_items_in_batch), piece)
         return total

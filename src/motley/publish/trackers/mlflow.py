@@ -123,8 +123,8 @@ def _store(path: str) -> str:
     """Return the address of an SQLite file. Raise MotleyError if MLflow cannot use the path."""
     if re.search(r"[?#%]", path):
         raise MotleyError(
-            f"MLflow cannot take {path}: ?, # and % mean something else in an address; name a "
-            "place by MLFLOW_TRACKING_URI"
+            f"MLflow cannot use the path {path}, because ?, # and % have another meaning in an "
+            "address; name another place with MLFLOW_TRACKING_URI"
         )
     return f"sqlite:///{path}"
 

@@ -33,7 +33,7 @@ class TensorBoard(Tracker):
         # In the run's folder itself, so that TensorBoard names the run after the folder.
         self._path = run.folder.path / f"events.out.tfevents.{int(run.started)}.motley"
         if self._path.is_symlink():
-            raise MotleyError(f"{self._path} is a symbolic link: remove it")
+            raise MotleyError(f"{self._path} is a symbolic link; remove it")
         saved = memory.get("bytes") if memory.get("file") == self._path.name else None
         size = self._path.stat().st_size if self._path.is_file() else 0
         self.anew = not isinstance(saved, int) or not 0 < saved <= size

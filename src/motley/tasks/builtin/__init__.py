@@ -1,6 +1,6 @@
 """The built-in tasks, one per file, and the search for the task that ``--task`` names.
 
-``--task`` names a built-in task, or a file of the user with a task in it.
+``--task`` names a built-in task, or a user's file that defines a task.
 """
 
 import dataclasses
@@ -38,25 +38,25 @@ def _is_entry(item: object) -> bool:
 
 
 def get_task(config: Config) -> Task:
-    """Return the task in a configuration, or the default task."""
+    """Return the task that a configuration names, or the default task."""
     return next((each for each in config.own if isinstance(each, Task)), known_tasks()[USUAL]())
 
 
 def get_identity(config: Config) -> dict[str, Any]:
-    """Return the facts that a checkpoint and the run that continues it must share.
+    """Return the values that must be equal in a checkpoint and the run that continues it.
 
-    Options are not among them; they are compared separately.
+    Options are not among the values, because they are compared separately.
     """
     task = get_task(config)
     return {"task_class": type(task).__name__, **task.identity()}
 
 
 def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
-    """Raise MotleyError if the task's classes have other names than those of a checkpoint.
+    """Raise MotleyError if the names of the task's classes differ from those of a checkpoint.
 
     Args:
         task: the task of this run.
-        saved: the options in the checkpoint, by name.
+        saved: values of the options in the checkpoint, by name.
     """
     before, now = saved.get(CLASS_NAMES), list(task.class_names)
     if not before or not now or before == now:
@@ -66,9 +66,9 @@ def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
         result for result in enumerate(pairs) if result[1][0] != result[1][1]
     )
     raise MotleyError(
-        f"labels mean something else than in the checkpoint: class {number} is {here!r}, and "
-        f"{there!r} in the checkpoint ({len(now)} classes, and {len(before)}). Give the class "
-        "folders the names that they had, or begin a new run with --initial-checkpoint"
+        f"the class labels are not those of the checkpoint: class {number} is {here!r} in the "
+        f"data and {there!r} in the checkpoint ({len(now)} and {len(before)} classes). Give the "
+        "class folders their former names, or start a new run with --initial-checkpoint"
     )
 
 
@@ -89,7 +89,7 @@ def task_class(name: str) -> type[Task]:
     places = [Path(), ROOT] if ROOT else [Path()]
     path = next((place / name for place in places if (place / name).is_file()), None)
     if path is None:
-        raise MotleyError(f"--task {name}: there is no such file")
+        raise MotleyError(f"--task {name}: the file does not exist")
     return _only_task(name, _load(name, path))
 
 
@@ -117,7 +117,7 @@ def _load(name: str, path: Path) -> ModuleType:
         ) from None
     except ModuleNotFoundError as error:
         raise MotleyError(
-            f"--task {name} imports {error.name}, which is not installed here; install it on all "
+            f"--task {name} imports {error.name}, which is not installed; install it on all "
             f"hosts, as in: .venv/bin/pip install {str(error.name).partition('.')[0]}"
         ) from None
     except MotleyError:
@@ -141,18 +141,18 @@ def _only_task(name: str, module: ModuleType) -> type[Task]:
     last = [kind for kind in own if not any(kind in other.__mro__[1:] for other in own)]
     if not last:
         raise MotleyError(
-            f"--task {name} defines no task: no class in it is derived from "
+            f"--task {name} defines no task: no class in the file is derived from "
             "motley.tasks.task.Task; see examples/my_task.py"
         )
     if len(last) > 1:
         names = " and ".join(kind.__name__ for kind in last)
-        raise MotleyError(f"--task {name} defines {len(last)} tasks, {names}; keep one in a file")
+        raise MotleyError(f"--task {name} defines {len(last)} tasks, {names}; keep one per file")
     (kind,) = last
     return _check_complete(name, kind)
 
 
 def _check_complete(name: str, kind: type[Task]) -> type[Task]:
-    """Return the class as a dataclass.
+    """Return a task's class as a dataclass.
 
     Raises:
         MotleyError: the class lacks a method that every task needs, or has an ``__init__``.

@@ -1,4 +1,4 @@
-"""Images and their classes, labels or values: timm's models, on many kinds of data."""
+"""The image task: timm's models that predict classes, labels or values of images."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -61,17 +61,19 @@ RECIPES = {
 
 
 def crops(text: str) -> int:
-    """Read a number of test-time crops."""
+    """Parse the number of crops of an image at test time."""
     count = natural(text)
     if count not in (1, 5, 10):
-        raise argparse.ArgumentTypeError(f"{count} is no number of crops; choose 1, 5 or 10")
+        raise argparse.ArgumentTypeError(
+            f"{count} is not a possible number of crops; choose 1, 5 or 10"
+        )
     return count
 
 
 def _pair(
     flag: str, given: tuple[float, ...] | None, usual: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the two numbers of an option, the smaller one first."""
+    """Return the two numbers of an option, the smaller one first, or the default."""
     if given is None:
         return usual
     if len(given) != 2 or given[0] > given[1] or given[0] <= 0:
@@ -88,12 +90,12 @@ _USUAL_DIR = "data"
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """Images and their classes, labels or values.
+    """The task of predicting classes, labels or values of images.
 
-    A batch has ``images``, uint8 [n, C, H, W], and ``labels``, as in motley.tasks.targets. The
-    images have the model's size, or are smaller (see Look.enlarged). If images are mixed, the batch
-    also has ``partners``, the labels of the other images, and ``own``, the weights of ``labels``,
-    fp32 [n]. With weighted classes a training batch has ``weights``, fp32 [n].
+    A batch has ``images``, uint8 [n, C, H, W], and ``labels``; see motley.tasks.targets. The images
+    have the model's size, or are smaller (see Look.enlarged). If images are mixed in pairs, the
+    batch also has ``partners``, the labels of the second images, and ``own``, the weights of
+    ``labels``, fp32 [n]. With weighted classes a training batch has ``weights``, fp32 [n].
     """
 
     noun = "image"
@@ -124,45 +126,46 @@ class ImageTask(Task):
         usual="where it is, default: data",
     )  # fmt: skip
     labels: str | None = option(
-        "CSV file with the labels of the images below --data-dir, and if need be a column split "
-        "with train and val; default: the folders say them",
+        "CSV file with the labels of the images below --data-dir, and optionally a column split "
+        "with train and val; default: folder names are the labels",
         MODEL, metavar="FILE.csv",
     )  # fmt: skip
     label_columns: tuple[str, ...] | None = option(
-        "columns of it for the file, the label, and the split; default: by usual names, as "
-        "file,label,split",
+        "columns of that file for the image, the label, and the split; default: by usual names, "
+        "such as file,label,split",
         MODEL, read=names, metavar="FILE,LABEL[,SPLIT]",
     )  # fmt: skip
     target: str = option(
-        "what a label is: class (default); labels, any number of them, separated by | ; , or a "
+        "kind of label: class (default); labels, any number of them, separated by | ; , or a "
         "blank; value, a number",
         MODEL | SPEED, CLASS, choices=(CLASS, LABELS, VALUE),
     )  # fmt: skip
     value_loss: str = option(
-        "of --target value: mse, the squared error (default), or l1, the absolute one",
+        "loss of --target value: mse, the squared error (default), or l1, the absolute error",
         NUMBERS, "mse", choices=("mse", "l1"),
     )  # fmt: skip
     class_weights: str | None = option(
-        "of the loss: balanced, by the inverse number of training images; a file with a number a "
-        "line; or numbers. Weighted means are divided by the sum of weights; default: none",
+        "weights of the classes in the loss: balanced, by the inverse number of training images; "
+        "a file with one number per line; or numbers. Weighted means are divided by the sum of "
+        "weights; default: none",
         NUMBERS, metavar="balanced|FILE|W,...",
     )  # fmt: skip
     balanced_sampling: bool = option(
         "draw equally many training images of each class in an epoch", NUMBERS, False
     )
-    augment: bool = option("no random crops and flips", NUMBERS, True)
+    augment: bool = option("do not crop or flip images at random", NUMBERS, True)
     recipe: str | None = option(
-        f"{'; '.join(f'{name}: {words}' for name, words in RECIPES.items())}; what you write "
-        "besides comes after it",
+        f"{'; '.join(f'{name}: {words}' for name, words in RECIPES.items())}; options that you "
+        "give take precedence",
         Decides.NOTHING, metavar="|".join(RECIPES),
     )  # fmt: skip
     # SPEED: with any of these options the host enlarges small images, not the device.
     aa: str | None = option(
-        "timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; default: none",
+        "RandAugment or AutoAugment of timm, as in rand-m9-mstd0.5; default: none",
         NUMBERS | SPEED, metavar="POLICY",
     )  # fmt: skip
     color_jitter: float = option(
-        "of brightness, contrast and saturation, default 0", NUMBERS | SPEED, 0.0,
+        "change of brightness, contrast and saturation, default 0", NUMBERS | SPEED, 0.0,
         read=not_negative, metavar="J",
     )  # fmt: skip
     reprob: float = option(
@@ -173,35 +176,42 @@ class ImageTask(Task):
         NUMBERS, "pixel", choices=("pixel", "const", "rand"),
     )  # fmt: skip
     recount: int = option(
-        "most rectangles that are erased in an image, default 1", NUMBERS, 1, read=positive,
+        "largest number of rectangles that are erased in an image, default 1",
+        NUMBERS, 1, read=positive,
         metavar="N",
     )  # fmt: skip
     scale: tuple[float, ...] | None = option(
-        "least and largest part of an image that a random crop takes; default: 0.08 1",
+        "smallest and largest part of an image that a random crop takes; default: 0.08 1",
         NUMBERS, read=fraction, metavar="PART", several=True,
     )  # fmt: skip
     ratio: tuple[float, ...] | None = option(
-        "least and largest width of a random crop over its height; default: 0.75 1.3333",
+        "smallest and largest aspect ratio (width to height) of a random crop; default: 0.75 "
+        "1.3333",
         NUMBERS, read=above_zero, metavar="R", several=True,
     )  # fmt: skip
     hflip: float = option(
-        "that a training image is mirrored, default 0.5", NUMBERS, 0.5, read=fraction, metavar="P"
+        "probability that a training image is mirrored, default 0.5",
+        NUMBERS,
+        0.5,
+        read=fraction,
+        metavar="P",
     )
     vflip: float = option(
-        "that a training image is turned upside down, default 0", NUMBERS, 0.0, read=fraction,
+        "probability that a training image is turned upside down, default 0",
+        NUMBERS, 0.0, read=fraction,
         metavar="P",
     )  # fmt: skip
     crop_pct: float | None = option(
-        "part of a held-out image's side that is used; default: as the model's own configuration "
-        "says, or all of images of one size",
+        "part of a held-out image's side that is used; default: as in the model's own "
+        "configuration, or all for images of one size",
         NUMBERS, read=fraction, metavar="PART",
     )  # fmt: skip
     interpolation: str | None = option(
-        "for resizing; default: as the model's own configuration says",
+        "interpolation for resizing; default: as in the model's own configuration",
         NUMBERS, choices=("bilinear", "bicubic", "nearest"),
     )  # fmt: skip
     mixup: float = option(
-        "alpha of mixup; samples 2k and 2k + 1 of a batch are mixed; default 0: none",
+        "alpha of mixup, which mixes samples 2k and 2k + 1 of a batch; default 0: none",
         NUMBERS | SPEED | Decides.PLAN, 0.0, read=not_negative, metavar="A",
     )  # fmt: skip
     cutmix: float = option(
@@ -209,31 +219,31 @@ class ImageTask(Task):
         read=not_negative, metavar="A",
     )  # fmt: skip
     mixup_prob: float = option(
-        "that a pair is mixed, default 1", NUMBERS, 1.0, read=fraction, metavar="P"
+        "probability that a pair is mixed, default 1", NUMBERS, 1.0, read=fraction, metavar="P"
     )
     mixup_switch_prob: float = option(
-        "that it is by CutMix, where both are given, default 0.5", NUMBERS, 0.5, read=fraction,
+        "probability of CutMix, if both are given, default 0.5", NUMBERS, 0.5, read=fraction,
         metavar="P",
     )  # fmt: skip
     pretrained: bool = option(
-        "begin with timm's weights of this model, from its hub or cache", NUMBERS, False
+        "start with timm's weights of this model, from its hub or cache", NUMBERS, False
     )
     classes: tuple[int, ...] | None = option(
-        "of these classes of the data set alone, counted from 0 in this order; default: all",
+        "use these classes of the data set alone, counted from 0, in this order; default: all",
         MODEL, read=naturals, metavar="C,...",
     )  # fmt: skip
     smoothing: float = option(
         "label smoothing, default 0.1", NUMBERS, 0.1, read=fraction, metavar="S"
     )
     metrics: tuple[str, ...] | None = option(
-        "further metrics of an evaluation, of torchmetrics and over all held-out samples, as in "
-        "f1_macro auroc (needs: pip install torchmetrics); default: none",
+        "further metrics of an evaluation, from torchmetrics and over all held-out samples, as "
+        "in f1_macro auroc (needs: pip install torchmetrics); default: none",
         Decides.NOTHING, read=metric_name, metavar="NAME", several=True,
     )  # fmt: skip
     eval_data: tuple[Keyword, ...] | None = option(
-        "further held-out sets, each evaluated beside the usual one: a name, and a folder with one "
-        "folder a class, or with --labels another CSV file; its metrics are NAME/top1, ...; "
-        "default: none",
+        "further held-out sets, each evaluated beside the usual one: a name, and a folder with "
+        "one folder per class, or with --labels another CSV file; the metrics are NAME/top1, "
+        "...; default: none",
         Decides.NOTHING, read=named_path, metavar="NAME=PATH", several=True,
     )  # fmt: skip
     test_crops: int = option(
@@ -242,15 +252,16 @@ class ImageTask(Task):
         Decides.NOTHING, 1, read=crops, metavar="1|5|10",
     )  # fmt: skip
     bce_loss: bool = option(
-        "binary cross-entropy of each class in place of the cross-entropy of all", NUMBERS, False
+        "binary cross-entropy of each class instead of the cross-entropy of all", NUMBERS, False
     )
     bce_target_thresh: float | None = option(
-        "of --bce-loss: targets above this number become 1, the others 0; default: they stay",
+        "threshold of --bce-loss: targets above it become 1, the others 0; default: targets stay "
+        "as they are",
         NUMBERS, read=fraction, metavar="T",
     )  # fmt: skip
     bn_group: int = option(
-        "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
-        "default 32. --batch-size must be a multiple, and shares are whole groups",
+        "consecutive samples over which a batch norm computes its statistics, whichever rank has "
+        "them; default 32. --batch-size must be a multiple, and shares are whole groups",
         NUMBERS | SPEED | Decides.PLAN, 32, read=positive, metavar="G",
     )  # fmt: skip
 
@@ -259,41 +270,47 @@ class ImageTask(Task):
             object.__setattr__(self, "dataset", "folder")
         if self.labels is None and (self.target != CLASS or self.label_columns):
             flag = f"--target {self.target}" if self.target != CLASS else "--label-columns"
-            raise MotleyError(f"{flag} is for labels of a CSV file; name it, as --labels FILE.csv")
+            raise MotleyError(
+                f"{flag} needs labels from a CSV file; name the file, as in --labels FILE.csv"
+            )
         if self.labels and self.dataset != "folder":
             raise MotleyError(
-                f"--labels {self.labels} labels the files of a folder, and --dataset "
-                f"{self.dataset} has labels; leave one of them out"
+                f"--labels {self.labels} gives labels for a folder of files, and --dataset "
+                f"{self.dataset} has its own labels; leave out one of the two"
             )
         if self.label_columns and len(self.label_columns) not in (2, 3):
             raise MotleyError(
-                f"--label-columns {','.join(self.label_columns)}: give the column of the file and "
-                "that of the label, and if need be that of the split, as in image_id,tags"
+                f"--label-columns {','.join(self.label_columns)}: give the column of the file "
+                "names and the column of the labels, and optionally that of the split, as in "
+                "image_id,tags"
             )
         if self.bce_loss and self.target != CLASS:
             raise MotleyError(
-                f"--bce-loss is for classes, and --target {self.target} has a loss of its own; "
+                f"--bce-loss is a loss for classes, and --target {self.target} has another loss; "
                 "leave it out"
             )
         if self.bce_target_thresh is not None and not self.bce_loss:
-            raise MotleyError("--bce-target-thresh has no effect without --bce-loss; add that")
+            raise MotleyError(
+                "--bce-target-thresh has no effect without --bce-loss; add --bce-loss"
+            )
         for each in self.metrics or ():
             if self.target not in MEASURES[each].kinds:
                 fits = [name for name, other in MEASURES.items() if self.target in other.kinds]
                 raise MotleyError(
-                    f"--metrics {each} is not for --target {self.target}; choose {', '.join(fits)}"
+                    f"--metrics {each} does not apply to --target {self.target}; choose "
+                    f"{', '.join(fits)}"
                 )
         if self.name is None:  # records contain the name of the model
             object.__setattr__(self, "name", find_dataset(self.dataset).model)
         if self._mixes and self.bn_group % 2 and self.classifier.has_batch_norm:
             raise MotleyError(
-                f"--bn-group {self.bn_group}: --mixup and --cutmix mix two neighbours, who share a "
-                "batch norm; give an even number"
+                f"--bn-group {self.bn_group} is odd, and --mixup and --cutmix mix pairs of "
+                "samples within a group; give an even number"
             )
 
     @cached_property
     def classifier(self) -> "Classifier":
-        """Model that ``--model`` names."""
+        """The model that ``--model`` names."""
         from motley.tasks.classifiers import Classifier
 
         return Classifier(str(self.name))
@@ -330,7 +347,7 @@ class ImageTask(Task):
 
     @cached_property
     def images(self) -> "Images":
-        """Data set that ``--dataset`` names, opened."""
+        """The data set that ``--dataset`` names. The first access opens it."""
         from motley.data.images import select_classes
 
         if self.labels is not None:
@@ -345,7 +362,8 @@ class ImageTask(Task):
             return images
         if images.kind != CLASS:
             raise MotleyError(
-                f"--classes: an image has no single class with --target {images.kind}; leave it out"
+                f"--classes: with --target {images.kind} an image has no single class, by which "
+                "it could be chosen; leave out --classes"
             )
         return select_classes(images, self.classes)
 
@@ -376,10 +394,10 @@ class ImageTask(Task):
 
     @cached_property
     def look(self) -> "Look":
-        """Preparation of images for the model.
+        """The preparation of images for the model: size, crop and normalisation.
 
-        The data set's mean and std are used if it has them and the weights are random, else those
-        for which the model was made.
+        If the weights are random and the data set has a mean and std, these are used. Otherwise the
+        mean and std with which the model was trained are used.
         """
         from motley.data.transforms import Look
 
@@ -505,8 +523,8 @@ class ImageTask(Task):
             each.name for each in given if [x.name for x in given].count(each.name) > 1
         }:
             raise MotleyError(
-                f"--eval-data names {', '.join(sorted(repeated))} twice; give each set a name of "
-                "its own"
+                f"--eval-data names {', '.join(sorted(repeated))} twice; give each set a "
+                "different name"
             )
         result: dict[str, Source] = {}
         for each in given:
@@ -529,7 +547,7 @@ class ImageTask(Task):
         from motley.data.images import list_images
 
         if not folder.is_dir():
-            raise MotleyError(f"--images {folder} is no folder")
+            raise MotleyError(f"--images {folder} is not a folder")
         return self.with_paths(list_images([folder]), folder)
 
     def with_paths(
@@ -539,14 +557,14 @@ class ImageTask(Task):
 
         Args:
             files: the files.
-            folder: a folder above all of them, which names in messages leave out.
-            test_crops: number of crops; None: as before.
+            folder: a common parent folder of the files, which messages leave out of file names.
+            test_crops: number of crops of each image; None: the task's present number.
         """
         from motley.data.images import with_files
 
         changed = replace(self, eval_data=None, test_crops=test_crops or self.test_crops)
         changed.__dict__["images"] = with_files(self.images, files, folder)
-        changed.__dict__["look"] = self.look  # as in the run's own evaluations
+        changed.__dict__["look"] = self.look  # images are prepared as in the run's evaluations
         return changed
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
@@ -586,7 +604,7 @@ class ImageTask(Task):
 
     @property
     def has_weights(self) -> bool:
-        """See Task: a training image weighs as its class does."""
+        """See Task: a training image has the weight of its class."""
         own = type(self).weights is not ImageTask.weights
         return own or (self.class_weights is not None and self.target == CLASS)
 
@@ -619,9 +637,9 @@ class ImageTask(Task):
         return logits
 
     def _mean_and_std(self, device: "torch.device") -> "tuple[Tensor, Tensor]":
-        """Return mean and deviation of a pixel, fp32 [1, C, 1, 1] each.
+        """Return mean and standard deviation of a pixel, fp32 [1, C, 1, 1] each.
 
-        The two tensors are not buffers, which DDP would broadcast.
+        The two tensors are not buffers of the model, because DDP would broadcast buffers.
         """
         import torch
 
@@ -700,7 +718,7 @@ class ImageTask(Task):
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return random pixels as a batch for timing.
 
-        A GPU draws less power on images that are all alike. Its steps would be faster than in
+        Constant images would make a GPU draw less power, so that its steps would be faster than in
         training.
         """
         import torch

@@ -1,7 +1,7 @@
-"""Language models: a GPT from scratch, or a model of the transformers library.
+"""The text task: a GPT that is trained from scratch, or a model of the transformers library.
 
-The GPT learns from bytes or characters of any file in any language, without a tokenizer. A
-transformers model has its own tokens. Either all weights are trained, or LoRA matrices only.
+The GPT learns from the bytes or characters of any file in any language, without a tokenizer. A
+transformers model has its own tokens. Either all weights are trained, or only LoRA matrices.
 """
 
 import json
@@ -48,7 +48,7 @@ _PADDING = -1  # number of the document that padding is
 
 @dataclass(frozen=True)
 class HfOptions(Task):
-    """Base of a text task: the options of transformers models and of LoRA."""
+    """Base class of the text task, with the options of transformers models and of LoRA."""
 
     compiles_whole = True  # logits, the largest tensor, are then never written to memory
 
@@ -58,21 +58,21 @@ class HfOptions(Task):
         NOTHING, metavar="FILE|DIR",
     )  # fmt: skip
     pretrained: str | None = option(
-        "such a model with its weights: a folder with config.json, *.safetensors and the files of "
-        "its tokenizer; nothing is downloaded",
+        "a model with its weights: a folder with config.json, *.safetensors and the files of its "
+        "tokenizer; nothing is downloaded",
         NUMBERS, metavar="DIR",
     )  # fmt: skip
     lora: int | None = option(
-        "train matrices of this rank beside the model's layers, which stay as they are: a small "
-        "part of the gradient to send (needs: pip install peft)",
+        "train matrices of this rank beside the model's layers, which stay as they are, so only "
+        "a small gradient is sent (needs: pip install peft)",
         MODEL | SPEED, read=positive, metavar="R",
     )  # fmt: skip
     lora_alpha: float | None = option(
-        "what they say counts A / R, default 1", MODEL, read=above_zero, metavar="A"
+        "factor A / R of the matrices' output, default A = R", MODEL, read=above_zero, metavar="A"
     )
     lora_targets: tuple[str, ...] | None = option(
-        "last words of the layers' names, as in q_proj,v_proj; default: peft's own for the kind of "
-        "model",
+        "layers that get matrices, by the last words of their names, as in q_proj,v_proj; "
+        "default: peft's own for the kind of model",
         MODEL | SPEED, read=names, metavar="NAME,...",
     )  # fmt: skip
 
@@ -93,27 +93,27 @@ class HfOptions(Task):
         """Raise MotleyError for options that contradict each other or have no effect.
 
         Args:
-            shape: names of the given options that shape the built-in model.
+            shape: names of the given options that apply to the built-in GPT alone.
             tokens: value of ``--tokens``.
             tokenizer: value of ``--tokenizer``.
         """
         if self.hf_config and self.pretrained:
-            raise MotleyError("--hf-config and --pretrained are two models; leave one out")
+            raise MotleyError("--hf-config and --pretrained name two models; leave out one of them")
         named = self.hf_config or self.pretrained
         if named and shape:
             raise MotleyError(
-                f"--{shape[0]} is of the GPT that is built in, and the config.json of {named} "
-                "says its own; leave one of them out"
+                f"--{shape[0]} sets the shape of the built-in GPT, and the model in {named} has "
+                "its shape in config.json; leave out one of the two"
             )
         if tokens == TOKENIZER and not tokenizer and not (named and Path(named).is_dir()):
             raise MotleyError(
-                f"--tokens {TOKENIZER} uses the tokenizer in a model's folder, and no folder is "
+                f"--tokens {TOKENIZER} uses the tokenizer of a model's folder, and no folder is "
                 "given; add --tokenizer DIR, --pretrained DIR or --hf-config DIR"
             )
         if self.lora is None and (self.lora_alpha or self.lora_targets):
             raise MotleyError(
-                f"--lora-{'alpha' if self.lora_alpha else 'targets'} is of --lora, which is not "
-                "given; add --lora 8"
+                f"--lora-{('alpha' if self.lora_alpha else 'targets')} has no effect without "
+                "--lora; add --lora 8"
             )
 
     def check_fits(self, model: "HfModel", length: int, codec: Codec) -> None:
@@ -121,18 +121,20 @@ class HfOptions(Task):
 
         Args:
             model: the model.
-            length: tokens in a sample.
-            codec: the tokens.
+            length: number of tokens in a sample.
+            codec: encoder of text to tokens.
         """
         if model.longest is not None and length > model.longest:
             raise MotleyError(
-                f"--length {length}: {model.flag} sees {model.longest} tokens at most "
-                f"(max_position_embeddings, or n_positions); give --length {model.longest} or less"
+                f"--length {length} is more than the {model.longest} tokens that the model of "
+                f"{model.flag} supports (max_position_embeddings, or n_positions); give --length "
+                f"{model.longest} or less"
             )
         if codec.vocabulary > model.vocabulary:
             raise MotleyError(
-                f"--tokens {codec.kind}: there are {codec.vocabulary} of them, and {model.flag} "
-                f"knows {model.vocabulary} (vocab_size); choose other --tokens, or another model"
+                f"--tokens {codec.kind} has {codec.vocabulary} different tokens, and the model of "
+                f"{model.flag} supports {model.vocabulary} (vocab_size); choose other --tokens, "
+                "or another model"
             )
 
     @property
@@ -147,7 +149,7 @@ class HfOptions(Task):
         return self.named.weights(), str(self.named.path)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """See Task: LoRA's matrices, which foreign weights do not contain."""
+        """See Task: LoRA's matrices, which weights from outside do not contain."""
         from motley.tasks.hf_model import matrices
 
         return matrices(net)
@@ -159,10 +161,10 @@ class HfOptions(Task):
         return beside_lora(tensors, net)
 
     def save(self, net: "nn.Module", folder: Path) -> None:
-        """Save the model as transformers loads it, with its tokenizer. See Task.
+        """Save the model with its tokenizer in the format of transformers. See Task.
 
-        LoRA's matrices are merged into the layers to which they belong. Beside weights of a folder,
-        ``adapter/`` has the matrices alone, as peft loads them.
+        LoRA's matrices are merged into their layers. If the model's weights come from a folder, the
+        subfolder ``adapter/`` has the matrices alone, in the format of peft.
         """
         if self.lora is not None:
             from motley.tasks.hf_model import merge_lora, save_adapter
@@ -186,7 +188,7 @@ class HfOptions(Task):
 
 @dataclass(frozen=True)
 class TextTask(HfOptions):
-    """Text, each token predicted from those before it.
+    """The task of predicting each token of a text from the tokens before it.
 
     A batch has ``tokens`` and ``targets``, int64 [n, length], and ``bytes``, int64 [n], the number
     of bytes of the targets in UTF-8.
@@ -217,22 +219,22 @@ class TextTask(HfOptions):
         "their content", NUMBERS, read=fraction, metavar="F",
     )  # fmt: skip
     text_field: str | None = option(
-        "field or column of a row with its text, default text; with --chat: messages",
+        "field or column that has the text of a row, default text; with --chat: messages",
         NUMBERS, metavar="NAME",
     )  # fmt: skip
     chat: bool = option(
-        "rows are conversations, lists of messages with role and content, of which the answers (of "
-        "the assistant) are learnt; written in the tokenizer's chat template, or a plain one",
+        "rows are conversations, lists of messages with role and content, and only the "
+        "assistant's answers are learnt; uses the tokenizer's chat template, or a plain one",
         MODEL | SPEED, False,
     )  # fmt: skip
     pack: bool = option(
-        "files and rows are documents, and a sample has as many as fit; no token sees another "
+        "files and rows are documents, and a sample holds as many as fit; no token sees another "
         "document",
         MODEL | SPEED, False,
     )  # fmt: skip
     tokens: str | None = option(
-        f"{', '.join(KINDS)}, or {TOKENIZER}, the model's own, of its folder; default: that with "
-        "--pretrained or --tokenizer, else bytes",
+        f"{', '.join(KINDS)}, or {TOKENIZER}, the tokenizer in the model's folder; default: that "
+        "with --pretrained or --tokenizer, otherwise bytes",
         MODEL | SPEED, choices=(*KINDS, TOKENIZER),
     )  # fmt: skip
     tokenizer: str | None = option(
@@ -240,19 +242,23 @@ class TextTask(HfOptions):
         "(needs: pip install transformers)", NUMBERS, metavar="DIR|NAME",
     )  # fmt: skip
     sample_every: int | Duration | None = option(
-        "steps, or time, as 10m, between texts that the model writes in training, to samples.txt "
-        "of the run and to the log",
+        "steps, or a time such as 10m, between texts that the model writes in training, to "
+        "samples.txt of the run and to the log",
         NOTHING, read=steps_or_time, metavar="K|TIME",
     )  # fmt: skip
     sample_prompt: str = option(
         "begin of these texts, default a new line", NOTHING, "\n", metavar="TEXT"
     )
     sample_length: int = option(
-        "most tokens of such a text, default 200", NOTHING, 200, read=positive, metavar="N"
+        "largest number of tokens of such a text, default 200",
+        NOTHING,
+        200,
+        read=positive,
+        metavar="N",
     )
     token_cache: str | None = option(
         "folder for the tokens of a text of 1 MiB or more, which one rank of each host encodes; "
-        "default: that of this machine's measured speeds",
+        "default: beside the host's measured speeds",
         NOTHING, metavar="DIR", per_launch=True,
     )  # fmt: skip
     length: int = option(
@@ -260,12 +266,13 @@ class TextTask(HfOptions):
         usual="tokens of a sample, default 128",
     )  # fmt: skip
     vocabulary: int | None = option(
-        "tokens that the model knows, default: those of the text; 50304 is GPT-2's, filled up",
+        "number of different tokens that the model has, default: as many as the text; 50304 is "
+        "GPT-2's, rounded up",
         MODEL | SPEED, read=positive, metavar="N",
     )  # fmt: skip
     paragraphs: bool = option(
-        "a sample is a paragraph of its own length, in place of a piece of the length above; the "
-        "batch is cut so that no rank waits for who has the long ones",
+        "a sample is a paragraph of its own length, instead of a piece of --length; the batch is "
+        "split so that no rank waits for a rank with long paragraphs",
         MODEL | SPEED, False,
     )  # fmt: skip
     depth: int = option(
@@ -292,7 +299,8 @@ class TextTask(HfOptions):
         self._check_text_options()
         if self.width % self.heads:
             raise MotleyError(
-                f"--width {self.width} is no multiple of --heads {self.heads}; change one of them"
+                f"--width {self.width} is not a multiple of --heads {self.heads}; change one of "
+                "them"
             )
 
     def _check_text_options(self) -> None:
@@ -303,9 +311,9 @@ class TextTask(HfOptions):
             ("--val-fraction", self.val_fraction is not None and self.val_text,
              "has no effect beside --val-text; leave one of them out"),
             (f"--val-fraction {self.val_fraction}", self.val_fraction in (0.0, 1.0),
-             "leaves nothing to train or to evaluate on; give a number between, as 0.1"),
+             "leaves nothing to train or to evaluate on; give a number between them, such as 0.1"),
             ("--paragraphs", self.paragraphs and (self.chat or self.pack),
-             f"is another way to make samples than --{'chat' if self.chat else 'pack'}; leave one "
+             f"and --{'chat' if self.chat else 'pack'} make samples in different ways; leave one "
              "of them out"),
         ):  # fmt: skip
             if wrong:
@@ -313,7 +321,7 @@ class TextTask(HfOptions):
 
     @cached_property
     def _codec(self) -> Codec:
-        """The tokens, without an alphabet."""
+        """The encoder of text to tokens, without the alphabet, which needs the training text."""
         kind = str(self.tokens)
         if kind != TOKENIZER:
             return Codec(kind)
@@ -332,10 +340,10 @@ class TextTask(HfOptions):
         return find_tokenizer(self.tokenizer, downloads)
 
     def _spec(self, downloads: bool = False) -> TextSpec:
-        """Return all that decides the tokens of the text.
+        """Return the specification of the text and of its tokens.
 
         Args:
-            downloads: True: missing files may be downloaded.
+            downloads: True if missing files may be downloaded.
         """
         train = Sources(self.text, "--text", self.text_field, self.chat, downloads=downloads)
         validation = None
@@ -350,7 +358,7 @@ class TextTask(HfOptions):
         )
 
     def prepare(self) -> None:
-        """See Task: download what has a name on the hub, and encode the text."""
+        """See Task: download files from the Hugging Face hub, and encode the text."""
         if self.tokenizer is not None:
             self._tokenizer_folder(downloads=True)
         open_text(self._spec(downloads=True), self._cache)
@@ -378,7 +386,7 @@ class TextTask(HfOptions):
 
     @property
     def window(self) -> int:
-        """Most tokens that the model sees."""
+        """Largest number of tokens in the model's context."""
         if self.named is None:
             return self.length
         return self.named.longest or _WINDOW
@@ -389,17 +397,17 @@ class TextTask(HfOptions):
 
     @cached_property
     def corpus(self) -> TokenizedText:
-        """Text that ``--text`` names, as tokens."""
+        """The tokens of the text that ``--text`` names."""
         return open_text(self._spec(), self._cache)
 
     @cached_property
     def codec(self) -> Codec:
-        """The tokens alone. Only an alphabet of characters needs the training text."""
+        """The encoder of text to tokens. Only an alphabet needs the training text."""
         return self.corpus.codec if self.tokens == "characters" else self._codec
 
     @cached_property
     def _pieces(self) -> dict[bool, Windows | Pieces]:
-        """Return the pieces of the held-out text under True, and those of the rest under False."""
+        """Return the samples of the training text by key False, of the held-out text by True."""
         result: dict[bool, Windows | Pieces] = {}
         for held_out in (False, True):
             part = self.corpus.held_out if held_out else self.corpus.train
@@ -461,8 +469,8 @@ class TextTask(HfOptions):
         known = self._vocabulary_size
         if known < self.codec.vocabulary:
             raise MotleyError(
-                f"--vocabulary {known}: the text has {self.codec.vocabulary} different "
-                f"{self.tokens}; raise it, or leave it out"
+                f"--vocabulary {known} is too small: the text has {self.codec.vocabulary} "
+                f"different {self.tokens}; raise it, or leave it out"
             )
         from motley.tasks.gpt import Gpt, Shape
 
@@ -525,7 +533,7 @@ class TextTask(HfOptions):
         return result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
-        """See Task: samples are padded to the longest. Padding is a document of its own."""
+        """See Task: samples are padded to the longest one. Padding is a separate document."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -567,7 +575,7 @@ class TextTask(HfOptions):
         return {"loss": self.losses(net, batch), "bytes": batch["bytes"]}
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task; ``bits_per_byte`` can be compared between kinds of tokens."""
+        """See Task. ``bits_per_byte`` allows comparisons between models with different tokens."""
         loss = means["loss"]
         return {
             "bits_per_byte": loss / math.log(2) / means["bytes"],

@@ -1,4 +1,4 @@
-"""Weather some hours ahead: Microsoft's Aurora, on fields of ERA5 or on synthetic ones."""
+"""The weather task: Microsoft's Aurora forecasts ERA5's fields or synthetic fields."""
 
 import hashlib
 import json
@@ -26,11 +26,11 @@ _MADE_LEVELS = (100, 250, 500, 850)
 
 @dataclass(frozen=True)
 class WeatherTask(Task):
-    """The state of the atmosphere, predicted from the two states before it.
+    """The task of predicting the state of the atmosphere from the two states before it.
 
     A batch has ``surface``, fp32 [n, 3, 4, lat, lon], and ``air``, fp32 [n, 3, 5, levels, lat,
-    lon]: two states and the next one, in the units of ERA5. The third tensor, ``hour``, int64 [n],
-    is the hour of the second state, since 1970.
+    lon]. The second dimension holds two input states and the next state, in the units of ERA5. The
+    third tensor, ``hour``, int64 [n], is the time of the second state in hours since 1970.
 
     If the number of latitudes is one more than a multiple of the patch, Aurora predicts one
     latitude less. The 721 latitudes of a grid of 0.25 degrees are an example.
@@ -38,7 +38,7 @@ class WeatherTask(Task):
 
     noun = "forecast"
     unit = "forecasts"
-    fp32 = ("encoder", "decoder")  # as in the original; 16 bits are too few for a pressure in Pa
+    fp32 = ("encoder", "decoder")  # 16 bits are too few for a pressure in Pa; Aurora does the same
     block_classes = ("Basic3DEncoderLayer", "Basic3DDecoderLayer")
 
     aurora: str = option(
@@ -53,35 +53,46 @@ class WeatherTask(Task):
         NUMBERS, (), metavar="FILE", several=True,
     )  # fmt: skip
     levels: tuple[int, ...] | None = option(
-        f"hPa; default: all of the files, of made fields {','.join(map(str, _MADE_LEVELS))}",
+        "pressure levels in hPa; default: all levels of the files, or of made fields "
+        f"{','.join(map(str, _MADE_LEVELS))}",
         MODEL | SPEED, read=positives, metavar="L[,L...]",
     )  # fmt: skip
     hours: int = option(
-        "from one state to the next, default 6", MODEL, 6, read=positive, metavar="H"
+        "hours from one state to the next, default 6", MODEL, 6, read=positive, metavar="H"
     )
     grid: str = option(
-        "of made fields, latitudes x longitudes, default 17x32; 721x1440 is ERA5's",
+        "size of made fields, latitudes x longitudes, default 17x32; 721x1440 is ERA5's",
         MODEL | SPEED, "17x32", metavar="LATxLON",
     )  # fmt: skip
-    states: int = option("made ones, default 120", NUMBERS, 120, read=positive, metavar="N")
+    states: int = option(
+        "number of made states, default 120", NUMBERS, 120, read=positive, metavar="N"
+    )
     embed_dim: int | None = option(
         "width of a patch, a multiple of 64; default: as --aurora",
         MODEL | SPEED, read=positive, metavar="N",
     )  # fmt: skip
     depths: tuple[int, ...] | None = option(
-        "blocks of the encoder's stages; the decoder's are the reverse; default: as --aurora",
+        "blocks of the encoder's stages; the decoder has the reverse; default: as --aurora",
         MODEL | SPEED, read=positives, metavar="N,N[,N...]",
     )  # fmt: skip
     latent_levels: int = option(
-        "that the air's are made to, default 4", MODEL | SPEED, 4, read=positive, metavar="N"
+        "number of levels into which the backbone compresses the air, default 4",
+        MODEL | SPEED,
+        4,
+        read=positive,
+        metavar="N",
     )
     patch_size: int = option(
-        "points of the grid, default 4", MODEL | SPEED, 4, read=positive, metavar="N"
+        "side of a patch, in points of the grid, default 4",
+        MODEL | SPEED,
+        4,
+        read=positive,
+        metavar="N",
     )
 
     @cached_property
     def shape(self) -> "Shape":
-        """Shape of the Aurora."""
+        """The sizes of the Aurora model."""
         from motley.tasks.aurora_model import Shape
 
         width, depths = _SIZES[self.aurora]
@@ -91,7 +102,7 @@ class WeatherTask(Task):
 
     @cached_property
     def source(self) -> "States":
-        """Source of the states: the files of ``--fields``, or synthetic states."""
+        """The source of states: the files that ``--fields`` names, or synthetic states."""
         from motley.tasks.aurora_model import usual
         from motley.tasks.states import Files, Made, even_grid
 
@@ -165,8 +176,8 @@ class WeatherTask(Task):
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """Return the mean absolute error of each sample, weighted by area, [n]. See Task.
 
-        The error of each variable is in units of its deviation, times the weight of the variable.
-        All samples cover the same area, so each has weight 1.
+        The error of each variable is divided by its standard deviation, and multiplied by the
+        weight of the variable. All samples cover the same area, so each sample has weight 1.
         """
         return self._errors(batch).losses(net, batch)
 
@@ -233,15 +244,15 @@ class WeatherTask(Task):
 def _check_patches(what: str, grid: "Grid", patch: int) -> None:
     """Raise MotleyError if Aurora cannot cut a grid into patches.
 
-    Aurora may leave out one latitude, and no longitude.
+    Aurora can leave out one latitude, but no longitude.
     """
     high, wide = len(grid.lat), len(grid.lon)
     if wide % patch or high % patch > 1 or high < patch:
         rows, columns = (max(1, round(points / patch)) * patch for points in (high, wide))
         raise MotleyError(
-            f"{what} {high}x{wide}: Aurora cuts it into patches of {patch}x{patch} points; it "
-            f"takes {rows} or {rows + 1} latitudes and {columns} longitudes. Change the grid, or "
-            "--patch-size"
+            f"{what} {high}x{wide} cannot be cut into patches of {patch}x{patch} points, as "
+            f"Aurora needs; it takes {rows} or {rows + 1} latitudes and {columns} longitudes. "
+            "Change the grid, or --patch-size"
         )
 
 
