@@ -130,7 +130,7 @@ class RunVerdict:
         return f"The run reached {self.fraction:.0%} of the limit, the sum of all devices. {words}."
 
     def _how_far_off(self) -> str:
-        """Return a warning if the plan, which gives the advice, was far off; otherwise empty."""
+        """Return a warning if the forecast, from which advice follows, was far off; else ""."""
         if not (self.step_s and self.forecast_s):
             return ""
         times = self.forecast_s / self.step_s

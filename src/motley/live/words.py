@@ -34,7 +34,7 @@ def part(share: float) -> str:
 
 
 def mapping(about: Mapping[str, Any], name: str) -> JsonDict:
-    """Return an object in run.json by its name; an empty one if it is missing."""
+    """Return the object of this name in run.json; an empty object if it is missing."""
     result = about.get(name)
     return result if isinstance(result, dict) else {}
 

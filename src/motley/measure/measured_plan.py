@@ -255,7 +255,9 @@ def measure_and_plan(
     traits: EngineTraits,
     asked: WireMode | None,
 ) -> tuple[ProcessGroup, Planned]:
-    """Measure, and decide which ranks train and how much each takes. Every launched rank calls it.
+    """Measure, and decide which ranks train and how many samples each takes.
+
+    Every launched rank calls this function.
 
     Args:
         world: the ranks.

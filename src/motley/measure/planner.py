@@ -68,7 +68,7 @@ def prepare(
 def narrow_type(
     task: Task, precisions: Collection[str], traits: EngineTraits
 ) -> torch.dtype | None:
-    """Return the 16-bit dtype in which an engine gathers parameters; None: it does not."""
+    """Return the 16-bit dtype in which an engine gathers parameters; None: it gathers in fp32."""
     return common_type(task, precisions) if traits.narrow_parameters else None
 
 

@@ -78,7 +78,7 @@ def pause(logs: str, run: str) -> dict[str, Any]:
         run: name of the run.
 
     Returns:
-        ``{"asked": True}``, or False if the run has no rank here.
+        ``{"asked": True}``, or ``{"asked": False}`` if no rank of the run is on this machine.
     """
     for each in own_ranks():
         words = f" {each.description.replace('=', ' ')} "

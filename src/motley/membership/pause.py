@@ -127,7 +127,7 @@ class PauseAgreement:
         """Send AskStep to every connected rank that was not asked yet, if a pause is wanted.
 
         Args:
-            others: status of every rank but 0, by its connection.
+            others: status of every rank but 0, by the connection to the rank.
             own: pause of rank 0.
 
         Returns:

@@ -116,7 +116,7 @@ class Paused(Message):
     """A report that the sender has saved the state for a pause.
 
     Attributes:
-        saved: note on what was saved, for the user; may be empty.
+        saved: note for the user on the saved state; may be empty.
     """
 
     saved: str

@@ -206,8 +206,8 @@ class Supervisor:
     """One rank's end of the supervision. All ranks call :meth:`listen`, then :meth:`join`.
 
     Attributes:
-        on_fault: called once, from another thread, with the first cause: on rank 0, or on
-            the standby when rank 0 died.
+        on_fault: called once, from another thread, with the first cause. The call is on rank 0 or,
+            if rank 0 died, on the standby (the rank that reports in its place).
         on_event: called on rank 0, from another thread, with each event that a rank reports.
     """
 
@@ -310,7 +310,7 @@ class Supervisor:
         own.heartbeat = Heartbeat(own.step, phase, own.heartbeat.moves + 1, timeout_s, detail)
 
     def finish(self) -> None:
-        """Report that this rank is done; wait until all ranks are, and all events are recorded.
+        """Report that this rank is done. Wait until all ranks are done and all events are recorded.
 
         Raises:
             Exception: the error that kept events from being recorded, on rank 0.

@@ -409,7 +409,7 @@ class Plan:
 
     @cached_property
     def micro_batches(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes of each rank's micro-batches; every rank has at least one, possibly empty."""
+        """Sizes of each rank's micro-batches. Every rank has at least one, which may be empty."""
         grain = self.grain
         cuts = [
             tuple(grain * groups for groups in cut(n // grain, max(1, m // grain)))

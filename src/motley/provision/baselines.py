@@ -305,7 +305,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def check_options(cell: Cell, shared: Sequence[str]) -> None:
-    """Raise MotleyError for options that no run of the cell accepts, before the first run starts.
+    """Raise MotleyError if a cell's script does not accept an option, before any run starts.
 
     Args:
         cell: the cell.

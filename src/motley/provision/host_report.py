@@ -392,7 +392,7 @@ def probe_all(
     Args:
         hosts: names of the hosts.
         token: token from :func:`token_file`.
-        ring: True: each host also tries to ssh to the next one.
+        ring: True: each host also tries to log in by ssh to the next host in ``hosts``.
         limit: seconds for all of them together.
     """
     names = list(hosts)

@@ -225,10 +225,10 @@ class Training:
         return next((name for name in names if name != "loss"), "")
 
     def last_launch(self) -> "Training | None":
-        """Return the records of the ranks that run.json lists as training now, and their steps.
+        """Return the records of the last launch: the ranks that run.json lists, and their steps.
 
-        None: these ranks have taken no step. For an old run without that list, all steps count as
-        one launch.
+        The result is None if these ranks have taken no step. For an old run without such a list,
+        all steps count as one launch.
         """
         first = self._first_step()
         if first is None:
