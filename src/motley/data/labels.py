@@ -108,8 +108,8 @@ def open_labelled(root: Path, file: Path, columns: Sequence[str], kind: str) -> 
     for part, word in ((train, "to train on"), (test, "held out")):
         if not len(part):
             raise MotleyError(
-                f"--labels {file}: the file assigns no image to {word}; add a column split with "
-                f"the words {TRAIN} and {HELD_OUT[1]}"
+                f"--labels {file}: the file assigns no image to {word}; add a column named "
+                f"split that has {TRAIN} or {HELD_OUT[1]} in each row"
             )
     without = index.list_others(path for _, path in found)
     words = [_count(len(train), kind, names, len(test)) + by]

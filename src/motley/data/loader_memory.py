@@ -125,7 +125,9 @@ class Slots:
         )  # fmt: skip
 
     def take(self, found: Passed | Batch) -> Batch:
-        """Return a batch on the device, copied from its slot if it has one; the rank calls it.
+        """Return a batch on the device, copied from its slot if it has one.
+
+        The process of the rank calls this method.
 
         On a GPU the copy is asynchronous. Request the next batch only after the copy has finished.
         """

@@ -197,7 +197,7 @@ class Engine(Protocol):
         """
 
     def unite(self) -> None:
-        """Set the parameters to their mean over all ranks, if the engine diverges.
+        """Set the parameters to their mean over all ranks, if they differ between ranks.
 
         All ranks call this method after each has loaded its own state.
         """

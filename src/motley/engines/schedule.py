@@ -44,8 +44,8 @@ def check_schedule(config: Config) -> None:
         )
     if config.lr_noise is not None and len(config.lr_noise) > 2:
         raise MotleyError(
-            f"--lr-noise has {len(config.lr_noise)} numbers; give the part of the epochs at which "
-            "noise begins, and the part at which it ends, as in --lr-noise 0.4 0.9"
+            f"--lr-noise has {len(config.lr_noise)} numbers; give the fraction of the epochs after "
+            "which noise begins, and the fraction after which it ends, as in --lr-noise 0.4 0.9"
         )
     if config.weight_decay_end is not None and config.weight_decay == 0:
         raise MotleyError(

@@ -131,7 +131,7 @@ def _check_stage(path: Path, zero: Mapping[str, Any], asked: int | None) -> None
 
 
 def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
-    """Fill in the sizes of the plan and ``--clip-grad``.
+    """Fill in the plan's batch sizes and the value of ``--clip-grad``.
 
     Raises:
         MotleyError: the file has a different value.

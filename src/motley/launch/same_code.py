@@ -181,9 +181,9 @@ def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 def _find_extra(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return the files of registries that only some ranks have, each with these ranks.
+    """Return the files of registries that some ranks lack, each with the ranks that have it.
 
-    A registry is a folder in which every file adds something.
+    A registry is a folder in which each file adds something by itself, such as a dataset.
     """
     names = dict.fromkeys(name for column in columns for name in column)
     extra = {}

@@ -362,7 +362,7 @@ class StepGate:
         if piece is None:
             raise MotleyError(
                 "lab.backward() was called outside of a loop over lab.loader(...), so nothing says "
-                "which rows the loss is of: call it inside that loop"
+                "which rows the loss belongs to: call it inside that loop"
             )
         if loss.dim():
             raise MotleyError(

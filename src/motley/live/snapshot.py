@@ -352,7 +352,10 @@ def fraction_of_limit(about: Mapping[str, Any], rate: float | None) -> float | N
 
 
 def elapsed(about: Mapping[str, Any], wall: float) -> float | None:
-    """Return the seconds from the start of the run until now or its end; never below 0."""
+    """Return the seconds from the start of the run until now or, if it has ended, until its end.
+
+    The result is never below 0.
+    """
     started, ended = about.get("started"), about.get("ended")
     if not isinstance(started, int | float):
         return None

@@ -242,7 +242,10 @@ def _took(training: Training, *fields: str) -> dict[int, float]:
 
 
 def _read_part(records: Sequence[JsonDict], field: str) -> Array:
-    """Return a part of each step, [steps]. A missing ``t_host``, as in older records, is 0."""
+    """Return the seconds of one part of each step, [steps].
+
+    A missing ``t_host``, as in older records, is 0.
+    """
     result = column(records, field)
     return np.nan_to_num(result) if field == "t_host" else result
 

@@ -187,7 +187,7 @@ class ProcessGroup:
         ]
 
     def without_lost(self, numbers: Collection[int]) -> "ProcessGroup":
-        """Return the group of the surviving ranks, before they have joined it.
+        """Return the group of the surviving ranks, which they have not joined yet.
 
         Args:
             numbers: numbers of the surviving ranks in the launch.

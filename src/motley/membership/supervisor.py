@@ -14,17 +14,17 @@ and ends the job. A rank that receives nothing from rank 0 ends itself.
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a message at step 17"
     Fatal Python error: ... ------------> the same, with a crash's traceback
-    Timeout (0:00:06)! ...  ------------> one call keeps Python's lock, and no thread runs: it
-                                          lives (messages.py); rank 0 informs the standby
-    {"event": {...}}        ------------> recorded, by a thread of its own
+    Timeout (0:00:06)! ...  ------------> a long call holds the GIL, so no other thread runs;
+                                          the rank lives (messages.py); inform the standby
+    {"event": {...}}        ------------> recorded by another thread
     {"done": true}          ------------> all done? {"finish": true} to all
                             <------------ {"stop": code}
 
 If all ranks can continue without a lost rank (survivors.py), the job does not end:
 
                             <------------ {"keep": true}: copy the state out of the group
-    {"kept": ""}            ------------> from all? then {"regroup": {...}}: with which ranks
-    {"gather": value}       ------------> from all? then {"gathered": [values]} of some, to all
+    {"kept": ""}            ------------> from all? then {"regroup": {...}}: the ranks that go on
+    {"gather": value}       ------------> from all? then {"gathered": [values]}, to all
 
 When rank 0 itself is lost, rank 1 takes its part. All others connect to the port of rank 1, which
 then has all of them copy their state and continue in the same way. How all ranks stop together at
@@ -253,7 +253,7 @@ class Supervisor:
     # -- connecting
 
     def listen(self, address: str) -> Listening:
-        """Open the port for the others if this rank becomes the first; return address and token.
+        """Open the port to which the others connect if this rank later replaces rank 0.
 
         Connections that have not sent the token are dropped: see motley.membership.messages.
         """

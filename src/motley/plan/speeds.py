@@ -488,7 +488,8 @@ class Links:
     def broken(self) -> list[str]:
         """Return a sentence for each link that passes no data.
 
-        Without an error, ranks at both ends of such a link would wait for each other for ever.
+        The caller raises an error. Otherwise the ranks at both ends of such a link would wait for
+        each other for ever.
         """
         return [
             f"from {self.hosts[sender]} to {self.hosts[receiver]}: {flow.error}"

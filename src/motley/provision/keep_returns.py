@@ -345,7 +345,7 @@ _NOT_YET_S = 5.0  # seconds between estimates while the usual time of a step is 
 
 
 def until_asked_s(asked: HostAnswers) -> float:
-    """Return the seconds until missing hosts are asked again, at most until a mark ends."""
+    """Return the seconds until missing hosts are asked again, or until the first mark expires."""
     return max(1.0, min([ASK_AGAIN_S, *(end - time.time() + 0.5 for end in asked.ends)]))
 
 

@@ -408,7 +408,7 @@ class Recorder:
             return Timed(taken.plan, ready_s) if ready_s and all(ready_s) else None
 
     def write(self) -> None:
-        """Write the record of the completed step, at a time when the device has enough work."""
+        """Write the record of the completed step, while the device has enough work queued."""
         with self._writing:
             self._write()
 

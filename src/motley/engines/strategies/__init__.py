@@ -58,7 +58,7 @@ class Strategy:
     cells: Mapping[str, tuple[str, ...]] | None = None
 
     def named_cells(self) -> Mapping[str, tuple[str, ...]]:
-        """Return ``cells``, or a single variant with the strategy's name."""
+        """Return ``cells``; if there are none, a single variant with the strategy's name."""
         return {self.name: ("--strategy", self.name)} if self.cells is None else self.cells
 
 
