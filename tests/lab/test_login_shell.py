@@ -47,7 +47,7 @@ def test_the_shell_is_changed_by_password_and_back(door: Door) -> None:
     assert done.code == 0 and shells(door) == ["tcsh"] * 3, done.output
     door.on("alone3", "sh", "-c", "echo 'exit 3' >.bashrc")
     done = start(door).answer(yes, ("alone3: ", secret))
-    assert done.code == 1 and re.search(r"alone3 +changed back", done.output), done.output
+    assert done.code == 1 and re.search(r"alone3 +shell restored", done.output), done.output
     assert shells(door) == ["bash", "bash", "tcsh"]
     door.on("alone3", "rm", ".bashrc")
 

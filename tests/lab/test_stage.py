@@ -62,7 +62,7 @@ def test_a_copy_that_was_cut_goes_on_where_it_was(lab: Door) -> None:
     lab.on(CUT, "sh", "-c", f"mkdir /dev/shm/to; echo mine >/dev/shm/to/{NAME}")
     done = lab.run(*command("--to /dev/shm/to --dry-run"))
     assert done.code == 1 and [row[-1] for row in rows(done.output).values()] == [
-        "would be packed", "not ours", "full"
+        "would be packed", "not writable", "disk full"
     ], done.output  # fmt: skip
     assert (
         "and is not a packed data set\n  move that file away, or choose another folder with"

@@ -219,7 +219,7 @@ def refused(
         )
     if takes and not {"password", "keyboard-interactive"} & set(takes):
         return HostTrouble(
-            "takes no password",
+            "no password login",
             f"{host} accepts no password, only {', '.join(takes)}",
             "ask its administrator to add your public key to your ~/.ssh/authorized_keys on it",
         )

@@ -155,7 +155,7 @@ class Visit:
             old = self.account.shell
             self._chsh(old, password)
             raise HostTrouble(
-                "changed back",
+                "shell restored",
                 f"{self.host} could not be used with {self.wanted} ({trouble}), so the login "
                 f"shell is {old} again",
                 "see what ~/.bashrc and other start-up files do without a terminal: ssh -- "

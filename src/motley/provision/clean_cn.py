@@ -145,7 +145,7 @@ def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
                 print(f"{host}: {outcome} {', '.join(pids)}")
         if "stuck" in result.values():
             troubles[host] = HostTrouble(
-                "stuck",
+                "process stuck",
                 "the process does not end after SIGKILL, so it waits for a disk or a driver",
                 "it ends when that disk or driver answers; otherwise the host has to be rebooted",
             )

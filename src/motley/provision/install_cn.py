@@ -386,7 +386,7 @@ def verify(host: str) -> tuple[str, str]:
     if done.code != 0 or not lines:
         last = (done.errors.strip().splitlines() or ["no message"])[-1]
         raise HostTrouble(
-            "does not compute",
+            "computation failed",
             f"{host} fails the check of its environment: {last.removeprefix('motley: ')}",
             f"see its whole output with: ssh -- {host} {VENV}/bin/python -m {_VERIFY}",
         )

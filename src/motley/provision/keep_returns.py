@@ -149,7 +149,7 @@ def _ask(host: str, folder: Path) -> dict[str, Any]:
     try:
         return ask_agent(host, "ask", folder, limit=ASK_S)
     except HostTrouble as trouble:
-        if trouble.kind in ("no environment", "cannot look"):  # mpirun will report the fault
+        if trouble.kind in ("no environment", "check failed"):  # mpirun will report the fault
             return {}
         raise
 

@@ -84,7 +84,7 @@ def read(output: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     except (ValueError, IndexError):
         raise HostTrouble(
-            "cannot ask",
+            "answer unreadable",
             "the host's answer cannot be read",
             "find the cause with: bash setup/test_cn_connection.sh",
         ) from None

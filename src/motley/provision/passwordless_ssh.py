@@ -99,7 +99,7 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
             "check who owns it and how it is mounted, or ask the administrator",
         )
     raise HostTrouble(
-        "failed there",
+        "change failed",
         f"{remote.host} could not make the change: {text}",
         "correct that, and run the same command again",
     )

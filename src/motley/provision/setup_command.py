@@ -134,7 +134,7 @@ def run_module(
     if done.code:
         last = (done.errors.strip().splitlines() or ["no message"])[-1]
         raise HostTrouble(
-            "cannot look",
+            "check failed",
             f"a command fails in the environment: {printable(last)}",
             "find the cause with: bash setup/test_cn_connection.sh",
         )

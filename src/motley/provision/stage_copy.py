@@ -207,7 +207,7 @@ def look(host: str, path: Path) -> Target:
     result = dict(line.partition("=")[::2] for line in done.output.splitlines())
     if "not" in result:
         raise HostTrouble(
-            "not ours", f"{host}: {printable(result['not'])}",
+            "not writable", f"{host}: {printable(result['not'])}",
             "move that file away, or choose another folder with --to",
         )  # fmt: skip
     try:
@@ -224,7 +224,7 @@ def look(host: str, path: Path) -> Target:
 def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
     """Return the fault of a host whose disk has too little room for the file."""
     return HostTrouble(
-        "full",
+        "disk full",
         f"{host} has {format_size(target.free)} free for {path}, which needs {format_size(size)}",
         "free some space, choose another folder with --to, or make the file smaller with "
         "--longest PIXELS or --keep jpeg",

@@ -144,7 +144,7 @@ def write_hosts(
     result, troubles = split(run_on_all(reports, one, LIMIT_S))
     own = {
         host: HostTrouble(
-            "own parameters",
+            "MPI settings found",
             "MPI's parameter file has lines of your own that override the lines of this command: "
             f"{text}",
             "remove these lines",
@@ -190,7 +190,7 @@ def try_pairs(
         received = run_on_all(remotes, call, LIMIT_S)
     deaf = {
         (host, "all"): HostTrouble(
-            "cannot talk",
+            "no connection",
             f"{host} cannot open a port on {shared.at[host].address}",
             f"check that it still has this address: ssh -- {host} ip addr",
         )
@@ -199,7 +199,7 @@ def try_pairs(
     }
     return deaf | {
         (host, peer): HostTrouble(
-            "cannot talk",
+            "no connection",
             text,
             "open the ports between the two hosts (MPI uses any above 1023), or check that "
             f"{peer} reaches {host} from {shared.at[peer].address}: ssh -- {peer} ip route get "
