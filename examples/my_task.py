@@ -23,7 +23,7 @@ class Sums(Task):
             nn.Linear(20 * self.digits, self.width), nn.GELU(), nn.Linear(self.width, answers)
         )
 
-    def data(self, held_out):  # len() and [index], as of a list
+    def data(self, held_out):  # anything with len() and [index]
         return range(20_000, 21_000) if held_out else range(20_000)
 
     def sample(self, item, training):  # what the model gets: tensors by name
