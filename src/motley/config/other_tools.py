@@ -134,8 +134,7 @@ _EVALUATION = (
     "every K steps; leave this option out"
 )
 _PRECISION = (
-    "--precision auto, the default, computes in 16 bits where that is faster; leave this option "
-    "out"
+    "--precision auto, the default, computes in 16 bits where that is faster; leave this option out"
 )
 _CLASSES = "the data set determines the number of classes; leave it out"
 _DEEPSPEED = (
