@@ -1,10 +1,10 @@
-"""Train a detector, whose rows have different numbers of boxes, in a plain loop on all machines.
+"""Train an object detector in a plain loop on all machines; rows differ in their number of boxes.
 
-python examples/detector.py                                               # alone
+python examples/detector.py                                               # in one process
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh examples/detector.py
 
-The loss is a mean over boxes. ``weight=`` gives their number, so every box of the global batch
-counts alike, whichever machine holds it.
+The loss is a mean over boxes. ``weight=`` is the number of boxes, so every box of the global batch
+has the same weight, whichever machine computes it.
 """
 
 import torch
@@ -39,7 +39,7 @@ def collate(rows: list[Row]) -> tuple[Tensor, list[Tensor]]:
 lab = motley.join()
 torch.manual_seed(0)
 layers = nn.Conv2d(1, 32, 4, 4), nn.GroupNorm(4, 32), nn.SiLU(), nn.Conv2d(32, 2, 2, 2)
-model = nn.Sequential(*layers)  # for each cell the logit of a square, and its size
+model = nn.Sequential(*layers)  # for each cell: the logit of a square, and its size
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 lab.prepare(model, optimizer)
 loader = lab.loader(DataLoader(Squares(), batch_size=32, shuffle=True, collate_fn=collate))

@@ -1,10 +1,10 @@
-"""Train a small diffusion model with an Accelerate loop, as diffusers' scripts have it.
+"""Train a small diffusion model with an Accelerate loop like those in diffusers' scripts.
 
-python examples/diffusion.py                                              # alone
+python examples/diffusion.py                                              # in one process
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh examples/diffusion.py
 
-Needs: pip install accelerate. The lines with ``lab`` are all that is new. The data set draws noise
-and time step in ``__getitem__``, so they belong to the row.
+Needs: pip install accelerate. Only the lines with ``lab`` are new. The data set draws noise and
+time step in ``__getitem__``, so that they do not depend on the rank that computes the row.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """Train a generator and a discriminator in a plain loop, with two optimizers, on all machines.
 
-python examples/gan.py                                                    # alone
+python examples/gan.py                                                    # in one process
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh examples/gan.py
 
-The data set draws the latent vector of each row, so it belongs to the row, whichever machine
-computes it. Each ``step()`` adds up the gradients of its own optimizer over all machines.
+The data set draws the latent vector of each row, so that the vector does not depend on the machine
+that computes the row. Each ``step()`` adds up the gradients of its optimizer over all machines.
 """
 
 import torch
@@ -49,7 +49,7 @@ for epoch in lab.epochs(5):
         check.step()
 
         make.zero_grad()
-        critic.requires_grad_(False)  # its gradient is not needed here
+        critic.requires_grad_(False)  # the critic's gradient is not needed in this step
         made = critic(false)
         lab.backward(judge(made, torch.ones_like(made)))
         critic.requires_grad_(True)

@@ -1,9 +1,9 @@
-"""Train a LightningModule on all machines; only the strategy is new.
+"""Train a LightningModule on all machines. Only the strategy is new.
 
-python examples/lightning_module.py                                       # alone
+python examples/lightning_module.py                                       # in one process
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh examples/lightning_module.py
 
-Needs: pip install lightning. The batch size of a loader is that of all machines together.
+Needs: pip install lightning. The batch size of a loader is that of the global batch.
 """
 
 import lightning

@@ -1,11 +1,11 @@
 """Fine-tune a small decoder with LoRA and the Trainer of transformers on unequal PCs.
 
-python examples/lora_three_pcs.py                                         # alone
+python examples/lora_three_pcs.py                                         # in one process
 mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh examples/lora_three_pcs.py
 
-Needs: pip install "transformers[torch]" peft. Each PC computes its share of every batch; the lines
-with ``motley`` and the import of Trainer are all that is new. Replace the configuration by
-``AutoModelForCausalLM.from_pretrained(...)`` and the rows by your own tokens.
+Needs: pip install "transformers[torch]" peft. Each PC computes its share of every batch. Only
+the lines with ``motley`` and ``lab`` are new. For your own model and data, replace the
+configuration by ``AutoModelForCausalLM.from_pretrained(...)``, and the rows by your own tokens.
 """
 
 import tempfile

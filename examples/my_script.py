@@ -1,7 +1,7 @@
 """Train a task from a script, and read the records.
 
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh examples/my_script.py
-mpirun -np 2 motley run examples/my_script.py --epochs 5        # where motley is installed by pip
+mpirun -np 2 motley run examples/my_script.py --epochs 5        # if motley is installed by pip
 """
 
 import os

@@ -2,8 +2,8 @@
 
 python examples/optuna_search.py
 
-Optuna comes with ``pip install optuna``. The study is a file, so the same command goes on after an
-interruption. Each trial is a run of its own in ``logs``, for ``motley diff`` and the report.
+Needs: pip install optuna. The study is a file, so the same command continues after an interruption.
+Each trial has its own run folder in ``logs``, which ``motley diff`` and ``motley report`` can read.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Train a plain PyTorch loop on all machines; the lines with ``lab`` are all that is new.
+"""Train a model in a plain PyTorch loop on all machines. Only the lines with ``lab`` are new.
 
-python examples/own_loop.py                                               # alone
+python examples/own_loop.py                                               # in one process
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh examples/own_loop.py
 """
 

@@ -1,10 +1,10 @@
 """Train a segmentation model in a plain loop on all machines, with the exact mean IoU.
 
-python examples/segmentation.py                                           # alone
+python examples/segmentation.py                                           # in one process
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh examples/segmentation.py
 
-``weight=`` gives the number of pixels that have a label. The counts of each pair of a label and a
-prediction are added up over all machines, so the IoU is that of one machine.
+``weight=`` is the number of pixels that have a label. For each pair of a label and a prediction,
+``lab.reduce`` adds up the number of pixels over all machines, so the IoU is that of one machine.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Predict one column of a CSV file from the others, in a plain loop on all machines.
 
-python examples/table.py [FILE.csv]                                       # alone
+python examples/table.py [FILE.csv]                                       # in one process
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh examples/table.py [FILE.csv]
 
-The last column is predicted. Without a file, the script makes up a table.
+The model predicts the last column. Without a file, the script generates a table.
 """
 
 import csv

@@ -134,8 +134,7 @@ _EVALUATION = (
     "every K steps; leave this option out"
 )
 _PRECISION = (
-    "--precision auto, the default, computes in 16 bits on a device that is faster so; leave "
-    "this option out"
+    "--precision auto, the default, computes in 16 bits where that is faster; leave this option out"
 )
 _CLASSES = "the data set determines the number of classes; leave it out"
 _DEEPSPEED = (
@@ -162,20 +161,22 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "an evaluation computes its samples in pieces that fit in memory; leave it out": (
         "--eval-batch-size", "--per-device-eval-batch-size", "--validation-batch-size",
     ),
-    "Motley does so by itself; leave it out": (
-        "--dataloader-pin-memory", "--ddp-find-unused-parameters", "--no-prefetcher",
-        "--overwrite-output-dir", "--pin-mem", "--pin-memory",
+    "Motley pins memory and prefetches automatically; leave it out": (
+        "--dataloader-pin-memory", "--no-prefetcher", "--pin-mem", "--pin-memory",
+    ),
+    "Motley does this automatically; leave it out": (
+        "--ddp-find-unused-parameters", "--overwrite-output-dir",
     ),
     "the model's configuration decides how pixels are scaled; leave it out": ("--mean", "--std"),
     "a data set names its splits (train, and validation, val or test); leave it out": (
         "--train-split",
     ),
-    "--data-fraction takes a part of the training data, and --eval-samples a number of held-out "
-    "samples": (
+    "--data-fraction F trains on a fraction of the training data, and --eval-samples N evaluates "
+    "on N held-out samples": (
         "--train-num-samples", "--val-num-samples",
     ),
     "CIFAR is downloaded where it is missing; leave it out": ("--dataset-download",),
-    "classes have the order of their sorted names, and --classes selects some; leave it out": (
+    "classes are sorted by name, and --classes selects some of them; leave it out": (
         "--class-map",
     ),
     "images are read with as many channels as the data set has; leave it out": (
@@ -193,7 +194,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--bn-eps", "--bn-momentum", "--drop-block", "--fast-norm", "--gp", "--head-init-bias",
         "--head-init-scale", "--model-kwargs",
     ),
-    "GPUs that compute in 16 bits use channels last by themselves; leave it out": (
+    "GPUs that compute in 16 bits always use channels last; leave it out": (
         "--channels-last",
     ),
     "--compile compiles with torch's usual mode; leave it out": (
@@ -206,16 +207,17 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--layer-decay-min-scale", "--layer-decay-no-opt-scale",
     ),
     "Motley takes the fastest implementation that a device has; leave it out": ("--opt-foreach",),
-    "the learning rate changes in each step already; leave it out": ("--sched-on-updates",),
-    "--lr is the rate of the global batch; give --lr-base times the batch over --lr-base-size": (
+    "the learning rate changes in each step anyway; leave it out": ("--sched-on-updates",),
+    "--lr is the rate for the global batch: give --lr-base times the batch size, divided by "
+    "--lr-base-size": (
         "--lr-base", "--lr-base-scale", "--lr-base-size",
     ),
-    "for such a rate, a task of your own defines schedule(step, total)": (
+    "for such a rate, define schedule(step, total) in a task of your own": (
         "--cooldown-epochs", "--lr-k-decay", "--patience-epochs",
     ),
     "the noise of --lr-noise has a standard deviation of 1; leave it out": ("--lr-noise-std",),
-    "the warm-up comes before the schedule already; leave it out": ("--warmup-prefix",),
-    "an epoch has each sample once: give more --epochs, or --balanced-sampling": (
+    "the schedule always begins after the warm-up; leave it out": ("--warmup-prefix",),
+    "an epoch uses each sample once: give more --epochs, or --balanced-sampling": (
         "--aug-repeats", "--epoch-repeats",
     ),
     "each sample is augmented once per epoch, and has its own loss; leave it out": (
@@ -224,16 +226,17 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "crops are random and resized, within --scale and --ratio; leave it out": (
         "--train-crop-mode",
     ),
-    "colours are changed by --color-jitter, or by a policy as in --aa rand-m9": (
+    "change colours by --color-jitter, or by a policy such as --aa rand-m9": (
         "--color-jitter-prob", "--gaussian-blur-prob", "--grayscale-prob",
     ),
     "--bce-loss takes the mean over the classes, and --class-weights weights them": (
         "--bce-pos-weight", "--bce-sum",
     ),
-    "--mixup and --cutmix mix each pair of neighbours by its own number": (
+    "--mixup and --cutmix mix each pair of neighbours with a ratio of its own": (
         "--cutmix-minmax", "--mixup-mode",
     ),
-    "stop at that step with --max-steps K, and continue with --resume auto --mixup 0 --cutmix 0": (
+    "to end mixing at step K, stop with --max-steps K, and continue with --resume auto --mixup 0 "
+    "--cutmix 0": (
         "--mixup-off-epoch",
     ),
     "the average is on each rank's device, and is the same on all ranks; leave it out": (
@@ -278,7 +281,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     _STRATEGY: ("--fsdp", "--fsdp-config"),
     _FOLDER: ("--name", "--output-dir", "--project", "--save-dir"),
     _PROGRESS: ("--log-every-n-steps", "--log-freq", "--logging-steps", "--print-freq"),
-    "batch norm computes its statistics over --bn-group samples, whichever rank has them": (
+    "batch norm takes its statistics over groups of --bn-group samples, on any number of ranks": (
         "--dist-bn", "--split-bn", "--sync-batchnorm", "--sync-bn",
     ),
     "a text is held out with --val-fraction F or --val-text FILE; other data has its own "
