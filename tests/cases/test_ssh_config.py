@@ -44,7 +44,9 @@ LOGINS = {
     "a.example.net": ("a.example.net", 22, "net", "a.example.net"),
     "bad.example.net": ("bad.example.net", 22, "", "bad.example.net"),
 }
-TROUBLES = {"gpu2": "through bastion", "gpu3": "through ssh -W", "gpu9": "refuses its own"}
+TROUBLES = {
+    "gpu2": "through another host, bastion", "gpu3": "through ssh -W", "gpu9": "refuses its own",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_host_leaves_and_is_taken_back_and_no_step_is_lost(lab: Door, jobs: Jo
     assert f"motley: {NAMES[1]} leaves as asked (leave_cn.sh, until" in output
     assert f"keep_training: {NAMES[1]} is away, until" in output
     assert "continues with 2 of 3 hosts, about 0.67 of the speed" in output
-    assert f"keep_training: {NAMES[1]} rejoins after this step: that saves" in output
+    assert f"keep_training: {NAMES[1]} will rejoin after this step: that saves" in output
     assert f"keep_training: {NAMES[1]} is back; continues with 3 of 3 hosts" in output
     assert output.rstrip().endswith("finished, after 2 restarts")
     steps = RunFolder(folder).read_steps()

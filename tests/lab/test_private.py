@@ -141,7 +141,7 @@ def test_a_pair_that_cannot_talk_is_named(ready: Door) -> None:
 def test_install_says_what_is_missing_before_it_begins(lab: Door) -> None:
     for words, said in (
         ("--offline /usr", "lacks"),
-        ("--python-archive nowhere.tar.gz", "is no file"),
+        ("--python-archive nowhere.tar.gz", "is not a file"),
         ("--offlin x", "unrecognized arguments"),
     ):
         done = lab.run(*command(f"setup/install_cn.sh {words}"))

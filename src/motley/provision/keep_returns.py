@@ -406,15 +406,15 @@ class Returns:
         )
         trains = self._figures.training()  # such a host has only lost some ranks
         words = [f"the rest of {name}" if nodes[name] in trains else name for name in nodes]
-        names = f"{join_names(words)} {'is' if len(back) == 1 else 'are'}"
+        names = join_names(words)
         if gain is None:
             self._due = time.monotonic() + _NOT_YET_S
         elif not gain.worth_it:
             if back != self._told:
-                print_now(f"{names} answers again, but does not rejoin: {gain.sentence()}")
+                print_now(f"{names} can be reached again, but will not rejoin: {gain.sentence()}")
             self._told = back
         elif self._pause([h.name for h in asked.alive if asked.nodes.get(h.name) in trains]):
-            print_now(f"{names} rejoins after this step: {gain.sentence()}")
+            print_now(f"{names} will rejoin after this step: {gain.sentence()}")
 
     def _pause(self, hosts: Collection[str]) -> bool:
         """Have the job save and end at a step boundary. Return True if some rank got the request.
