@@ -320,8 +320,8 @@ class Lab:
         Args:
             loader: the loader of a script for one machine.
             train: False for held-out data, whose rows need no :meth:`backward`. Ranks may get
-                different numbers of batches. In ``torch.no_grad()``, every pass counts as one over
-                held-out data.
+                different numbers of batches. In ``torch.no_grad()``, every pass counts as a pass
+                over held-out data.
 
         Raises:
             MotleyError: the rows cannot be divided among ranks.
@@ -541,8 +541,8 @@ class Lab:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context manager in which this rank computes in its own precision.
 
-        If a rank computes in fp16, all ranks share one loss scale. A process that is alone
-        computes in bf16 where its device does so fast, else in fp32.
+        If a rank computes in fp16, all ranks share one loss scale. A process that is alone computes
+        in bf16 if its device is fast in bf16, else in fp32.
         """
         if self._loop is None:
             precision, _ = promised_precision(self.device)

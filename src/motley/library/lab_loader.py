@@ -251,7 +251,7 @@ def make_keys(indices: Sequence[Any], seed: int) -> list[Key]:
 
 
 def _number(index: Any) -> int:
-    """Return an integer for an index of any type, equal in all processes."""
+    """Return an integer for an index of any type. All processes compute the same integer."""
     if isinstance(index, int) and index >= 0:
         return index
     return int.from_bytes(hashlib.sha256(repr(index).encode()).digest()[:7], "little")

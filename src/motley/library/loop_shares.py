@@ -58,12 +58,13 @@ class Piece:
     indices: tuple[object, ...]
 
     def list_rows(self, group: int) -> list[object]:
-        """Return the indices in the order of the global batch.
+        """Return the indices of the piece's rows, in their order in the global batch.
 
-        A piece interleaves the rows of its groups; see motley.data.source.slices.
+        ``indices`` has another order: the first row of each group, then the second row of each
+        group, and so on. See motley.data.source.slices.
 
         Args:
-            group: number of consecutive rows that stay together.
+            group: number of consecutive rows of the global batch that form one group.
         """
         groups = max(1, self.rows // group)
         return [self.indices[at] for j in range(groups) for at in range(j, self.rows, groups)]
@@ -257,7 +258,7 @@ class ShareFollower:
         return self._measure(counts) if len(self._times) == _MEASURED else None
 
     def change(self, step: int) -> None:
-        """Ignore the times of steps before ``step``, from which on the new shares are in use."""
+        """Ignore the times of steps before ``step``, the first step with the new shares."""
         self._quiet_until = step
         if self._monitor is not None:
             self._monitor.reset()

@@ -316,7 +316,7 @@ class ModelShards:
         return state
 
     def reshard(self) -> None:
-        """Free gathered parameters that a forward pass without a backward pass has left."""
+        """Free parameters that stay gathered because no backward pass followed a forward pass."""
         for model in self._models:
             reshard(model)
 

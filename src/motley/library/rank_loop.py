@@ -419,7 +419,7 @@ class RankLoop:
         return self.repeat_collective(lambda: all_gather_object(value, can_leave=True))
 
     def end_without(self, advice: str) -> None:
-        """End the job when a rank is lost, for a framework whose loop cannot repeat a step.
+        """Let the loss of any rank end the job, since a framework's loop cannot repeat a step.
 
         Args:
             advice: part of the last message that explains how to continue.

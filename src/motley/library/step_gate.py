@@ -1,8 +1,8 @@
 """The step of a user's own loop: weighted gradients, one sum over all ranks, one update.
 
 A rank computes its rows of a global batch in one or several pieces. The rank's gradient is the sum
-of the pieces' gradients, each weighted by the piece's part of the global batch. The ranks add up
-their gradients when the user's code first needs the sum. This happens after the last piece, in
+of the pieces' gradients, each weighted by the piece's fraction of the global batch. The ranks add
+up their gradients when the user's code first needs the sum. This happens after the last piece, in
 ``lab.clip_grad_norm_`` or ``optimizer.step()``.
 
 Between two pieces of a step, ``parameter.grad`` is None: the gradients are stored elsewhere until

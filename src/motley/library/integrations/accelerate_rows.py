@@ -158,9 +158,9 @@ class RowCollectives:
     def gather(self, data: Any) -> Any:
         """Return the rows of all ranks in the order of the global batch.
 
-        A tensor without dimensions becomes one row of its rank. A tensor with at least as many
-        rows as the global batch, such as ``loss.repeat(batch_size)``, counts for this rank's rows
-        alone, so the mean of the result is the mean over the global batch.
+        A tensor without dimensions becomes one row of its rank. A tensor with at least as many rows
+        as the global batch, such as ``loss.repeat(batch_size)``, is cut to this rank's number of
+        rows. The mean of the result is then the mean over the global batch.
         """
         piece = self._check_piece()
 
@@ -173,7 +173,7 @@ class RowCollectives:
         return _apply(join, data, error_on_other_type=True)
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Return the rows of all ranks, like :meth:`gather`, or a list of the ranks' objects."""
+        """Return the rows of all ranks like :meth:`gather`, or a list of all ranks' objects."""
         try:
             if not use_gather_object:
                 return self.gather(data)

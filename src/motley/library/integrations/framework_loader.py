@@ -53,7 +53,7 @@ class FrameworkLoader(LabLoader):
     Args:
         lab: the lab.
         loop: this rank's part in the loop.
-        source: the loader of one machine.
+        source: the loader of a script for one machine.
         train: True for training data, False for held-out data. None: each pass is over training
             data if a prepared model is in training mode when the pass starts.
 
