@@ -343,7 +343,7 @@ def _shown(indices: Sequence[int]) -> str:
 def check_numbers(
     job: Job, plan: Plan, state: TrainState, result: StepResult, indices: list[int]
 ) -> None:
-    """Raise NotFiniteError if a loss is not finite, or a gradient that no loss scale can fix.
+    """Raise NotFiniteError for a loss that is not finite, or a gradient at every loss scale.
 
     Args:
         job: the objects of the training.
@@ -371,8 +371,8 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
     """Return an error that names the layer that overflows, and the samples.
 
     The caller uses it when lowering the loss scale has not helped. All ranks compute the step again
-    and get the same error. If an engine's ranks cannot compute a batch alone, the error names no
-    layer.
+    and get the same error. If the engine's ranks can compute a batch only together, the error names
+    no layer.
 
     Args:
         job: the objects of the training.

@@ -214,7 +214,7 @@ class Loop:
         return indices
 
     def _launch(self, batch: Plan, indices: list[int]) -> bool:
-        """Launch one step of all ranks on the device, after the host's own work.
+        """Do the host's pending work, and then launch one step of all ranks on the device.
 
         Returns:
             True if the next step is to be accumulated before the outcome is read.
