@@ -195,7 +195,7 @@ class NoOverlapEngine(ReducingEngine):
         """True if the outcome of a step may be read after the next step has started. See Engine.
 
         The value is False if the host must know the outcome at once. This is so for a dynamic loss
-        scale, for a moving average, and for gradients that no rank may have.
+        scale, for a moving average, and for parameters that may have a gradient on no rank.
         """
         return self._late and not (self.scale.dynamic or self.average or self._may_lack)
 
@@ -230,7 +230,7 @@ class NoOverlapEngine(ReducingEngine):
             self._own_norms.append(gradient_norm(parameters))
 
     def _room(self, place: int) -> Bucket:
-        """Return memory for a bucket; if it does not fit beside the gradients, free them first."""
+        """Return memory for a bucket. If memory runs out, free the gradients first."""
         for _ in range(2):
             try:
                 return self._sum.make_bucket(place, self._reducer.dtype)

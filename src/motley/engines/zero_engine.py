@@ -432,7 +432,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
-    """Return True if the backward pass continues before each block.
+    """Return True if the backward pass continues into the layers before each block.
 
     If the backward pass ends in a block, DeepSpeed releases the block's parameters too early. This
     happens if the layers before the block are not trained.

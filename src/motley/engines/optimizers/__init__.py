@@ -75,7 +75,7 @@ def own_optimizers() -> tuple[OwnOptimizer, ...]:
 
 
 def find_own(opt: str) -> OwnOptimizer | None:
-    """Return the entry of ``--opt``, or of the optimizer that it wraps; None for timm's own."""
+    """Return the entry of ``--opt``, or of the optimizer that it wraps; None if timm has it."""
     name = opt.lower().removeprefix(_WRAPPER)
     return next((each for each in own_optimizers() if each.name == name), None)
 
