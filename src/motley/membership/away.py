@@ -9,8 +9,8 @@ holds for all runs, and any login of this user can set it:
     /tmp/motley-1000/away.ecetesla1.json
     {"since": 1763693554.1, "until": 1763700754.1, "polite": "", "boot": "0c5e..."}
 
-A mark ends with its time, with setup/join_cn.sh, and with a reboot. A file counts only if this user
-owns it and no other user may write to it; symbolic links are not followed.
+A mark is valid until its time is over, setup/join_cn.sh removes it, or the machine reboots. A file
+counts only if this user owns it and no other user may write to it; symbolic links are not followed.
 """
 
 import contextlib

@@ -3,10 +3,10 @@
 The coordinator decides which rank failed first. The surviving ranks continue without that rank, or
 the job ends and prints one line.
 
-A job ends in this order: the coordinator records and prints the first cause, has the common state
-saved, and sends all ranks the end. A signal to stop comes from the user, whose launcher sends it to
-all ranks at once, or to one rank. A separate thread writes to disk, so that a slow disk delays no
-heartbeat.
+A job ends in this order: the coordinator records and prints the first cause, has a rank save the
+common state, and orders all ranks to end. A signal to stop comes from the user, whose launcher
+sends it to all ranks at once, or to one rank. A separate thread writes to disk, so that a slow disk
+delays no heartbeat.
 """
 
 import contextlib
@@ -156,7 +156,7 @@ class JobEnd:
         self._own.leave(fault.code)
 
     def _launchers_loss(self, fault: Fault) -> Fault:
-        """Return ``fault``, or that of a host whose loss by the launcher ended the rank."""
+        """Return the fault of the rank's host if the launcher lost the host, else ``fault``."""
         own = self._own
         if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
@@ -303,7 +303,7 @@ class Coordinator:
         self._job_end.end(fault, phases, self._others)
 
     def _regroup_or_end(self) -> None:
-        """Continue without lost ranks once all others are ready; end the job if time runs out."""
+        """Continue without lost ranks once all survivors are ready; else end the job in time."""
         remaining = self._statuses()
         if survivors := self._regroup.go_on(remaining):
             self._pause.clear(len(remaining))
@@ -373,7 +373,7 @@ class Coordinator:
                 self._lose(status.rank, make_death_fault(status.number, status.host, step, text))
 
     def _lose(self, rank: int, fault: Fault) -> None:
-        """Have all others continue without a lost rank, if they can; else end the job.
+        """Have the survivors continue without a lost rank if they can; else end the job.
 
         Args:
             rank: number of the lost rank in the present group.

@@ -131,8 +131,8 @@ class GroupChange:
         trains_in: number of regroups that the training thread has completed. The training thread
             may fail in the broken group while the watching thread has already changed to the next
             one.
-        survivors: the ranks with which the training thread has to continue, until it does; None: no
-            rank is lost.
+        survivors: the ranks with which the training thread has to continue; None: no rank is lost,
+            or the training thread has continued already.
         begun: event that is set while ``survivors`` is not None.
         gathered: queue of the results of :meth:`Supervisor.gather`. A result None means that the
             group broke meanwhile.

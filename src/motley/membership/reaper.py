@@ -108,8 +108,8 @@ def find_sessions(launcher: int) -> dict[int, str]:
 class SshSessions:
     """The ssh sessions of a launcher, watched to find out which of them ends first.
 
-    mpirun loses a host with its session, or just before it, and ends the other sessions when it
-    ends.
+    mpirun loses a host when the host's session ends, or just before. When mpirun itself ends, all
+    other sessions end too.
     """
 
     def __init__(self, launcher: int) -> None:
@@ -347,7 +347,7 @@ def _main() -> None:
 def _print_line(line: str, terminal: str | None) -> None:
     """Print a line where mpirun prints.
 
-    If Ctrl-C has ended a ``tee`` there, print on mpirun's terminal.
+    If mpirun prints to a ``tee`` that Ctrl-C has ended, print on mpirun's terminal.
     """
     try:
         clear = CLEAR_LINE if sys.stderr.isatty() else ""

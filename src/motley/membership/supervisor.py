@@ -9,26 +9,26 @@ and ends the job. A rank that receives nothing from rank 0 ends itself.
 
     rank k (member.py)                    rank 0 (coordinator.py)
 
-    {"heartbeat": [17, ...]}  ----------> remembered; none for 15 s: see detector.py
+    {"heartbeat": [17, ...]}  ----------> stored; if none comes for 15 s, see detector.py
                             <------------ {"heartbeat": null}, or which ranks may be silent
-    {"fault": {...}}        ------------> first cause? print, record, stop all
+    {"fault": {...}}        ------------> if it is the first cause: print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a message at step 17"
     Fatal Python error: ... ------------> the same, with a crash's traceback
     Timeout (0:00:06)! ...  ------------> a long call holds the GIL, so no other thread runs;
                                           the rank lives (messages.py); inform the standby
     {"event": {...}}        ------------> recorded by another thread
-    {"done": true}          ------------> all done? {"finish": true} to all
+    {"done": true}          ------------> once all are done: {"finish": true} to all ranks
                             <------------ {"stop": code}
 
 If all ranks can continue without a lost rank (survivors.py), the job does not end:
 
                             <------------ {"keep": true}: copy the state out of the group
-    {"kept": ""}            ------------> from all? then {"regroup": {...}}: the ranks that go on
-    {"gather": value}       ------------> from all? then {"gathered": [values]}, to all
+    {"kept": ""}            ------------> once all have sent it: {"regroup": {...}} to all survivors
+    {"gather": value}       ------------> once all have sent it: {"gathered": [values]} to all
 
-When rank 0 itself is lost, rank 1 takes its part. All others connect to the port of rank 1, which
-then has all of them copy their state and continue in the same way. How all ranks stop together at
-an agreed step is described in pause.py.
+If rank 0 itself is lost, rank 1 replaces it. All other survivors connect to the port of rank 1.
+Rank 1 then has all survivors copy their state and continue in the same way. The module pause.py
+describes how all ranks stop together at an agreed step.
 """
 
 import atexit

@@ -85,8 +85,8 @@ class GroupPlace:
         numbers: number in the launch of each rank of the group. Faults and events name ranks by
             this number, since it never changes.
         machines: for each rank, the lowest rank on the same machine; empty before all have joined.
-        listening: where each rank accepts connections when it is the first; empty before all have
-            joined.
+        listening: address at which each rank accepts connections once it replaces rank 0; empty
+            before all ranks have joined.
         survives: True if the launcher lets all other ranks live on when a rank dies.
     """
 
@@ -205,7 +205,7 @@ class RegroupState:
 
     @property
     def first(self) -> Fault | None:
-        """Fault of the first lost rank, which may have caused all others; None: no lost rank."""
+        """Fault of the first lost rank, which may have caused all other faults; None: no loss."""
         return next(iter(self._lost.values()), None)
 
     @property
