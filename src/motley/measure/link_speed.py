@@ -116,7 +116,7 @@ class Traffic:
         self._start = time.perf_counter()
 
     def read_port(self) -> Port:
-        """Watch a little longer.
+        """Measure for a little longer.
 
         Return the interface's properties and the traffic of other programs.
         """
@@ -382,7 +382,7 @@ def compute_cost(
 
 
 def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[float, float], ...]:
-    """Return each tensor's part of the elements and of the bytes, the last layer's first.
+    """Return each tensor's fraction of all elements and of all bytes, the last layer's first.
 
     See AllReduceCost.tensors.
     """

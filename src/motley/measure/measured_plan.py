@@ -110,10 +110,10 @@ def refine(
     """Time the micro-batches that the split would use, and split again, a few times.
 
     A GPU computes in waves of tiles. One more image can cost a whole wave (8 % on a H200), which a
-    straight line between powers of two does not show. If the all-reduce takes a part of the step, a
-    whole share in one micro-batch is timed too, because a longer last backward pass hides more of
-    the all-reduce. If each micro-batch communicates, the fewest micro-batches that memory and
-    ``most`` allow are timed. Every launched rank calls this function.
+    straight line between powers of two does not show. If the all-reduce takes a considerable part
+    of the step, a whole share in one micro-batch is timed too, because a longer last backward pass
+    hides more of the all-reduce. If each micro-batch communicates, the fewest micro-batches that
+    memory and ``most`` allow are timed. Every launched rank calls this function.
 
     Args:
         world: the ranks.

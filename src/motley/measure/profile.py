@@ -161,8 +161,8 @@ class Measured:
         speeds: speed of each rank, by rank in the group.
         wires: cost of the measured wire modes; EXACT is always among them.
         links: links between machines; None if there is only one machine.
-        figures: measured links and wire modes in the form in which another run may use them; None:
-            there are none.
+        figures: measured links and wire modes, in the form that is stored for the next run; None:
+            none were measured.
     """
 
     speeds: tuple[SpeedTable, ...]
