@@ -245,7 +245,8 @@ class Rank:
         machine: lowest rank on the same host. The number identifies the host, because two hosts may
             have the same name.
         local_rank: number among the ranks of that host, from 0.
-        gpus: UUIDs of the GPUs that are visible to the rank, in the order of their indices there.
+        gpus: UUIDs of the GPUs that are visible to the rank, in the order of their indices in the
+            rank.
         gpu: index of the rank's GPU in ``gpus``; None for the CPU. This field and ``reason`` are
             set once :func:`choose_participants` has chosen the ranks that train.
         reason: reason why the rank does not train; empty if it trains.

@@ -30,11 +30,11 @@ class BackOff:
 
     A rank has one waiting time for becoming slower, and one for becoming faster.
 
-    If a move fails that was proposed because of a rank, no move is proposed because of that rank
-    for twice as long as before. Afterwards, a change of that rank must last for a window of as many
-    steps, or for the longest window. All other ranks need longer windows too, but do not wait. The
-    reason is that noise that has caused one wrong move may cause another. But if a host halves its
-    speed, the split must change soon.
+    A move is proposed because the speed of a rank has changed. If the move fails, the waiting time
+    of that rank doubles, and no move is proposed because of that rank in this time. Afterwards, a
+    change of that rank must last for a window of as many steps, or for the longest window. All
+    other ranks need longer windows too, but do not wait. Noise that has caused one wrong move may
+    cause another one. However, if a host halves its speed, the split must change soon.
     """
 
     def __init__(self, size: int) -> None:

@@ -127,7 +127,7 @@ class SpeedTable:
         return max(computed, read) if self.reads_ahead else computed + read
 
     def waits_s(self, samples: float) -> float:
-        """Return the part of :meth:`compute_seconds` in which the rank waits for its samples."""
+        """Return the seconds of :meth:`compute_seconds` in which the rank waits for its samples."""
         return self.compute_seconds(samples) - self.computing().compute_seconds(samples)
 
     def computing(self) -> "SpeedTable":
