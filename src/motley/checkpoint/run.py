@@ -343,7 +343,7 @@ class Run:
     def check_leader(self, leader: int) -> None:
         """Raise MotleyError unless rank ``leader`` sees rank 0's disk; all ranks call this method.
 
-        The leader writes and reads checkpoints. Its number is that of the launch.
+        The leader writes and reads checkpoints. ``leader`` is a number in the launch.
         """
         world = self._world
         if world.machines[leader] != world.machines[0] and not self.is_shared():

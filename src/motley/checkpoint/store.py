@@ -426,7 +426,8 @@ class KeptState:
         plan: split of a full batch at that step.
         engine_state: parameters, optimizer state and other state of the engine, on the CPU.
         scale: state of the loss scale.
-        seen: changes of this rank's batch norm statistics since all ranks last added theirs up.
+        seen: changes of this rank's batch norm statistics since all ranks last added up their
+            changes.
         estimated: estimated buffers of the batch norms, for a checkpoint that this rank writes
             alone.
     """

@@ -172,7 +172,7 @@ def write_part(
 
 @contextlib.contextmanager
 def telling(folder: Path, rank: int) -> Iterator[None]:
-    """Write an error in the context to a file, for the rank that waits, and raise it again."""
+    """If the context raises an error, write it to a file for the waiting rank, and re-raise it."""
     try:
         yield
     except BaseException as error:
