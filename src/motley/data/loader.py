@@ -70,7 +70,7 @@ class Batches:
         return self._slots.take(next(self._batches))
 
     def read_ahead(self) -> None:
-        """Read the next micro-batch now. Call it while the device has enough work."""
+        """Read the next micro-batch now. Call it while the device still computes queued work."""
 
     def close(self) -> None:
         """End the pass. No thread reads or copies any more when this method returns."""
@@ -121,7 +121,7 @@ class PrefetchedBatches(Batches):
     """Micro-batches that a thread takes from loader processes and copies to the device.
 
     The thread starts to take the next micro-batch when the training thread calls
-    :meth:`read_ahead`, because the device then has enough work. At an earlier time, the thread's
+    :meth:`read_ahead`, because the device then has queued work. At an earlier time, the thread's
     Python code would delay the first kernels of a step, and the GPU would be idle. The thread ends
     with the pass, with :meth:`close`, or when the last reference to this object is gone.
 
