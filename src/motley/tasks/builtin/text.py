@@ -149,7 +149,7 @@ class HfOptions(Task):
         return self.named.weights(), str(self.named.path)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """See Task: LoRA's matrices, which weights from outside do not contain."""
+        """See Task: LoRA's matrices, which pretrained weights do not contain."""
         from motley.tasks.hf_model import matrices
 
         return matrices(net)
