@@ -303,7 +303,7 @@ class Coordinator:
         self._job_end.end(fault, phases, self._others)
 
     def _regroup_or_end(self) -> None:
-        """Continue without lost ranks once all survivors are ready; else end the job in time."""
+        """Continue without lost ranks once all survivors are ready, or end the job at a timeout."""
         remaining = self._statuses()
         if survivors := self._regroup.go_on(remaining):
             self._pause.clear(len(remaining))
