@@ -8,7 +8,7 @@ boundary if the rest of the training gains more by that than the new start costs
 runs use the host when they are started again.
 
 Options:
-  --hostfile FILE   the hosts that there are; default: the repository's
+  --hostfile FILE   all hosts of the cluster; default: the repository's
                     hosts.txt (command motley: the current folder's)
   --dry-run         print which hosts are away, and change nothing
 

@@ -263,7 +263,7 @@ class Figures:
         return True
 
     def lost(self) -> set[str]:
-        """Return hosts with a rank that the present job has lost, by the names that they report."""
+        """Return the hosts with a rank that this job has lost, under the names that they report."""
         events = self._folder.read_events()
         return {
             str(event["host"]) for event in events
@@ -271,11 +271,13 @@ class Figures:
         }  # fmt: skip
 
     def training(self) -> set[str]:
-        """Return the hosts on which a rank trains, by the names that they report."""
+        """Return the hosts on which a rank trains, under the names that these hosts report."""
         return {str(rank.get("host")) for rank in self._folder.read_run().get("ranks") or []}
 
     def speed_without(self, nodes: Collection[str]) -> float | None:
-        """Return the fraction of each step's samples that other hosts have; None: unknown.
+        """Return the fraction of a step's samples that all hosts except ``nodes`` have.
+
+        None: unknown.
 
         The fraction is that of the last plan.
 
@@ -345,7 +347,10 @@ _NOT_YET_S = 5.0  # seconds between estimates while the usual time of a step is 
 
 
 def until_asked_s(asked: HostAnswers) -> float:
-    """Return the seconds until missing hosts are asked again, or until the first mark expires."""
+    """Return the seconds until missing hosts are asked again.
+
+    If the absence of a host ends earlier, return the seconds until then. The result is at least 1.
+    """
     return max(1.0, min([ASK_AGAIN_S, *(end - time.time() + 0.5 for end in asked.ends)]))
 
 

@@ -1,6 +1,6 @@
 """Keep a training alive over lost machines: run an mpirun line again after a loss.
 
-The next start uses the machines that are left when one of them dies.
+After the loss of a machine, the next start uses the remaining machines.
 
   bash setup/keep_training.sh mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
   bash setup/keep_training.sh --restarts 3 mpirun -np 2 ./entry_cn.sh torch_dist/train.py --lr 1e-3
@@ -282,7 +282,7 @@ class Keeper:
         return ""
 
     def _who_answers(self) -> str:
-        """Return the phrase that all hosts answer, or that the line names no host to ask."""
+        """Return a phrase: all hosts answer, or the line names no host to ask."""
         if self._line.hosts:
             return "all hosts answer"
         return "no host was asked, because the command names none (--hostfile FILE or -H HOSTS)"

@@ -213,9 +213,9 @@ def parameters(
     """Return one host's lines for the files of Open MPI and its launcher PRRTE, and .deepspeed_env.
 
     MPI's lines have the subnet, since interface names differ from host to host. Open MPI 4.1 has
-    its launcher's parameter in the first file, under its own name. NCCL accepts names alone. Its
-    line has the names of all hosts that read the same file. The line is left out if one of these
-    names belongs to another network on another host.
+    its launcher's parameter in the first file, under its own name. NCCL accepts only names of
+    interfaces. Its line has the names of all hosts that read the same file. The line is left out if
+    one of these names belongs to another network on another host.
     """
     if shared.subnet is None:
         return [], [], []

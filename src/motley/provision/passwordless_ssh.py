@@ -13,9 +13,10 @@ Here it makes a key of its own, ~/.ssh/id_ed25519_motley, names the hosts that
 need it at the end of ~/.ssh/config, between "# motley: begin" and "# motley:
 end", and pins host keys in ~/.ssh/known_hosts, after showing them. On each
 host it adds one line to ~/.ssh/authorized_keys (restrict,pty: no forwarding
-of any kind), and takes others' right to write to ~ and any right to ~/.ssh
-and that file, without which sshd ignores it. A host that lets you in already
-is not touched, nor are your own keys. The password is asked on the terminal,
+of any kind). Other users lose the permission to write to ~, and all
+permissions on ~/.ssh and that file, since sshd would otherwise ignore it. A
+host that lets you in already is not touched, nor are your own keys. The
+password is asked on the terminal,
 goes to the hosts alone, and is kept nowhere. A second run changes nothing,
 and finishes work that was stopped half-way.
 
@@ -369,7 +370,7 @@ def install(remote: Remote, public: str) -> str:
         The new state of the host.
 
     Raises:
-        HostTrouble: the host refuses the key all the same.
+        HostTrouble: the host still refuses the key.
     """
     host = remote.host
     try:

@@ -254,8 +254,8 @@ def try_password(
 
     Args:
         users: the account's name by host.
-        work: function of password and host, called for all hosts at once. A HostTrouble of the kind
-            ``password refused`` makes the user be asked again.
+        work: function of password and host, called for all hosts at once. After a HostTrouble of
+            the kind ``password refused``, the user is asked again.
         limit: seconds for all hosts together.
 
     Returns:

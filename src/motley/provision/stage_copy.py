@@ -284,7 +284,7 @@ def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int
 
 
 class _Copying:
-    """A copy of a file to one host, with a record of the blocks whose hash there is correct."""
+    """A copy of a file to one host, with a record of the blocks that are correct on the host."""
 
     def __init__(self, remote: Remote, source: Source, on_progress: Callable[[int], None]) -> None:
         self._remote, self._source, self._on_progress = remote, source, on_progress

@@ -241,7 +241,7 @@ class Answer:
     Attributes:
         ranks: number of greetings that came from each host.
         asked: number of ranks that mpirun was to start.
-        end: description of how mpirun ended, as "ended with status 1".
+        end: description of how mpirun ended, such as "ended with status 1".
         words: last lines of the output.
         links: lines of the output that describe links between hosts.
     """
