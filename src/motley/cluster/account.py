@@ -193,7 +193,7 @@ def _places() -> list[Path]:
 
 
 def _why_unfit(place: Path) -> bool:
-    """Return True if a folder is missing, or if compiled code cannot be loaded from there."""
+    """Return True if a folder is missing, or if the system loads no compiled code from it."""
     try:
         return bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
     except OSError:

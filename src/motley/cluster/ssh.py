@@ -158,8 +158,8 @@ def connect(
     Args:
         host: name of the host.
         password: password with which to log in; no key is tried.
-        key: private key with which to log in; no other is tried. Without password and key, all keys
-            are tried that ssh would try. On a node of the allocation, Slurm is used.
+        key: private key with which to log in; no other key is tried. Without password and key, all
+            keys are tried that ssh would try. On a node of the allocation, Slurm is used.
         known: the host key to accept if no known_hosts file has one.
 
     Raises:
