@@ -4,8 +4,8 @@ No other module contains names of files in the folder.
 
 The lock is flock(2) on the file ``.lock``, which names its holder. NFS passes such locks on to its
 server, so they hold on all hosts. Some disks are mounted without such locks (Lustre without
-``flock``, BeeGFS by default). There the lock does not exclude processes of other hosts, or any
-process.
+``flock``, BeeGFS by default). On such a disk, the lock does not exclude processes of other hosts,
+or any process at all.
 
     run.json              what was run, on what, and how it ended
     steps.rank<k>.jsonl   one line per training step of rank k; see motley.records.training
@@ -369,8 +369,8 @@ class RunFolder:
     def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
         """Add a rank's missing records of steps before ``step`` from the records of others.
 
-        Records are missing if the rank was killed before it wrote its last ones. The rank may also
-        be of an earlier launch, with the same number.
+        Records are missing if the rank was killed before it wrote its last records. Records are
+        also missing if a rank of an earlier launch, with the same number, wrote the file.
         """
         path = self.step_file(rank)
         # All lines have a step.
