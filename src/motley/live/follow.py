@@ -46,9 +46,9 @@ class Tail:
 
     Args:
         path: path of the file.
-        samples: if too much was appended since the last read, number of lines that are read of all
-            but its end. These lines are evenly spread, and include the first line of the file.
-            None: every line is read, part by part.
+        samples: if too much was appended since the last read, only its end is read completely. Of
+            the rest, this number of evenly spread lines is read, the first line of the file among
+            them. None: every line is read, part by part.
     """
 
     def __init__(self, path: Path, samples: int | None = SAMPLES) -> None:

@@ -142,8 +142,8 @@ class Silence:
         stalled_s: seconds since any rank wrote a step, if this is unusually long for the run; else
             None.
         hosts: for each silent host, the seconds since its GPU logger wrote.
-        ranks: for each rank that has not written steps that others have written, the seconds since
-            its last one.
+        ranks: for each rank that lacks steps that other ranks have written, the seconds since the
+            rank's last step.
         unreported: for each rank whose heartbeats are missing, the seconds since the first rank
             received a message from it.
     """
