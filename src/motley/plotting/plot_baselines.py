@@ -92,7 +92,7 @@ LOST = {
 
 
 def lost(row: Row) -> dict[str, float]:
-    """Return the samples/s that a row lacks to its limit, divided by cause."""
+    """Return the difference between a row's limit and its rate, in samples/s, by cause."""
     limit = row.limit
     if not row.samples_per_s or limit is None or limit <= row.samples_per_s:
         return {}
