@@ -385,7 +385,7 @@ def _plain(value: object) -> str:
 
 
 def _words(path: Path, options: Any) -> list[str]:
-    """Return options as words. They are given as a list, or as one text like in a shell."""
+    """Return options as words, given a list of words, or one text as in a shell."""
     try:
         return shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
     except (TypeError, ValueError) as error:

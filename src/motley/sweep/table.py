@@ -59,8 +59,8 @@ class Row:
         score: main metric of the last evaluation, as the records name it; median of the repeats.
         score_name: name of that score.
         score_spread: difference of the highest and lowest score; None for a single repeat.
-        loss_difference: difference of the loss from that of the fp32 reference, divided by the
-            latter.
+        loss_difference: difference of the loss from the loss of the fp32 reference, divided by the
+            reference's loss.
         data_s: seconds of a step in which a rank waits for data, mean over ranks.
         compute_s: seconds of a step in which a rank computes, mean over ranks.
         wait_s: seconds of a step in which a rank waits for the slowest rank, mean over ranks.
