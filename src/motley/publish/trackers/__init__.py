@@ -1,7 +1,7 @@
 """Trackers for runs: a module in this package adds trackers by listing them in ``TRACKERS``.
 
-Each is a subclass of :class:`Tracker`. ``--to`` and ``-h`` of plots/publish.py offer all trackers
-in these lists.
+Each tracker is a subclass of :class:`Tracker`. ``--to`` and ``-h`` of plots/publish.py offer all
+trackers in these lists.
 """
 
 from abc import ABC, abstractmethod
