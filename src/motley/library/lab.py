@@ -54,7 +54,8 @@ class Lab:
     Args:
         loop: this rank's part in the loop; None: the process is alone, and nothing is divided.
         state: the models, optimizers and further objects whose state a checkpoint holds.
-        folder: folder of all runs, and name of this run's folder. None: the time of the start.
+        folder: folder of all runs, and name of this run's folder. If the name is None, the folder
+            is named by the time of the start.
         allow: names of checks to skip, as for :func:`motley.join`.
 
     Attributes:
@@ -564,8 +565,8 @@ class Lab:
 
         Rank 0 writes the checkpoint to the folder ``checkpoints`` of the run while training
         continues. The folder keeps the two newest checkpoints, whose files have hashes. If this
-        rank has further pieces of the present global batch, the call does nothing. With
-        ``strategy="fsdp"`` all ranks call it.
+        rank computes a global batch in several pieces, only the call after the last piece saves.
+        With ``strategy="fsdp"`` all ranks call it.
 
         Args:
             best: True: write it to the folder ``best`` of the run too.

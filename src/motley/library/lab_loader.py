@@ -170,7 +170,7 @@ class PieceReader:
     def read(
         self, batches: Batches, epoch: int, first_batch: int, step: int
     ) -> Iterator[tuple[Piece, Any]]:
-        """Yield the pieces of an epoch, each with its collated rows.
+        """Yield this rank's parts of all global batches of an epoch, each with its collated rows.
 
         Args:
             batches: indices of each global batch.
@@ -200,7 +200,7 @@ class PieceReader:
         yield from self._reader.read(request())
 
     def read_held_out_pieces(self, batches: Batches, step: int) -> Iterator[tuple[Piece, Any]]:
-        """Yield one piece for each global batch of held-out data, on every rank.
+        """Yield one part of each global batch of held-out data, on every rank.
 
         A rank without rows gets one row whose results do not count. A pass of :meth:`read` that is
         under way can continue afterwards.
@@ -365,7 +365,7 @@ class LabLoader:
             yield rows
 
     def _read_pass(self, loop: RankLoop) -> Iterator[tuple[Piece, Any]]:
-        """Yield this rank's pieces of a pass over the training data, each with its rows.
+        """Yield this rank's rows of the training data, in pieces of at most one global batch each.
 
         The caller starts each piece with :meth:`RankLoop.begin_piece` when it computes it. If a
         rank is lost within a step, all pieces of the step's global batches are read again.

@@ -131,7 +131,8 @@ class LoopSaver:
         loop: this rank's part in the loop; None: the process is alone.
         state: the objects of the loop whose state a checkpoint holds.
         position: the position of the loop.
-        folder: folder of all runs, and name of this run's folder. None: the time of the start.
+        folder: folder of all runs, and name of this run's folder. If the name is None, the folder
+            is named by the time of the start.
         device: device of this rank.
 
     Attributes:

@@ -49,14 +49,14 @@ class LoopStatistics:
             self._models[model] = _Passes(GroupStatistics(model, self._group))
 
     def begin(self, piece: Piece) -> None:
-        """Add the statistics of the previous piece, and start the passes of the next piece."""
+        """Add the statistics of the previous rows, and start the passes over the next rows."""
         self._flush()
         self._piece = piece
         for each in self._models.values():
             each.statistics.begin_pass(piece.rows or 1)  # an idle rank computes one row
 
     def _flush(self) -> None:
-        """Add the statistics of all passes of the present piece so far."""
+        """Add the statistics of all passes over the present rows so far."""
         piece = self._piece
         if piece is None:
             return
@@ -68,7 +68,7 @@ class LoopStatistics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore calls of layers in the context: a backward pass may recompute layers."""
+        """Ignore calls of layers in the context, because a backward pass may recompute layers."""
         with contextlib.ExitStack() as stack:
             for each in self._models.values():
                 stack.enter_context(each.statistics.paused())

@@ -215,7 +215,7 @@ class ModelShards:
         return self._sums[optimizer]
 
     def find_whole(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the DTensors of parameters that the user took before or after sharding."""
+        """Return the DTensor of each parameter, which the user got before or after sharding."""
         known = {id(own): whole for own, whole in self._pairs()}
         return [known.get(id(each), self._replaced.get(each, each)) for each in parameters]
 
@@ -231,10 +231,10 @@ class ModelShards:
     # -- passes
 
     def begin_piece(self, is_empty: bool) -> None:
-        """Start the passes of a piece.
+        """Start the passes over a part of this rank's rows of a global batch.
 
         Args:
-            is_empty: True if the rank has no rows. Its gradients are then zero.
+            is_empty: True if the rank has no rows. The rank's gradients are then zero.
         """
         self._silence.close()
         self._is_empty = is_empty
@@ -343,7 +343,7 @@ def _share(value: Any, own: Any) -> Any:
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer steps each element of a tensor independently of the others.
+    """Return True if an optimizer steps each element of a tensor independently of all others.
 
     The function finds out by a trial of a second optimizer of the same class.
 

@@ -107,7 +107,7 @@ def save_progress(lab: Lab, folder: str, mid_epoch: bool) -> None:
 def load_progress(lab: Lab, folder: str, loaders: Iterable[FrameworkLoader]) -> None:
     """Continue at the step and in the sample order of a checkpoint that a lab has written.
 
-    A folder without :func:`save_progress`'s file changes nothing.
+    If the folder lacks the file of :func:`save_progress`, this function changes nothing.
 
     Args:
         lab: the lab.
@@ -146,7 +146,7 @@ class RowCollectives:
         return self.loop.piece if in_training else getattr(loader, "piece", None)
 
     def _check_piece(self) -> Piece | None:
-        """Return the present piece, or raise MotleyError if it is not the last of its batch."""
+        """Return this rank's present part of a batch; raise MotleyError if further parts follow."""
         if self.piece and not self.piece.last:
             raise MotleyError(
                 "Accelerate's collectives were called after a piece of a batch that is not the "

@@ -59,7 +59,7 @@ class FrameworkLoader(LabLoader):
 
     Attributes:
         train: see the argument; a caller may change the value between two passes.
-        piece: the last piece that the loader has yielded; None outside of a pass.
+        piece: the last part of a global batch that the loader has yielded; None outside of a pass.
         reads_ahead: True if the caller of :meth:`read` calls :meth:`RankLoop.begin_piece` itself.
         first: number of the global batch with which the next pass starts.
         iteration: number of the next pass, which seeds the random numbers of rows.
@@ -81,7 +81,7 @@ class FrameworkLoader(LabLoader):
         self.order_after: list[RandomState] = []  # shared by copies of the loader
 
     def read(self) -> Iterator[tuple[Piece, Any]]:
-        """Yield this rank's pieces of the next pass over the data, each with its rows."""
+        """Yield this rank's parts of all global batches of the next pass, each with its rows."""
         train = self.train
         if train is None:
             train = any(model.training for model in self._models)
