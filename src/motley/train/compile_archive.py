@@ -91,7 +91,7 @@ class Index:
     Attributes:
         archive: name of the archive's file.
         sha256: hash of the archive.
-        files: sizes in bytes by name, as ``triton/XW3.../kernel.cubin``.
+        files: sizes in bytes by name, such as ``triton/XW3.../kernel.cubin``.
     """
 
     archive: str = ""

@@ -107,7 +107,7 @@ class FirstSteps:
 
 
 def _took_s(record: StepRecord, forecast: Forecast) -> float:
-    """Return the seconds of a step with the forecast compute time and the measured wire time.
+    """Return a step's seconds: the forecast compute time plus the measured wire time.
 
     If an engine cannot separate computing from sending, return the seconds of the whole step.
     """
