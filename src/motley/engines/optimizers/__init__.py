@@ -50,8 +50,8 @@ class OwnOptimizer:
         row: 1: the optimizer may get flat parts of parameters. Above 1: the optimizer steps each
             row of a parameter separately and needs whole rows, and trials use rows of this length.
         codec: conversion of compressed slots; None: slots are tensors like the parameter.
-        like: another value of ``--opt``. Each of the two optimizers can continue from checkpoints
-            of the other one.
+        like: another value of ``--opt``. Each of the two optimizers can continue from the other's
+            checkpoints.
     """
 
     name: str
