@@ -234,8 +234,8 @@ class Coordinator:
     def run(self) -> None:
         """Watch until all ranks are done.
 
-        If a rank fails and the others cannot continue without it, this process ends, and so does
-        the job.
+        If a rank fails and the other ranks cannot continue without it, this process and the job
+        end.
         """
         own = self._own
         self._selector.register(own.outbox.wake_read, selectors.EVENT_READ)
@@ -313,7 +313,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _watch_crash_file(self) -> None:
-        """Have this rank's fault handler write to the standby, which then reports a crash."""
+        """Have this rank's fault handler write to the standby rank, which then reports a crash."""
         for line, status in self._others.items():
             if status.rank == self._standby:
                 self._to_standby = line

@@ -2,7 +2,7 @@
 
 The supervisor (motley.membership.supervisor) runs in the watching thread of each rank.
 
-Before a lost rank ends a job, a surviving rank saves the state that all of them hold.
+Before a lost rank ends a job, a surviving rank saves the state that all survivors hold.
 """
 
 import contextlib
@@ -121,7 +121,7 @@ class Outbox:
 
 
 class GroupChange:
-    """The passage of this rank from a group that a lost rank has broken to the next one.
+    """The passage of this rank to the next group, after a lost rank has broken its group.
 
     The watching thread starts the passage, and the training thread completes it.
 
@@ -130,7 +130,7 @@ class GroupChange:
             are void.
         trains_in: number of regroups that the training thread has completed. The training thread
             may fail in the broken group while the watching thread has already changed to the next
-            one.
+            group.
         survivors: the ranks with which the training thread has to continue; None: no rank is lost,
             or the training thread has continued already.
         begun: event that is set while ``survivors`` is not None.
@@ -194,7 +194,8 @@ class OwnRank:
         held: event that is set while another rank saves the state. Rank 0 ends this rank
             afterwards.
         pause: the step boundary at which this rank stops, if a pause was requested.
-        leaves: event that is set if this rank ends before the others, once its messages are sent.
+        leaves: event that is set if this rank ends before the other ranks, once its messages are
+            sent.
     """
 
     def __init__(self, place: GroupPlace) -> None:

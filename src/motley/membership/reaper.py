@@ -278,9 +278,9 @@ def reap_after_this_process(pid: int) -> None:
 
 
 def outlived_by_launcher() -> bool:
-    """Return True if the launcher lets a rank end, with status 0, before all others do.
+    """Return True if the launcher lets a rank end, with status 0, before all other ranks do.
 
-    Open MPI 5 then lets the others continue; Open MPI 4.1 ends the job.
+    Open MPI 5 lets the other ranks continue. Open MPI 4.1 ends the job.
     """
     launcher = psutil.Process().parent()
     return launcher is not None and launcher.name() in ("prted", "prterun")
@@ -360,7 +360,8 @@ def _print_line(line: str, terminal: str | None) -> None:
 def _report_host_alive(rank: int, host: str, address: str, port: int, token: str) -> None:
     """Report to the first rank that this host lives, though the rank on it has died.
 
-    The process then waits while the others train, because mpirun's daemon still serves their job.
+    The process then waits while the other ranks train, because mpirun's daemon still serves their
+    job.
     """
     with contextlib.suppress(OSError), socket.create_connection((address, port), 3.0) as line:
         line.sendall(greeting(token, ~rank, host))

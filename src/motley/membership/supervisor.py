@@ -229,7 +229,7 @@ class Supervisor:
             self._own.hasten_heartbeat()
 
     def begin_step(self, step: int) -> bool:
-        """Return True if this rank may start the step, else False: it has to :meth:`pause`."""
+        """Return True if this rank may start the step. False: call :meth:`pause` instead."""
         return self._own.pause.begin(step)
 
     def pause(self, said: str, first: bool) -> NoReturn:
@@ -253,7 +253,7 @@ class Supervisor:
     # -- connecting
 
     def listen(self, address: str) -> Listening:
-        """Open the port to which the others connect if this rank later replaces rank 0.
+        """Open the port to which other ranks connect if this rank later replaces rank 0.
 
         Connections that have not sent the token are dropped: see motley.membership.messages.
         """
@@ -285,7 +285,7 @@ class Supervisor:
     def records_in(self, folder: Path) -> None:
         """Pass the folder of the run's records to the reaper.
 
-        If rank 0 is killed, the reaper records the end of the run there.
+        If rank 0 is killed, the reaper records the end of the run in this folder.
         """
         if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.send(folder=str(folder.absolute()))
@@ -299,8 +299,8 @@ class Supervisor:
             phase: the phase from now on.
             timeout_s: seconds in which some rank should make progress; see
                 motley.membership.detector.
-            detail: description that replaces the phase's usual one, as in "rank 3 is measuring
-                links".
+            detail: description that replaces the phase's usual description, as in "rank 3 is
+                measuring links".
 
         Raises:
             RankLostError: the group of this rank is broken, so the present step must be repeated.
@@ -350,8 +350,8 @@ class Supervisor:
         Args:
             save: saves the state and returns a note on it. Called from another thread, while the
                 training thread may be stuck in a collective.
-            first: True on the rank that normally saves. If rank 0 is lost and this rank too, the
-                standby saves instead.
+            first: True on the rank that normally saves. If that rank and rank 0 are both lost, the
+                standby rank saves instead.
         """
         self._own.hooks.rescue = save if first or self._own.place.is_standby else None
         if first and self._own.place.rank:

@@ -219,7 +219,7 @@ class RegroupState:
         return list(self._lost.values())
 
     def lose(self, rank: int, fault: Fault, left: Collection[Status]) -> bool:
-        """Record that a rank is lost; return True if the others can continue, as far as is known.
+        """Record that a rank is lost; return True if the other ranks can probably continue.
 
         Args:
             rank: number of the lost rank in the present group.
