@@ -195,7 +195,7 @@ def _find_extra(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a phrase that names hosts and their ranks, as ``b (rank 1), c (ranks 2, 3)``.
+    """Return a phrase that names hosts and their ranks, such as ``b (rank 1), c (ranks 2, 3)``.
 
     Args:
         ranks: the ranks to name.
@@ -262,5 +262,5 @@ def _digest(path: Path) -> str:
 
 
 def _release(found: str) -> str:
-    """Return a version without its build, as ``2.14.0`` for ``2.14.0+cu126``."""
+    """Return a version without its build, such as ``2.14.0`` for ``2.14.0+cu126``."""
     return found.partition("+")[0]

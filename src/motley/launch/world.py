@@ -62,8 +62,8 @@ def why_not_free(port: int) -> str:
 def reserve_port(address: str) -> socket.socket:
     """Return a socket that reserves a free port: it is bound and never listens.
 
-    The kernel gives the port to no other program. torch can still listen on it, because torch sets
-    SO_REUSEADDR.
+    The kernel gives the port to no other program. torch can still listen on the port, because torch
+    sets SO_REUSEADDR.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -284,7 +284,7 @@ class World:
         return self._from_some(make, self.rank == 0)[0]
 
     def once_per_node(self, work: Callable[[], T]) -> list[T]:
-        """Call ``work`` on the first rank of each machine while the others wait.
+        """Call ``work`` on the first rank of each machine while all other ranks wait.
 
         If it fails on any machine, every rank raises the first failure as a MotleyError.
         """
