@@ -315,7 +315,7 @@ def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
 def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:
     """Return True if a micro-batch of ``size`` should fit into memory, and is worth timing.
 
-    On a CPU the needed memory is unknown, and sizes up to twice the last one are worth timing.
+    On a CPU the needed memory is unknown, and sizes up to twice the last size are worth timing.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":

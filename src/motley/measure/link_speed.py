@@ -56,7 +56,7 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
 
 
 def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
-    """Return the measured flow from each machine to each other one, measured in pairs.
+    """Measure the flow from each machine to each other machine, in pairs, and return all flows.
 
     Args:
         world: the ranks.

@@ -149,7 +149,7 @@ def refine(
 def _with_long(
     model: TaskModel, speed: SpeedTable, own: int, most: int | None, wire: AllReduceCost
 ) -> SpeedTable:
-    """Return the speed, to which the time of the longest useful micro-batch of the share is added.
+    """Return the speed with the time of the longest useful micro-batch of the share added.
 
     Args:
         model: the model.
@@ -351,7 +351,7 @@ def _measure(
 
     Returns:
         The measurements. For each wire mode, the ranks that should train. The chosen mode. The
-        figures of links and wire modes for the next run.
+        measured links and wire modes, to be stored for the next run.
     """
     world, group, model, config, traits = job.world, job.group, job.model, job.config, job.traits
     traffic = Traffic(world.network.interface) if world.first_here else None

@@ -381,7 +381,7 @@ def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllRedu
 
 
 def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
-    """Return the one rank behind a link that is far slower than the others', or None.
+    """Return the rank behind a link that is far slower than all other links, or None.
 
     Args:
         machines: machine of each rank, by number.

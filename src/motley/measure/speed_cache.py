@@ -203,7 +203,7 @@ class WireFigures:
     fewer: FewerCost | None = None
 
     def with_wires(self, wires: Mapping[WireMode, AllReduceCost]) -> "WireFigures":
-        """Return the figures with the costs of these modes, except those of local SGD."""
+        """Return the speeds with the costs of these wire modes added, except local SGD."""
         result = {
             mode: (cost.latency_s, cost.transfer_s)
             for mode, cost in wires.items() if cost.sync_every == 1
@@ -211,7 +211,7 @@ class WireFigures:
         return replace(self, wires={**self.wires, **result})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON, for the file."""
+        """Return the speeds as JSON, for the file."""
         return {
             "measured": self.measured, "steps_took": self.steps_took,
             "flows": [[*pair, f.bytes_per_s, f.latency_s] for pair, f in self.flows.items()],
@@ -221,7 +221,7 @@ class WireFigures:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], machines: Sequence[int]) -> "WireFigures":
-        """Return the figures that :meth:`as_json` has encoded, for these machines.
+        """Return the speeds that :meth:`as_json` has encoded, for these machines.
 
         Raises:
             MotleyError, LookupError, TypeError, ValueError or AttributeError: the content is
@@ -261,13 +261,13 @@ def _number(value: object, above: float = -1.0) -> float:
 
 @dataclass(frozen=True)
 class WireCache:
-    """The file with the figures of one job's links and wire modes.
+    """The file with the measured speeds of one job's links and wire modes.
 
     The file is on the disk of the first rank that trains.
 
     Attributes:
         path: path of the file.
-        key: all facts on which the figures depend.
+        key: all facts on which these speeds depend.
         machines: machine of each rank; see World.
     """
 
@@ -276,9 +276,9 @@ class WireCache:
     machines: Sequence[int]
 
     def take(self) -> WireFigures | None:
-        """Remove the stored figures from the disk and return them; None if they are unusable.
+        """Remove the stored speeds from the disk and return them; None if they are unusable.
 
-        Usable figures are recent and complete, and have the key of this job.
+        Usable speeds are recent and complete, and have the key of this job.
         """
         try:
             about = self.path.lstat()
@@ -294,7 +294,7 @@ class WireCache:
         return result if 0 <= time.time() - result.measured <= _OLDEST_S else None
 
     def keep(self, figures: WireFigures) -> None:
-        """Write the figures to the file, completely or not at all."""
+        """Write the speeds to the file, completely or not at all."""
         with contextlib.suppress(OSError):  # a full disk: they are measured again
             write_json(self.path, {"key": self.key, "figures": figures.as_json()})
 
@@ -302,7 +302,7 @@ class WireCache:
 def wire_cache(
     world: World, group: ProcessGroup, model: TaskModel | None, asked: WireMode | None
 ) -> WireCache:
-    """Return the file for the figures of these hosts; every launched rank calls this function.
+    """Return the file for the measured speeds of these hosts' links; every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -329,14 +329,14 @@ def wire_cache(
 
 
 def recall(world: World, group: ProcessGroup, cache: WireCache) -> WireFigures | None:
-    """Return the stored figures, equal on all ranks; every launched rank calls this function."""
+    """Return the stored link speeds, equal on all ranks; every launched rank calls it."""
     own = cache.take() if group.rank == 0 else None
     return world.allgather(own)[group.workers[0].rank]
 
 
 @dataclass(frozen=True)
 class WireMemory:
-    """The figures behind a plan, to be stored once the first steps have confirmed them.
+    """The measured link speeds behind a plan, to be stored once the first steps confirm them.
 
     Attributes:
         cache: the file in which to store the figures.
@@ -349,7 +349,7 @@ class WireMemory:
     is_old: bool
 
     def keep(self, steps_took: float) -> None:
-        """Store the figures, on the first rank that trains.
+        """Store the speeds, on the first rank that trains.
 
         For the argument see :attr:`WireFigures.steps_took`.
         """
