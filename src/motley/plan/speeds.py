@@ -190,7 +190,7 @@ class SpeedTable:
     def at_most(self, micro_batch: int) -> "SpeedTable":
         """Return the table without micro-batches above this size.
 
-        A size of one grain always stays.
+        The size ``grain`` always stays.
         """
         micro_batch = max(1, micro_batch // self.grain) * self.grain
         places = [index for index, size in enumerate(self.sizes) if size < micro_batch]
@@ -408,7 +408,7 @@ class Links:
         return self._nearest_s.get(machine, float("inf"))
 
     def remark(self, machine: int) -> str:
-        """Return a sentence on a host whose link is slower than the others', or an empty string.
+        """Return a sentence on a host whose link is slower than all other links; else "".
 
         The sentence states the direction, both rates, and the reason if it is known.
         """
