@@ -482,7 +482,7 @@ class Steps:
         self._begun: Batches | None = None
 
     def begin(self, batches: Batches) -> None:
-        """Use the rest of a pass that is running already, in the first iteration."""
+        """Use a pass that is already running for the first iteration."""
         self._begun = batches
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
@@ -508,9 +508,9 @@ def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]
 def samples_on(samples: Samples, config: Config, device: torch.device) -> Samples:
     """Return the object that reads samples for a rank with this device.
 
-    If a core is free for loader processes, they do all the work. If not, the GPU does a part of it,
-    which takes 1 % of the GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single core that
-    is shared with the training thread would take much longer.
+    If a core is free for loader processes, they do all the work. Otherwise the GPU does a part of
+    the work, which takes 1 % of the GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single
+    core that is shared with the training thread would take much longer.
     """
     return samples if config.workers or spare_cores() >= 1 else samples.on(device)
 

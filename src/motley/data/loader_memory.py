@@ -316,7 +316,7 @@ class Growth:
 
 
 class LoaderGrowth:
-    """The decision of one rank, from its finished steps, when to add loader processes.
+    """An object that decides from a rank's finished steps when to add loader processes.
 
     The first addition is one process. Each later addition doubles the number of processes. Growth
     ends if an addition has not shortened the wait for samples.

@@ -1,7 +1,7 @@
 """Changes to images before and after they are put into a batch.
 
 Transforms of torchvision and timm change single images. Mixup and CutMix combine neighbours in the
-global order. Images that lie on the GPU are shifted and mirrored there.
+global order. Images that lie on the GPU are shifted and mirrored by the GPU.
 
 All transforms draw from generators that are seeded for the sample. The loader seeds torch's
 generator. This module seeds the generators of Python and NumPy, which timm's transforms use.
