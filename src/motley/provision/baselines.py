@@ -188,7 +188,10 @@ def run_task(
     number: int,
     todo: Sequence[tuple[Cell, int]],
 ) -> int:
-    """Measure one cell, and write the table of finished runs. Return 0 if it is done, else 1."""
+    """Measure one cell, and write the table of finished runs.
+
+    Return 0 if the cell is done, else 1.
+    """
     folder.join(matrix)
     if number >= len(matrix.all_cells):
         raise MotleyError(f"--task {number}: the matrix has only {len(matrix.all_cells)} cells")

@@ -301,7 +301,7 @@ def _find_python(report: HostReport) -> str | None:
 
 
 def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespace) -> None:
-    """Send a host the files, and install Python and packages there.
+    """Send a host the files, and install Python and packages on the host.
 
     Raises:
         HostTrouble: a part could not be installed.
@@ -341,7 +341,7 @@ def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
 
 
 def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> None:
-    """Send the files to a host, and run make_env.sh there."""
+    """Send the files to a host, and run make_env.sh on the host."""
 
     def print_line(line: str) -> None:
         with _printing:

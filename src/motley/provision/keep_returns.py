@@ -97,11 +97,11 @@ class HostAnswers:
     Attributes:
         alive: hosts that can take part, in the hostfile's order.
         lost: for each host that does not answer, the reason.
-        away: for each host that is marked as away, the reason or the end of the mark, in words.
-        ends: times at which marks of hosts end, in seconds since the epoch. Marks without an end
-            are left out.
+        away: for each host that is marked as away, the reason or the end of the absence, in words.
+        ends: times at which the absence of hosts ends, in seconds since the epoch. Absences without
+            an end are left out.
         nodes: host name that each machine reports, which a run's records use.
-        sees: for each host, True if the run's folder is visible there.
+        sees: for each host, True if the run's folder is visible on the host.
         speeds: stored speeds of the devices, by the host name that the machine reports; see
             host_agent.speeds.
     """

@@ -35,7 +35,7 @@ class Listening:
     """The ports on which a host listens.
 
     Attributes:
-        ports: a port for each address of the host; 0 if no port could be opened there.
+        ports: a port for each address of the host; 0 if no port could be opened at the address.
         token: text that a connection has to start with.
     """
 
@@ -265,7 +265,7 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
         write: True: write the parameters. False: only read the user's files.
 
     Raises:
-        HostTrouble: the files cannot be written there.
+        HostTrouble: the files cannot be written on the host.
     """
     path = PLACE / SETTINGS
     own, _, settings = remote.run(_READ, path).output.partition("--\n")

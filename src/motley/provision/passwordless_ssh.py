@@ -184,7 +184,7 @@ def make_tag(public: str) -> str:
 
 
 def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
-    """Give each host access to each other one.
+    """Give each host access to each other host.
 
     Args:
         hosts: hosts to which this machine can log in, and this machine if hosts.txt names it.
@@ -228,7 +228,7 @@ def _visit(host: str) -> tuple[Remote, HostKey]:
 
 
 def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
-    """Log in from each host to each other one, and return the hosts for which that fails."""
+    """Log in from each host to each other host, and return the hosts for which a login fails."""
     text, troubles = split(
         run_on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S)
     )

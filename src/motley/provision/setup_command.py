@@ -1,6 +1,6 @@
 """The frame of a setup command: options, all hosts at once, a table, a question, and the end.
 
-The module also runs a module of the library on a host, in the environment there.
+This module also runs other modules of Motley on a host, in the host's environment.
 
 Each command visits all hosts of a hostfile at once, and prints one table. For each host with a
 fault it prints the finding and the fix. Exit status: 0 all is well, 1 some host is not, 2 nothing

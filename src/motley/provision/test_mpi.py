@@ -279,7 +279,7 @@ def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
 
 
 def end_mpirun(job: subprocess.Popen[str]) -> str:
-    """End an mpirun that leads its own session, and its daemons there. Return mpirun's output."""
+    """End an mpirun that leads its own session, and all daemons in it. Return mpirun's output."""
     os.killpg(job.pid, signal.SIGTERM)
     try:
         return job.communicate(timeout=5)[0]
