@@ -193,7 +193,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodes(names: str) -> list[str]:
-    """Return the nodes of a list in Slurm's notation, as ``n[1-3,07],gpu-a[1-2]-b[1-2]``, in order.
+    """Return the nodes of a list in Slurm's notation, such as ``n[1-3,07],gpu-a[1-2]``, in order.
 
     Raises:
         MotleyError: the text is no such list, or a name in it is no host name.
@@ -287,7 +287,7 @@ class Partition:
     Attributes:
         name: name of the partition.
         usual: True for the default partition.
-        up: True if jobs can start there.
+        up: True if jobs can start on its nodes.
         nodes: number of nodes.
         cores: smallest number of cores of a node.
         gpus: smallest number of GPUs of a node.
