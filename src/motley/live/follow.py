@@ -30,8 +30,8 @@ class Appended:
         lines: complete lines, without line ends.
         anew: True if the file was truncated or replaced. The lines are then read from its
             beginning.
-        more: True if the file has further lines for the next read. Only a reader of every line sets
-            this.
+        more: True if the file has further lines for the next read. Only a reader that reads every
+            line sets this value.
     """
 
     lines: list[bytes]
@@ -147,7 +147,7 @@ class RunFollower:
     Attributes:
         about: content of run.json; empty before it exists.
         problem: reason why run.json cannot be read; empty: there is no problem.
-        slow_link: sentence on the slowest link, if it is slower than the others; or empty.
+        slow_link: sentence on the slowest link; empty if all links are about equally fast.
         looks: number of times that all records were read.
         wall: seconds since the epoch at the last read.
         tracks: recorded steps of each rank that writes records.

@@ -39,7 +39,7 @@ class Row:
         rate: images, tokens or other units of the task that the rank computes per second.
         parts: mean seconds of each part of the rank's last steps: input, compute, waiting for other
             ranks, communication, optimizer, host.
-        waited: fraction of each step in which the others wait for this rank.
+        waited: fraction of each step in which all other ranks wait for this rank.
         step: last step in the rank's records on this host.
         load: load of the rank's device, 0 to 1.
         memory_mib: used memory of the device, in MiB.

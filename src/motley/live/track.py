@@ -226,11 +226,12 @@ class Waits:
         held: the cause.
         share: fraction of each step that was spent waiting for this cause.
         steps: number of steps that were examined.
-        by_rank: for each rank, the fraction of each step in which the others waited for it.
-        rank: rank for which the others wait. If ``held`` is Held.RANK, None stands for a rank that
-            writes no records on this host.
+        by_rank: for each rank, the fraction of each step in which all other ranks waited for that
+            rank.
+        rank: rank for which all other ranks wait. If ``held`` is Held.RANK, None stands for a rank
+            that writes no records on this host.
         own_s: seconds until that rank was ready; None: unknown.
-        others_s: mean seconds until the others were ready; None: unknown.
+        others_s: mean seconds until all other ranks were ready; None: unknown.
         usual_s: usual seconds until the last rank was ready, before this rank became slower; None:
             this rank did not become slower.
         for_input: True if the rank waited for its samples during most of ``own_s``.
@@ -255,7 +256,8 @@ class _Window:
         steps: number of steps.
         lines: records of these steps, by rank and number of the step.
         seconds: duration of all steps together.
-        by_rank: for each rank, the fraction of ``seconds`` in which the others waited for it.
+        by_rank: for each rank, the fraction of ``seconds`` in which all other ranks waited for that
+            rank.
     """
 
     steps: int

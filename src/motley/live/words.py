@@ -144,8 +144,8 @@ class Silence:
         hosts: for each silent host, the seconds since its GPU logger wrote.
         ranks: for each rank that lacks steps that other ranks have written, the seconds since the
             rank's last step.
-        unreported: for each rank whose heartbeats are missing, the seconds since the first rank
-            received a message from it.
+        unreported: for each rank whose heartbeats are missing, the seconds since rank 0 last
+            received a message from that rank.
     """
 
     stalled_s: float | None = None
