@@ -38,7 +38,7 @@ class OldRun:
 
     Attributes:
         gpus: number of GPUs, from the name of a folder above the run.
-        configuration: name of the run's folder, as ``p1_b16_e10``.
+        configuration: name of the run's folder, such as ``p1_b16_e10``.
         epoch_s: median seconds of an epoch.
     """
 
@@ -194,9 +194,9 @@ def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
-    """Draw samples/s against the number of hosts, and the limit.
+    """Draw samples/s against the number of hosts, and the limit: the rate without any waiting.
 
-    Since hosts differ in speed, the limit is no multiple of one host's rate.
+    Since hosts differ in speed, the limit is not proportional to the number of hosts.
     """
     limits = {
         name: {row.machines: row.limit for row in rows if row.limit is not None}
