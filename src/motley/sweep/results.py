@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def when(self) -> str:
-        """Time of the failure, as ``epoch 0, step 4, backward`` for ``step`` 3."""
+        """Time of the failure, such as ``epoch 0, step 4, backward`` for ``step`` 3."""
         parts = [
             None if self.epoch is None else f"epoch {self.epoch}",
             None if self.step is None else format_step(self.step), self.phase,

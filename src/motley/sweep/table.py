@@ -118,7 +118,7 @@ class Row:
 
     @property
     def rate(self) -> str:
-        """Median rate in the task's unit, as ``1,204 images/s``; empty if unknown."""
+        """Median rate in the task's unit, such as ``1,204 images/s``; empty if unknown."""
         return self._words(self.samples_per_s)
 
     @property
@@ -131,7 +131,7 @@ class Row:
 
     @property
     def score_text(self) -> str:
-        """The score with its name and spread, as ``top1 0.912, spread 0.01``; empty if unknown."""
+        """The score with its name and spread: ``top1 0.912, spread 0.01``; empty if unknown."""
         if self.score is None:
             return ""
         spread = "" if self.score_spread is None else f", spread {self.score_spread:.2g}"
@@ -296,7 +296,7 @@ def _loss(steps: Steps) -> float | None:
 
 
 def _memory(about: JsonDict, steps: Steps) -> str:
-    """Return the most memory that a rank held, by host, as ``a 812, b 640``."""
+    """Return the most memory that a rank held, by host, such as ``a 812, b 640``."""
     hosts = {worker["rank"]: worker["host"] for worker in about.get("ranks") or ()}
     most: dict[str, float] = {}
     for rank, lines in steps.items():
