@@ -4,8 +4,8 @@ Each record of a run is read once, even while the run is writing.
 
 Names sort in the order in which users read them. Names that begin with ``all/`` are of all ranks
 together. The other beginnings are ``cpu/HOST/``, ``evaluation/``, ``gpu/HOST_NUMBER/``, ``others/``
-and ``rank/NUMBER_HOST/``. With many ranks, only the first rank writes steps, and ``others/`` is its
-summary of the rest.
+and ``rank/NUMBER_HOST/``. With many ranks, only the first rank writes steps, and ``others/`` is the
+first rank's summary of all other ranks.
 """
 
 import copy
@@ -32,7 +32,7 @@ from motley.records.training import EpochRecord, RankGroups
 class Position:
     """The position of a reader in a run's records.
 
-    A reader that is given a saved position continues from there. The saved form:
+    A reader that is given a saved position continues from that position. The saved form:
 
         {"steps": {"0": 119, "1": 119}, "evaluation": 120, "events": 7, "samples": {"tesla0": 64}}
 
