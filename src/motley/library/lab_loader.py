@@ -27,7 +27,7 @@ Key = tuple[Any, int]  # index of a row, and the seed of its random numbers
 
 
 class SeededRows(Dataset[Any]):
-    """A user's data set whose items are read by :data:`Key`, the row's index and its seed.
+    """A user's data set whose items are read by keys. A key is a row's index and seed.
 
     The random numbers of a row depend on (seed, epoch, index) alone. They depend neither on the
     rank that reads the row nor on the number of worker processes.
@@ -145,7 +145,7 @@ class RankReader:
 
 
 class PieceReader:
-    """The reader of this rank's pieces of each global batch of an epoch.
+    """The reader of this rank's parts (pieces) of each global batch of an epoch.
 
     Args:
         loader: the user's loader.
@@ -367,8 +367,8 @@ class LabLoader:
     def _read_pass(self, loop: RankLoop) -> Iterator[tuple[Piece, Any]]:
         """Yield this rank's rows of the training data, in pieces of at most one global batch each.
 
-        The caller starts each piece with :meth:`RankLoop.begin_piece` when it computes it. If a
-        rank is lost within a step, all pieces of the step's global batches are read again.
+        The caller calls :meth:`RankLoop.begin_piece` when it starts to compute a piece. If a rank
+        is lost within a step, all pieces of the step's global batches are read again.
         """
         gate, position = loop.gate, self._position
         first, epoch = self._start_pass(loop.order.state or RandomState()), self.passes - 1

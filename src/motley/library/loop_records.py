@@ -1,4 +1,4 @@
-"""The records of a user's own loop: the files that a run of ``motley train`` has."""
+"""The records of a user's own loop, in the same files as the records of ``motley train``."""
 
 import sys
 import time

@@ -40,7 +40,7 @@ class LoopStatistics:
         self._piece: Piece | None = None
 
     def add(self, model: nn.Module) -> None:
-        """Let the batch norms of a model take their statistics over groups, if it has any.
+        """Let the batch norms of a model, if there are any, take their statistics over groups.
 
         Raises:
             MotleyError: a batch norm's class has no variant with groups.

@@ -246,7 +246,8 @@ class ModelShards:
         """Check that the passes have called either all blocks of a model or none.
 
         Raises:
-            MotleyError: a pass left out a block. Other ranks may wait for this rank to gather it.
+            MotleyError: a pass left out a block. Other ranks may then wait for this rank in a
+                gather.
         """
         for calls in self._models.values():
             left_out = calls.list_left_out()

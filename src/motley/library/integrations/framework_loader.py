@@ -20,7 +20,7 @@ def get_lab(caller: str) -> Lab:
     """Return the lab that this process has joined.
 
     Args:
-        caller: name of the class or function that needs it, for the error.
+        caller: name of the class or function that needs the lab, for the error.
 
     Raises:
         MotleyError: the script has not called ``motley.join()``.
