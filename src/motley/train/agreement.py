@@ -58,7 +58,7 @@ class Agreement:
             The position to continue from: ``position``, or that of a checkpoint.
 
         Raises:
-            MotleyError: no state is that of a majority of ranks, and there is no checkpoint.
+            MotleyError: no majority of ranks has equal state, and there is no checkpoint.
         """
         job = self._job
         if not job.engine.replicated or len(job.workers) == 1:
@@ -343,7 +343,7 @@ def _shown(indices: Sequence[int]) -> str:
 def check_numbers(
     job: Job, plan: Plan, state: TrainState, result: StepResult, indices: list[int]
 ) -> None:
-    """Raise NotFiniteError for a loss that is not finite, or a gradient at every loss scale.
+    """Raise NotFiniteError if a loss is not finite, or if no loss scale keeps gradients finite.
 
     Args:
         job: the objects of the training.
