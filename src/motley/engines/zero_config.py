@@ -1,7 +1,7 @@
 """DeepSpeed's JSON configuration: read, checked, and completed from the plan.
 
 DeepSpeed ignores a key that it does not know, so a misspelt key (``micro_batch_per_gpu``) silently
-leads to the default. Here it is an error that names the nearest valid key.
+leads to the default. This module raises an error that names the nearest valid key.
 """
 
 import json

@@ -313,7 +313,9 @@ class ZeroEngine(StepEngine):
         return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._nominal_weight)
 
     def _step_stage_0(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool, float]:
-        """Take a step of stage 0: agree on overflow, unscale, clip and step, the same on all ranks.
+        """Take a step at stage 0: agree on overflow, unscale, clip and step.
+
+        All ranks compute the same update.
 
         Args:
             told: numbers of this rank that all ranks exchange.

@@ -18,7 +18,7 @@ _WRAPPER = "lookahead_"  # prefix of --opt if Lookahead wraps the optimizer
 
 @dataclass(frozen=True)
 class Codec:
-    """The conversion of an optimizer's compressed slots to and from 32 bits.
+    """The conversion of an optimizer's compressed state tensors (slots) to and from 32 bits.
 
     Attributes:
         is_extra: function that returns True if a slot only belongs to another slot, as a scale
@@ -49,7 +49,7 @@ class OwnOptimizer:
         has_betas: True if the constructor takes ``betas`` too.
         row: 1: the optimizer may get flat parts of parameters. Above 1: the optimizer steps each
             row of a parameter separately and needs whole rows, and trials use rows of this length.
-        codec: conversion of compressed slots; None: slots are tensors like the parameter.
+        codec: conversion of compressed state tensors; None: no state tensor is compressed.
         like: another value of ``--opt``. Each of the two optimizers can continue from the other's
             checkpoints.
     """
