@@ -192,7 +192,7 @@ class Coordinator:
         on_fault: records the first cause.
         on_event: records an event that a rank reports.
         standby: the rank that takes over when rank 0 fails.
-        regrouping: the lost ranks, and which ranks are ready to continue without them.
+        regrouping: the lost ranks, and the ranks that are ready to continue without them.
         lost: the fault of the former rank 0, if this rank replaces it; else None.
     """
 
@@ -402,7 +402,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _handle(self, status: RankStatus, message: Message | None) -> None:
-        """Act on a message. Messages of an earlier group are dropped."""
+        """Act on a message. Messages from before the last regroup are dropped."""
         if message is None or message.group not in (None, self._own.change.group):
             return
         if act := self.HANDLERS.get(type(message)):

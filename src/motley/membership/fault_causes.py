@@ -214,7 +214,7 @@ def make_hang_fault(rank: int, host: str, step: int | None, seconds: float, wher
 
 
 class FirstCause:
-    """The most probable cause so far, and the time until which a better one may be reported.
+    """The most probable cause so far, and the time until which a better cause may be reported.
 
     Attributes:
         fault: the most probable cause; None: there is no fault.
@@ -243,7 +243,7 @@ class FirstCause:
         self.fault = None
 
     def due(self) -> Fault | None:
-        """Return the cause if the time for a better one is over, else None."""
+        """Return the cause if the time for a better cause is over, else None."""
         return self.fault if time.monotonic() >= self._deadline else None
 
     def due_in(self, at_most: float) -> float:
@@ -253,7 +253,7 @@ class FirstCause:
 
 
 def _weight(fault: Fault) -> int:
-    """Return the weight of a cause; the heaviest of several is the first cause.
+    """Return the weight of a cause. Of several causes, the heaviest is the first cause.
 
     An abort weighs more than the error that follows it. Next come the launcher's stop and a signal
     to one rank, in this order.

@@ -1,4 +1,4 @@
-"""The member: the thread of every rank but 0 that sends heartbeats to rank 0 and watches it."""
+"""The member: the thread of every rank but 0 that sends heartbeats to rank 0 and watches rank 0."""
 
 import contextlib
 import selectors

@@ -6,7 +6,7 @@ the secret token of the job. From a stranger, rank 0 reads no more bytes than th
 greeting has, and parses none of them. Rank 0 sends nothing to a stranger.
 
 Limits: rank 0 waits a few seconds for a greeting, and holds a few dozen connections without a token
-at once. A further one replaces the connection that has waited longest. Every rank opens a port in
+at once. A further connection replaces the one that has waited longest. Every rank opens a port in
 this way, but accepts connections only once it replaces rank 0.
 
 Fault handler: Python's fault handler writes the traceback of a crash into the connection. A thread

@@ -43,8 +43,8 @@ class TrainingHooks:
         rescue: saves the state of this rank before it ends, and returns a note for the user on the
             saved state. None: this rank cannot save.
         last_words: writes the records of this rank that are not written yet.
-        how_to_continue: returns an instruction to the user on how to continue a run that is
-            stopped after this many steps.
+        how_to_continue: returns an instruction to the user on how to continue the run, from the
+            number of finished steps.
         if_lost: instruction to the user on how to continue after a lost rank; empty: none.
         keep: copies the state to memory that needs no process group, so that the rank can continue
             without a lost rank. None: this rank cannot continue.
@@ -94,7 +94,7 @@ class Outbox:
     def read_signals(self) -> list[int]:
         """Return the stop signals since the last call.
 
-        Queue messages that other signals request.
+        For other signals, queue the messages that they request.
         """
         result = b""
         with contextlib.suppress(BlockingIOError):
@@ -181,7 +181,7 @@ class OwnRank:
 
     Attributes:
         place: place of this rank in the present group; always replaced as a whole.
-        step: current step of the training; None before the first.
+        step: current step of the training; None before step 1.
         heartbeat: content of the next heartbeat, apart from the step.
         awake: clock of the time that this process was awake.
         hooks: functions that the training sets.

@@ -11,7 +11,7 @@ of them take every step before it.
                                    <--------  AskStep()
     StepBegun(17)                  -------->
                                    <--------  PauseBefore(18)
-    RankLeft()                     -------->  of a host that leaves, once its state is saved
+    RankLeft()                     -------->  from a host that leaves, once the state is saved
     Paused("saved as of ...")      -------->  the end of the job
 """
 
@@ -49,7 +49,7 @@ class OwnPause:
     """This rank's side of a pause: the step before which the rank stops.
 
     The training thread asks before each step if the step may start, and the watching thread sets
-    the limit.
+    the step to stop before.
     """
 
     def __init__(self) -> None:

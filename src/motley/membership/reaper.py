@@ -135,7 +135,7 @@ class SshSessions:
         """Return the host of the session that ended first; empty if none ends in time.
 
         Args:
-            limit_s: seconds to wait for it.
+            limit_s: seconds to wait for the end of a session.
         """
         with select.epoll() as poll:
             self.register(poll)

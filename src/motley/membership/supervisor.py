@@ -157,7 +157,7 @@ class Watching:
         return Member(own, line, to.host, self._on_fault)
 
     def _without_first(self, watch: Member, lost: Fault) -> Coordinator | Member:
-        """Return the coordinator or member that watches here once rank 1 has replaced rank 0.
+        """Return this rank's coordinator or member once rank 1 has replaced rank 0.
 
         Args:
             watch: the member that watched so far.

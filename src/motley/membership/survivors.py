@@ -2,8 +2,8 @@
 
 MPI may wait for the lost rank for ever, so survivors communicate through the connections that the
 supervisor of each rank has to rank 0. Rank 0 first has all of them copy their state, and only then
-has them continue. A rank that leaves a broken collective may break the collective of other ranks,
-which must not be reading their state at that time.
+has them continue. When a rank leaves a broken collective, the collective may break on other ranks
+too. No rank may be reading its state at that time.
 """
 
 import base64
@@ -224,7 +224,7 @@ class RegroupState:
         Args:
             rank: number of the lost rank in the present group.
             fault: fault of the lost rank.
-            left: status of all other ranks, including this rank.
+            left: status of all ranks except lost ranks, this rank included.
         """
         ready = all(status.regroups for status in left)
         if not (self._survives and ready and fault.kind in _LOST):
