@@ -135,9 +135,9 @@ def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
 def stop_usage(message: str) -> NoReturn:
     """Print a usage error that all ranks have, on rank 0, and exit with status 2.
 
-    All ranks read one command line, so rank 0 prints the error of all. The other ranks wait for a
-    short time, in which the launcher ends them. A rank that the launcher has not ended prints its
-    own error, such as a file that is missing on its host.
+    All ranks read one command line, so rank 0 prints the error for all ranks. The other ranks wait
+    for a short time, in which the launcher ends them. A rank that the launcher has not ended prints
+    its own error, such as a file that is missing on its host.
     """
     rank, where = launched_rank(), ""
     if rank:

@@ -286,7 +286,7 @@ class World:
     def once_per_node(self, work: Callable[[], T]) -> list[T]:
         """Call ``work`` on the first rank of each machine while all other ranks wait.
 
-        If it fails on any machine, every rank raises the first failure as a MotleyError.
+        If ``work`` fails on any machine, every rank raises the first failure as a MotleyError.
         """
         return self._from_some(work, self.first_here)
 
