@@ -389,8 +389,8 @@ def _beside(
 ) -> Planned:
     """Return the plan with forecasts of its alternatives, and with the limit of all machines.
 
-    The limit is the time of a step in which no rank waits and no data is sent. Left-out machines
-    count in it too.
+    The limit is the time of a step in which no rank waits and no data is sent. The limit includes
+    the left-out machines.
     """
     others = {
         f"--wire {other}": result.chosen for other, result in options.items() if other != mode

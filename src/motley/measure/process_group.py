@@ -103,7 +103,7 @@ def promised_precision(device: torch.device) -> tuple[str, str]:
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:
     """Return the promised precision if a real kernel is fast in it, else fp32, with the reason.
 
-    A claim of support can be emulation, slower than fp32.
+    A device may claim to support a precision, and emulate it more slowly than fp32.
 
     Args:
         precision: the promised precision.

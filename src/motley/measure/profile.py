@@ -407,7 +407,7 @@ def equalise_speeds(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[
 
 
 def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
-    """Return the median of speed tables, for the sizes that all have."""
+    """Return the median of speed tables, for the sizes that all tables have."""
     tables = [dict(zip(speed.sizes, speed.seconds, strict=True)) for speed in speeds]
     sizes = sorted(set(tables[0]).intersection(*tables[1:]))
     return SpeedTable(

@@ -2,9 +2,9 @@
 
 A speed is used again only if the devices and hosts are those of the earlier run.
 
-Figures of links and wire modes are removed from the disk when they are read. A run writes them back
-once its first steps took the predicted time (motley.train.recorder). If steps take another time, or
-the job ends before that, the next start measures again.
+Stored speeds of links and wire modes are removed from the disk when they are read. A run writes
+them back once its first steps took the predicted time (motley.train.recorder). If steps take
+another time, or the job ends before that, the next start measures again.
 """
 
 import contextlib
@@ -191,7 +191,7 @@ class WireFigures:
             mode.
         measured: time of the oldest measurement, in seconds since the epoch.
         steps_took: duration of the first steps of the measuring run, divided by the forecast from
-            these figures. The ratio may differ from 1, since a forecast does not include other work
+            these speeds. The ratio may differ from 1, since a forecast does not include other work
             of a machine.
         fewer: cost of the exact mode without the rank behind a slow link; None: not measured.
     """
@@ -339,9 +339,9 @@ class WireMemory:
     """The measured link speeds behind a plan, to be stored once the first steps confirm them.
 
     Attributes:
-        cache: the file in which to store the figures.
-        figures: the figures.
-        is_old: True if an earlier run has measured the figures.
+        cache: the file in which to store the speeds.
+        figures: the speeds.
+        is_old: True if an earlier run has measured the speeds.
     """
 
     cache: WireCache
