@@ -115,7 +115,7 @@ class MemoryNeed:
         """Largest memory on the device, in MiB.
 
         The peak is either at the start of the backward pass, when all activations are in memory, or
-        at its end, when all gradients are.
+        at its end, when all gradients are in memory.
         """
         begins = self.beside_activations + (self.activations or 0.0)
         return max(begins, self.gathered + self.state - self.host)

@@ -162,8 +162,8 @@ def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     """Return the samples of each rank with which the slowest rank takes the shortest time.
 
-    The samples sum to the batch. Each rank's number is a multiple of the tables' grain (the number
-    of samples that stay together), and the batch must be one, too.
+    The samples sum to the batch. Each rank's number is a multiple of the tables' grain, the number
+    of samples that stay together. The batch must be a multiple of the grain, too.
 
     The algorithm is fast for thousands of ranks. The time is found by bisection. Surplus samples
     are then removed one by one, each from the rank that would finish last.

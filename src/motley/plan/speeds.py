@@ -5,8 +5,8 @@ Source of the arithmetic: ARITHMETIC.md. A rank needs
     t(n) = step_s + k * micro(n / k),    k = ceil(n / m)
 
 seconds for n samples in k micro-batches of similar size. micro(b) is the time of one micro-batch of
-b samples, from a measured table. Reading takes input_s per sample. Without loader processes it is
-added to t(n). With loader processes, which read ahead, the longer time counts:
+b samples, from a measured table. Reading takes input_s per sample. Without loader processes, this
+time is added to t(n). With loader processes, which read ahead, the longer time counts:
 
     t(n) = max(step_s + k * micro(n / k), n * input_s)
 
@@ -337,7 +337,7 @@ class Links:
     def carries(self, machine: int) -> float:
         """Return the bytes per second of a host's slower direction.
 
-        A ring all-reduce is limited by it.
+        This rate limits a ring all-reduce.
         """
         return min(self.sends(machine), self.receives(machine))
 
