@@ -270,7 +270,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the key of a sample.
+    """The answer of a loader process to a :class:`Key`, the request for one sample.
 
     Attributes:
         content: tensors of the sample by name; None: a held-out sample could not be read.

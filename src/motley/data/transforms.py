@@ -428,8 +428,8 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, 
         grain: number of samples per interleaved group; see motley.data.source.
 
     Returns:
-        ``images``, ``labels``, ``partners``, the label of each other image, and ``own``, the weight
-            of ``labels``, fp32 [n].
+        ``images`` and ``labels``. Further tensors: ``partners``, the label of each image's partner,
+        and ``own``, the weight of ``labels``, fp32 [n].
     """
     partners, own = labels.clone(), torch.ones(len(labels))
     for one, other in pairs(len(labels), grain):
