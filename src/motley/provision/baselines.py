@@ -260,7 +260,8 @@ def run_one(
     """Run one cell once, and end all its processes if it takes too long.
 
     Returns:
-        The exit status of the launcher, or None if the run took too long, and the run's seconds.
+        The exit status of the launcher; None: the run took too long. Second value: the duration of
+        the run in seconds.
     """
     hosts, _ = first_hosts(cell, matrix.hosts)
     attempt = folder.attempt(cell, repeat)
@@ -298,7 +299,7 @@ def rank_words(script: str) -> list[str]:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """Stop a job and all its processes on this host; its ranks on other hosts end with it."""
+    """Stop a job and all its processes on this host. Its ranks on other hosts end too."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, number)

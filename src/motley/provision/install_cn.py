@@ -66,7 +66,7 @@ class Build:
     """One build of the torch wheels for Linux.
 
     Attributes:
-        name: folder of https://download.pytorch.org/whl/; PYPI for the one on PyPI.
+        name: folder of https://download.pytorch.org/whl/; PYPI for the build on PyPI.
         oldest: lowest CUDA compute capability for which the build has kernels.
         newest: highest CUDA compute capability for which the build has kernels.
         driver: lowest major version of the NVIDIA driver with which the build works.
@@ -105,7 +105,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class HostGpu:
-    """The properties of a GPU that a torch build must fit; ``driver`` is such as "535.183.01"."""
+    """The properties of a GPU that a torch build must fit. ``driver`` is like "535.183.01"."""
 
     host: str
     name: str

@@ -24,7 +24,7 @@ from motley.text import typed_command
 
 
 def main(words: Sequence[str]) -> int:
-    """Remove the hosts' marks, print which hosts had been away, and return the exit code."""
+    """Remove the hosts' marks of absence, print which hosts were away; return the exit code."""
     parser = setup_command.Parser("join_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     options = parser.parse_args(words)

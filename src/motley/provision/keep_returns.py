@@ -425,7 +425,7 @@ class Returns:
         """Have the job save and end at a step boundary. Return True if some rank got the request.
 
         The signal is sent to the ranks directly. mpirun would also send it to processes that the
-        ranks have started, such as compilers, and the signal ends those.
+        ranks have started, such as compilers, and the signal would end these processes.
         """
         requested = time.time()
         words = ("pause", str(self._folder.parent), self._folder.name)

@@ -368,9 +368,9 @@ class Keeper:
             started: start time of the previous job, from run.json.
 
         Returns:
-            The exit status of the line. After a fault, also a future with the hosts' answers, else
-            None. The hosts are asked early, because a dead host takes some time, and mpirun waits
-            for it too.
+            The exit status of the line. Second value: after a fault, a future with the hosts'
+            answers, else None. The hosts are asked early, because a dead host takes some time, and
+            mpirun waits for it too.
         """
         early, failed = None, 0.0
         self._figures.launched()

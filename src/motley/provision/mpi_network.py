@@ -214,8 +214,8 @@ def parameters(
 
     MPI's lines have the subnet, since interface names differ from host to host. Open MPI 4.1 has
     its launcher's parameter in the first file, under its own name. NCCL accepts only names of
-    interfaces. Its line has the names of all hosts that read the same file. The line is left out if
-    one of these names belongs to another network on another host.
+    interfaces. NCCL's line has the names of all hosts that read the same file. The line is left out
+    if one of these names belongs to another network on another host.
     """
     if shared.subnet is None:
         return [], [], []

@@ -148,7 +148,7 @@ def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
 
 
 def match_all(shown: Mapping[str, HostKey], path: Path) -> dict[str, HostKey | HostTrouble]:
-    """Return each host's key in ``--known-hosts FILE``, or the trouble of a host without one."""
+    """Return each host's key in ``--known-hosts FILE``, or the trouble of a host without a key."""
     return run_on_all(shown, lambda host: _match(host, shown[host], path), LIMIT_S)
 
 

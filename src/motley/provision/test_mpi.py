@@ -1,6 +1,6 @@
 """Check that MPI works over all hosts of hosts.txt, and configure it.
 
-Afterwards a plain mpirun line works there.
+Afterwards a plain mpirun line works on these hosts.
 
   bash setup/test_mpi.sh
   bash setup/test_mpi.sh --dry-run        # what would be written, and where
@@ -10,8 +10,8 @@ Tries each subnet that the hosts share and writes the fastest, on every host, in
 environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
 and into .deepspeed_env. Your own ~/.openmpi, ~/.prte and ~/.pmix override
 these, and are changed only if the environment belongs to another user: the
-lines are then written there, between two marks. Then each host opens a
-connection to each other, and a rank for each slot prints a greeting in C (if
+lines are then written into your files, between two marks. Then each host opens
+a connection to each other host, and a rank for each slot prints a greeting in C (if
 there is a compiler here), and in Python through entry_cn.sh. The Python ranks
 also measure the links' bandwidth and name a link that is slow, busy or broken.
 
@@ -172,7 +172,7 @@ def show_parameters(reports: Mapping[str, HostReport], shared: Shared) -> None:
 def try_pairs(
     reports: Mapping[str, HostReport], shared: Shared
 ) -> dict[tuple[str, str], HostTrouble]:
-    """Open a connection from each host to each other. Return the pairs that fail, and why."""
+    """Open a connection from each host to each other host. Return the pairs that fail, and why."""
     if len(reports) == 1:
         return {}
     with listen_on({host: [shared.at[host].address] for host in reports}) as (remotes, doors):
