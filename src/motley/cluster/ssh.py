@@ -49,7 +49,7 @@ class Remote:
 
     Attributes:
         host: name of the host.
-        here: True if it is this machine.
+        here: True if the host is this machine.
         key: verified host key of the host; None without ssh.
     """
 
