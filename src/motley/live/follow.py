@@ -293,7 +293,7 @@ class RunFollower:
     def _record_arrivals(self, before: JsonDict, now: JsonDict) -> None:
         """Append an event for each host that has started or stopped to train.
 
-        No record has such events.
+        The records of the run lack such events.
         """
         was, are = trained_hosts(before), trained_hosts(now)
         if not was or not are:
@@ -311,12 +311,12 @@ class RunFollower:
         return min((tail.silent_s(self.clock) for tail in self._steps.values()), default=1e9)
 
     def rank_silent_s(self, rank: int) -> float | None:
-        """Return the seconds since a rank wrote a step; None if its records are not here."""
+        """Return the seconds since a rank wrote a step; None if this host lacks its records."""
         tail = self._steps.get(rank)
         return None if tail is None else tail.silent_s(self.clock)
 
     def host_silent_s(self, host: str) -> float | None:
-        """Return the seconds since a host's GPU logger wrote; None if its log is not here."""
+        """Return the seconds since a host's GPU logger wrote; None if this host lacks the log."""
         tail = self._logs.get(host)
         return None if tail is None else tail.silent_s(self.clock)
 
@@ -403,7 +403,7 @@ def workers(about: Mapping[str, Any]) -> list[JsonDict]:
 
 
 def hosts_elsewhere(followed: RunFollower) -> list[str]:
-    """Return the names of training hosts of which neither steps nor GPU samples are here."""
+    """Return the names of training hosts whose steps and GPU samples this host lacks."""
     lead, there = followed.lead(), dict[str, bool]()
     if lead is None or len(lead.recent) < _BEGUN:
         return []  # the hosts may not have written any records yet
@@ -414,7 +414,7 @@ def hosts_elsewhere(followed: RunFollower) -> list[str]:
 
 
 def slow_link(about: Mapping[str, Any]) -> str:
-    """Return a sentence on the slowest link in run.json; empty if all links are as fast."""
+    """Return a sentence on the slowest link in run.json; empty if all are equally fast."""
     try:
         links = Links.from_json(about["links"])
     except (KeyError, TypeError, AttributeError):

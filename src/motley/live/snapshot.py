@@ -316,7 +316,7 @@ def take_snapshot(
 
 
 def get_history(followed: RunFollower, rank: int | None) -> RankHistory | None:
-    """Return the history of one rank; None for one that does not train."""
+    """Return the history of one rank; None for a rank that does not train."""
     worker = next((each for each in workers(followed.about) if each["rank"] == rank), None)
     if worker is None or rank is None:
         return None
