@@ -401,7 +401,7 @@ def rates(training: Training) -> tuple[str, str, str]:
 def started(run: RunFolder) -> float:
     """Return the time at which a run was started, in seconds since 1970.
 
-    If the run.json is damaged, return the time at which it last changed.
+    If run.json is damaged, return the time at which the file last changed.
     """
     with contextlib.suppress(MotleyError):
         at = run.read_run().get("started")
