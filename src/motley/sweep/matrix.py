@@ -96,8 +96,8 @@ class Matrix:
 
     Attributes:
         cells: the cells to compare.
-        references: fp32 cells, one for each batch size and data fraction, with whose loss the other
-            cells are compared. Each runs once.
+        references: fp32 cells, one for each batch size and data fraction. The losses of all other
+            cells are compared with those of the references. Each reference runs once.
         hosts: hosts of hosts.txt.
         repeats: number of runs of each cell.
         steps: steps of each run.
