@@ -28,7 +28,7 @@ class Command:
     Attributes:
         module: name of the module whose ``main()`` reads ``sys.argv`` and returns an exit code or
             None; empty for ``motley run``.
-        says: description of the command in ``-h``, of one line.
+        says: one-line description of the command in ``-h``.
         doors: paths of the scripts in a clone that run the same module.
         is_launched: True if each rank runs the command.
         visits_hosts: True if motley.provision.setup_command runs the module's ``main(words)``.
