@@ -265,9 +265,9 @@ def resume(
 ) -> tuple[TrainState, list[str]]:
     """Continue from the first intact checkpoint of ``folders``; all ranks call it.
 
-    Rank 0 reads the checkpoint and broadcasts it, so the folders need to exist only on its disk. A
-    checkpoint in parts is read by each rank, if the engine can load rows and all ranks see the
-    disk.
+    Rank 0 reads the checkpoint and broadcasts it, so the folders need to exist only on rank 0's
+    disk. A checkpoint in parts is read by each rank, if the engine can load rows and all ranks see
+    the disk.
 
     Args:
         engine: the engine that loads the state.

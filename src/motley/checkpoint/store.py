@@ -507,8 +507,8 @@ def go_on(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
 
     All ranks call this function. The ranks continue from the state of the rank with the most steps.
     If all ranks have finished the same step, their states are equal, and no state is sent. In Local
-    SGD, ranks may be several steps apart, and the training of each rank counts. They continue from
-    the mean of their parameters, at rank 0's step.
+    SGD, ranks may be several steps apart, and the training of each rank counts. The ranks then
+    continue from the mean of their parameters, at rank 0's step.
 
     Args:
         engine: the engine that loads the state.
