@@ -129,7 +129,7 @@ class PrefetchedBatches(Batches):
         batches: iterator of the micro-batches.
         slots: shared memory of the loader processes.
         stream: stream for the copies to a GPU; None for a CPU.
-        workers: number of loader processes, for the message when one dies.
+        workers: number of loader processes, for the message when a process dies.
     """
 
     def __init__(
@@ -488,7 +488,7 @@ class Steps:
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
         """Yield the plan of each global batch, with an iterator over its micro-batches.
 
-        The iterator yields pairs of a micro-batch and True if it is the last one.
+        The iterator yields pairs: a micro-batch, and True for the last micro-batch.
         """
         begun, self._begun = self._begun, None
         batches = begun or self._read(self.list_keys(0))

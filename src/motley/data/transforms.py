@@ -97,7 +97,7 @@ class Look:
         """Return the transform from an image to uint8 [C, H, W], for training.
 
         The result has ``size`` pixels per side, or fewer if all images have fewer. In that case
-        :meth:`enlarged` enlarges it later.
+        :meth:`enlarged` enlarges the images later.
         """
         steps = [self._framing(images)]
         if self.auto:
