@@ -180,7 +180,7 @@ def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
 def _is_own_launcher(
     pid: int, each: Mapping[str, Any], ranks: set[int], own: Mapping[int, Mapping[str, Any]]
 ) -> bool:
-    """Return True for a launcher of this environment, or one that started one of the ranks."""
+    """Return True for a launcher of this environment, or a launcher of one of the ranks."""
     return Path(each["exe"] or "/").is_relative_to(sys.prefix) or any(
         pid in _ancestors(rank, own) for rank in ranks
     )

@@ -87,8 +87,8 @@ class Remote:
             script: the script. Without a payload, its stdin is empty. All processes that the script
                 starts then end when the script or the connection ends.
             *words: arguments of the script, ``$1 $2 ...``.
-            payload: stdin of the script, or a file with it. Secrets belong here, because arguments
-                appear in lists of processes.
+            payload: stdin of the script, or a file with the content of stdin. Secrets belong here,
+                because arguments appear in lists of processes.
             limit: largest duration in seconds.
             on_line: called with each line of stdout as it arrives.
 
