@@ -367,7 +367,7 @@ class RunFolder:
             self._complete(rank, step, OWN_PART | OWN_STEP if diverges else OWN_PART)
 
     def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
-        """Add a rank's missing records of steps before ``step`` from the records of others.
+        """Add a rank's missing records of steps before ``step``, from the records of other ranks.
 
         Records are missing if the rank was killed before it wrote its last records. Records are
         also missing if a rank of an earlier launch, with the same number, wrote the file.
@@ -411,7 +411,7 @@ class RunFolder:
         return sorted(self.path.glob("*.jsonl"))
 
     def _ranks(self) -> list[int]:
-        """Return the ranks whose step records are here, ascending."""
+        """Return the ranks whose step records are in the folder, ascending."""
         return _numbers(self.path, "steps.rank", ".jsonl")
 
     def read_epochs(self) -> list[JsonDict]:
