@@ -232,7 +232,7 @@ def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
 
 
 def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
-    """Return the losses of the first finished run of each cell that recorded any, by cell."""
+    """Return the losses of each cell's first finished run that recorded losses, by cell."""
     result = {}
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
