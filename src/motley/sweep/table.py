@@ -141,7 +141,7 @@ class Row:
     def is_compiled(self) -> bool:
         """True if the model is compiled.
 
-        The rate may exceed the limit, which is without --compile.
+        The rate may then exceed the limit, which is computed without --compile.
         """
         return "--compile" in self.options.split()
 
