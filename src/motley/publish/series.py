@@ -240,7 +240,7 @@ class Note:
 
 
 def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row]:
-    """Return one row per step, over all ranks whose records have it.
+    """Return one row per step, over all ranks whose records have the step.
 
     Args:
         about: content of the run's run.json.
