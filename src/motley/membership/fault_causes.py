@@ -253,7 +253,7 @@ class FirstCause:
 
 
 def _weight(fault: Fault) -> int:
-    """Return the weight of a cause. Of several causes, the heaviest is the first cause.
+    """Return the weight of a cause. The heaviest of several causes is the first cause.
 
     An abort weighs more than the error that follows it. Next come the launcher's stop and a signal
     to one rank, in this order.
