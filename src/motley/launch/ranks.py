@@ -1,7 +1,7 @@
 """The processes of one launch, joined by MPI or by TCP.
 
-No other module uses MPI. Ranks under MPI are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun
---mpi=pmix``. TCP joins ranks that torchrun, or srun without PMIx, has started.
+No other module uses MPI. Ranks under MPI are started by ``mpirun`` (Open MPI 4.1 or 5) or
+``srun --mpi=pmix``. TCP joins ranks that torchrun, or srun without PMIx, has started.
 
 TCP ranks connect to rank 0, on the first node that the environment names, and exchange values
 through rank 0. Both ends of a connection prove that they know a secret of this user, by the

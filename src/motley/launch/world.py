@@ -1,6 +1,6 @@
 """All launched ranks: their hosts, their addresses, and the variables of the process group.
 
-Every script starts through :func:`run`, and every script of a user's own through
+Every script of Motley starts through :func:`run`, and a user's own script through
 :func:`start_rank`. A thread of the lowest rank of each machine reports ranks of earlier jobs that
 still hold GPU memory of the machine. A launch does not wait for that thread.
 """
