@@ -22,7 +22,7 @@ Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --python-archive FILE   an install_only archive of python-build-standalone
                     for hosts that need a Python and have no network
-  --offline FOLDER  install only the wheels in FOLDER, with pip if uv is not among them
+  --offline FOLDER  install only the wheels in FOLDER. Without uv among them, pip is used
   --dry-run         print every change, do none
 
 Exit status: 0 all hosts are ready, 1 some host is not, 2 nothing was begun.

@@ -141,7 +141,7 @@ class Stop:
             self.job.send_signal(self.number)
 
     def look(self) -> None:
-        """Send the launcher a signal that came to this process alone, after a short wait."""
+        """Pass on a signal that only this process received to the launcher, after a short wait."""
         if self.number and not self.sent and time.monotonic() > self.at + _STOP_S:
             self.pass_on()
 

@@ -16,9 +16,9 @@ host it adds one line to ~/.ssh/authorized_keys (restrict,pty: no forwarding
 of any kind). Other users lose the permission to write to ~, and all
 permissions on ~/.ssh and that file, since sshd would otherwise ignore it. A
 host that lets you in already is not touched, nor are your own keys. The
-password is asked on the terminal,
-goes to the hosts alone, and is kept nowhere. A second run changes nothing,
-and finishes work that was stopped half-way.
+password is asked on the terminal, goes to the hosts alone, and is kept
+nowhere. A second run changes nothing, and finishes work that was stopped
+half-way.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
