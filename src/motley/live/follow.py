@@ -46,8 +46,8 @@ class Tail:
 
     Args:
         path: path of the file.
-        samples: if too much was appended since the last read, only its end is read completely. Of
-            the rest, this number of evenly spread lines is read, the first line of the file among
+        samples: if too much was appended since the last read, only its end is read completely. This
+            number of evenly spread lines is read from the rest, the first line of the file among
             them. None: every line is read, part by part.
     """
 
