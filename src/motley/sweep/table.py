@@ -296,7 +296,7 @@ def _loss(steps: Steps) -> float | None:
 
 
 def _memory(about: JsonDict, steps: Steps) -> str:
-    """Return the most memory that a rank held, by host, such as ``a 812, b 640``."""
+    """Return the largest memory of a rank on each host, such as ``a 812, b 640``."""
     hosts = {worker["rank"]: worker["host"] for worker in about.get("ranks") or ()}
     most: dict[str, float] = {}
     for rank, lines in steps.items():
