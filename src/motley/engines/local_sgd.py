@@ -68,7 +68,7 @@ class LocalEngine(StepEngine):
         _copy_into(self._parameters, vector)
 
     def _begin(self) -> None:
-        """Start a round, in which all ranks have the same parameters."""
+        """Start a round. All ranks have the same parameters at this moment."""
         self._take(self._agreed)
         self._start = self._agreed.clone()  # this rank's parameters at the last averaging round
         self._sum: Tensor | None = None  # all-reduce of the progress until then, still running

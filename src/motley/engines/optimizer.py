@@ -98,7 +98,7 @@ def name_optimizer(config: Config) -> str:
 
 
 def has_optimizer(task: Task) -> bool:
-    """Return True if a task overrides :meth:`Task.optimizer`, and has no option of this name."""
+    """Return True if a task overrides :meth:`Task.optimizer` with a method, not with an option."""
     own = type(task).optimizer
     return callable(own) and own is not Task.optimizer
 
