@@ -102,7 +102,7 @@ class Away:
     """The mark that keeps a machine out of all training, with its reason and its end.
 
     Attributes:
-        since: start of the mark, in seconds since the epoch, by the machine's own clock.
+        since: start of the mark, in seconds since 1970, by the machine's own clock.
         until: end of the mark, by the same clock; None: no end.
         polite: for a machine that leaves automatically, a phrase that names the other user of the
             machine; empty if this user's command set the mark.

@@ -142,7 +142,7 @@ class Member:
         """Return the fault after the silence of rank 0: its host is lost, or this host is cut off.
 
         This host is cut off if no other machine answers either. Only the standby rank probes the
-        other machines, since only this rank reports the fault.
+        other machines, since only the standby rank reports the fault.
 
         Args:
             seconds: seconds since the last message of rank 0.
