@@ -465,7 +465,7 @@ class World:
 
 
 def check_alone(size: int, environ: Mapping[str, str]) -> None:
-    """Raise MotleyError if this process is alone, and an unknown launcher started several."""
+    """Raise MotleyError if this process finds no other rank, but WORLD_SIZE is more than 1."""
     others = environ.get("WORLD_SIZE", "")
     if size == 1 and "RANK" in environ and others.isdigit() and int(others) > 1:
         raise MotleyError(
