@@ -204,7 +204,7 @@ def measure_between(
     traffic: Traffic | None,
     remembered: WireFigures | None = None,
 ) -> Measured:
-    """Measure links and wire modes that are not stored from a run; every launched rank calls it.
+    """Measure links and wire modes that no earlier run has stored; every launched rank calls it.
 
     Args:
         world: the ranks.

@@ -189,7 +189,7 @@ class WireFigures:
             machine.
         wires: ``latency_s`` and ``transfer_s`` of :class:`~motley.plan.wire.AllReduceCost`, by wire
             mode.
-        measured: time of the oldest measurement, in seconds since the epoch.
+        measured: time of the oldest measurement, in seconds since 1970.
         steps_took: duration of the first steps of the measuring run, divided by the forecast from
             these speeds. The ratio may differ from 1, since a forecast does not include other work
             of a machine.
