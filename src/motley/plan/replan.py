@@ -32,9 +32,9 @@ class BackOff:
 
     A move is proposed because the speed of a rank has changed. If the move fails, the waiting time
     of that rank doubles, and no move is proposed because of that rank in this time. Afterwards, a
-    change of that rank must last for a window of as many steps, or for the longest window. All
-    other ranks need longer windows too, but do not wait. Noise that has caused one wrong move may
-    cause another one. However, if a host halves its speed, the split must change soon.
+    change of that rank must last for as many steps as the waiting time, or for the longest window.
+    All other ranks need longer windows too, but do not wait. Noise that has caused one wrong move
+    may cause another one. However, if a host halves its speed, the split must change soon.
     """
 
     def __init__(self, size: int) -> None:

@@ -33,8 +33,8 @@ class SpeedTable:
         seconds: time of the forward and backward pass at each size.
         step_s: seconds per step that do not depend on the batch: clipping and the optimizer.
         memory_mib: peak memory at each size, in MiB; None where unknown.
-        preferred: size to use as m (the rank's largest micro-batch) even if others are faster; 0:
-            no such size.
+        preferred: size to use as m (the rank's largest micro-batch) even if other sizes are faster;
+            0: no such size.
         grain: number of samples that stay together in one micro-batch. All sizes are multiples of
             it.
         compiled: True if the model was compiled.
