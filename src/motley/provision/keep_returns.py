@@ -98,7 +98,7 @@ class HostAnswers:
         alive: hosts that can take part, in the hostfile's order.
         lost: for each host that does not answer, the reason.
         away: for each host that is marked as away, the reason or the end of the absence, in words.
-        ends: times at which the absence of hosts ends, in seconds since the epoch. Absences without
+        ends: times at which the absence of hosts ends, in seconds since 1970. Absences without
             an end are left out.
         nodes: host name that each machine reports, which a run's records use.
         sees: for each host, True if the run's folder is visible on the host.
@@ -216,7 +216,7 @@ class Figures:
     def ended(self, asked: float) -> None:
         """Record that a job has ended now.
 
-        The end was requested at the time ``asked``, in seconds since the epoch.
+        The end was requested at the time ``asked``, in seconds since 1970.
         """
         self._end_s = time.time() - asked
 

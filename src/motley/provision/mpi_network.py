@@ -1,13 +1,13 @@
 """The network of the hosts of hosts.txt, and the settings that MPI, NCCL and DeepSpeed read.
 
-The network is tried as a training does (motley.launch.world), and its subnet is written on every
-host.
+The network is tried in the same way as at the start of a training (motley.launch.world). Its subnet
+is written on every host.
 
 The module writes the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
-between two marks, and .deepspeed_env in the folder of the runs, whose other lines stay. The user's
-own parameter files override those of the environment. The user's files are changed only if the
-environment belongs to another user. The lines are then written into the user's files, between the
-same marks.
+between two marks. It also writes lines of .deepspeed_env, in the folder of the runs, and keeps the
+user's other lines of this file. The user's own parameter files override those of the environment.
+The user's files are changed only if the environment belongs to another user. The lines are then
+written into the user's files, between the same marks.
 """
 
 import contextlib

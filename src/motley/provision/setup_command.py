@@ -235,7 +235,7 @@ def ask(question: str) -> bool:
 
 
 def ask_password(prompt: str) -> str:
-    """Return a password that the user types, without echo. No file, argv or environment has it.
+    """Return a password that the user types, without echo. It is in no file, argv or environment.
 
     Raises:
         MotleyError: there is no terminal.

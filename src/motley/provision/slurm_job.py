@@ -163,7 +163,7 @@ class Job:
         ranks: number of ranks on each node.
         gpus: number of GPUs on each node.
         cores: number of cores for each rank; 0: the cluster's default.
-        time: longest time, in Slurm's notation; None: the partition's own.
+        time: longest time, in Slurm's notation; None: the partition's default.
         before_s: seconds before the end of the allocation at which Slurm signals the ranks.
         requeue: True if the job continues itself in the next allocation.
         mpi: value of srun's option ``--mpi``.
