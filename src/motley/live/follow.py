@@ -71,7 +71,7 @@ class Tail:
 
         Args:
             clock: monotonic seconds now.
-            wall: time now in seconds since the epoch, from which the age of a file is computed at
+            wall: time now in seconds since 1970, from which the age of a file is computed at
                 the first read.
         """
         # Each read opens the file, because only then an NFS client requests its size.
@@ -149,7 +149,7 @@ class RunFollower:
         problem: reason why run.json cannot be read; empty: there is no problem.
         slow_link: sentence on the slowest link; empty if all links are about equally fast.
         looks: number of times that all records were read.
-        wall: seconds since the epoch at the last read.
+        wall: seconds since 1970 at the last read.
         tracks: recorded steps of each rank that writes records.
         devices: for each host, the last samples of its devices by the device's number, which is
             empty for a CPU.
@@ -184,7 +184,7 @@ class RunFollower:
         Args:
             clock: monotonic seconds now. Silence is measured by this clock, because the wall clock
                 may jump.
-            wall: seconds since the epoch.
+            wall: seconds since 1970.
         """
         self.clock, self.wall = clock, wall
         self.looks += 1

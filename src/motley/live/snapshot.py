@@ -280,7 +280,7 @@ def take_snapshot(
 
     Args:
         followed: follower of the run.
-        wall: seconds since the epoch.
+        wall: seconds since 1970.
         most: largest number of rows.
         rank: the rank whose history is included; None: no rank.
     """

@@ -44,7 +44,7 @@ class Event:
     """One line of events.jsonl.
 
     Attributes:
-        time: seconds since the epoch; None: unknown.
+        time: seconds since 1970; None: unknown.
         kind: kind of the event.
         text: the event in words.
     """
