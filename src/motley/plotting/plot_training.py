@@ -1,4 +1,4 @@
-"""Draw a training: the parts of a step's time, loss, accuracy, images/s, memory, learning rate.
+"""Draw a training: loss, accuracy, images/s, memory, learning rate, and the parts of a step's time.
 
 A loss scale is drawn if the run has used one.
 
