@@ -213,7 +213,7 @@ class Row:
     Attributes:
         step: number of the step; None: unknown. For an evaluation, the number of steps taken before
             it.
-        time: seconds since the epoch.
+        time: seconds since 1970.
         values: values by name; unknown values are left out.
     """
 
@@ -228,7 +228,7 @@ class Note:
 
     Attributes:
         step: step of the event; None: it belongs to no step.
-        time: seconds since the epoch.
+        time: seconds since 1970.
         kind: kind of the event.
         text: description of the event.
     """
@@ -313,7 +313,7 @@ def notes(new: NewRecords, now: float) -> list[Note]:
 
     Args:
         new: records since the last reading.
-        now: time that is used for events without a time, in seconds since the epoch.
+        now: time that is used for events without a time, in seconds since 1970.
     """
     result = []
     for line in new.events:

@@ -23,7 +23,7 @@ class Published:
     Attributes:
         folder: absolute path of the folder of the run's records.
         project: name by which the tracker groups runs.
-        started: start of the run, seconds since the epoch. For a resumed run, the start of the
+        started: start of the run, seconds since 1970. For a resumed run, the start of the
             launch that was published first.
         parameters: options, versions, hosts and plan of the run.
     """
