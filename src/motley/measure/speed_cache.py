@@ -125,7 +125,8 @@ def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> Spe
 def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: SpeedTable) -> None:
     """Store this rank's speed, measured while all ranks of ``group`` ran, for the next run.
 
-    The time to read samples is not saved, because the disk's cache may have the samples by then.
+    The time to read samples is not saved, because the disk's cache may have the samples in the next
+    run.
     """
     place = _place(group, config, traits.optimizer_shards(group.size))
     write_speed(*place, speed.computing())
