@@ -404,7 +404,10 @@ class Links:
         )
 
     def latency_s(self, machine: int) -> float:
-        """Return the seconds of a small message to the nearest host that answers, or infinity."""
+        """Return the seconds of the fastest small message to or from a host.
+
+        The result is infinity if no message was measured.
+        """
         return self._nearest_s.get(machine, float("inf"))
 
     def remark(self, machine: int) -> str:
