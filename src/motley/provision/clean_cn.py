@@ -16,9 +16,9 @@ A process has one of these states:
   unknown    its mpirun was on a host that was not asked, or it was started
              by hand
 
-Each is ended by its pid and the time it started: SIGTERM, after 3 s SIGKILL.
-Processes of others, and yours that are not of this repository, are never
-touched.
+A process is identified by its pid and the time it started. SIGTERM ends it,
+or SIGKILL 3 s later. Processes of other users, and your own
+processes that are not of this repository, are never touched.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)

@@ -4,10 +4,10 @@ The network is tried in the same way as at the start of a training (motley.launc
 is written on every host.
 
 The module writes the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
-between two marks. It also writes lines of .deepspeed_env, in the folder of the runs, and keeps the
-user's other lines of this file. The user's own parameter files override those of the environment.
-The user's files are changed only if the environment belongs to another user. The lines are then
-written into the user's files, between the same marks.
+between two marks. The module also writes lines of .deepspeed_env, in the folder of the runs, and
+keeps the user's other lines of this file. The user's own parameter files override those of the
+environment. The user's files are changed only if the environment belongs to another user. The lines
+are then written into the user's files, between the same marks.
 """
 
 import contextlib

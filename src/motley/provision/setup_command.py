@@ -235,7 +235,9 @@ def ask(question: str) -> bool:
 
 
 def ask_password(prompt: str) -> str:
-    """Return a password that the user types, without echo. It is in no file, argv or environment.
+    """Return a password that the user types, without echo.
+
+    The password is written to no file, argv or environment.
 
     Raises:
         MotleyError: there is no terminal.
