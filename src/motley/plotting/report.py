@@ -4,8 +4,8 @@
     python plots/report.py baselines/strategies logs/ --out report
     python plots/report.py baselines/
 
-Opens from disk, needs no network; its tables can be sorted. Exit code: 0, or 2 if there is nothing
-to show.
+The page opens from disk, without a network. Its tables can be sorted. Exit code: 0, or 2 if there
+is nothing to show.
 """
 
 import base64
