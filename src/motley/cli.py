@@ -28,8 +28,8 @@ class Command:
     Attributes:
         module: name of the module whose ``main()`` reads ``sys.argv`` and returns an exit code or
             None; empty for ``motley run``.
-        says: one line for ``-h``.
-        doors: paths of scripts in a clone that do the same.
+        says: one-line description of the command in ``-h``.
+        doors: paths of the scripts in a clone that run the same module.
         is_launched: True if each rank runs the command.
         visits_hosts: True if motley.provision.setup_command runs the module's ``main(words)``.
         otherwise: for a command that needs a clone, the command to use without a clone.

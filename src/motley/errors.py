@@ -11,7 +11,7 @@ class MotleyError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        """Store the message. Its commands get the form that works in this installation."""
+        """Store the message, with its commands in the form that works in this installation."""
         super().__init__(typed_command(str(message)))
 
 

@@ -55,7 +55,7 @@ class FaultKind(StrEnum):
 
 
 class Phase(Enum):
-    """A phase of a rank; its words complete the sentence "rank 3 is ..."."""
+    """A phase of a rank. The words of a phase complete the sentence "rank 3 is ..."."""
 
     START = "start", "starting"
     PREPARE = "prepare", "preparing the data"
@@ -139,7 +139,7 @@ class Fault:
 
     @property
     def code(self) -> int:
-        """Exit status of the job."""
+        """Exit status of a job that this fault ends."""
         return 128 + self.signal if self.signal else self.kind.code
 
     def last_words(self) -> str:

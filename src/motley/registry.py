@@ -97,7 +97,9 @@ ASKED_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES
 
 
 def import_offline(name: str, option: str) -> ModuleType:
-    """Import a package in offline mode, so that it contacts no hub; see :func:`import_extra`.
+    """Import a package of Hugging Face in offline mode, without access to their hub.
+
+    See :func:`import_extra`.
 
     The package then raises an error for a missing file, instead of downloading it.
     """

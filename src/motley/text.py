@@ -27,7 +27,7 @@ _MOST_S = 366 * 86400
 
 
 def escape_unprintable() -> None:
-    r"""Print characters that the output's encoding lacks in the form ``\xe9`` from now on.
+    r"""Make ``print`` write an escape such as ``\xe9`` for a character that its encoding lacks.
 
     With ``PYTHONIOENCODING=ascii``, printing a path with such a character would raise an error.
     """

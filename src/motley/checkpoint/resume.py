@@ -201,7 +201,7 @@ def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
 def fit(
     weights: Weights, task: Task, net: nn.Module, keep_head: bool = True
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights that ``net`` can use, in its dtypes, and notes on unused weights.
+    """Return the weights that ``net`` can use, in the net's dtypes, and notes on the rest.
 
     Args:
         weights: the weights that were read.
@@ -265,9 +265,9 @@ def resume(
 ) -> tuple[TrainState, list[str]]:
     """Continue from the first intact checkpoint of ``folders``; all ranks call it.
 
-    Rank 0 reads the checkpoint and broadcasts it, so the folders need to exist only on its disk. A
-    checkpoint in parts is read by each rank, if the engine can load rows and all ranks see the
-    disk.
+    Rank 0 reads the checkpoint and broadcasts it, so the folders need to exist only on rank 0's
+    disk. A checkpoint in parts is read by each rank, if the engine can load rows and all ranks see
+    the disk.
 
     Args:
         engine: the engine that loads the state.
@@ -457,14 +457,17 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
 
 
 def _list_switches(options: dict[str, Any]) -> list[str]:
-    """Return the entries of ``--opt-kwargs`` whose values are not numbers, as amsgrad=True."""
+    """Return the entries of ``--opt-kwargs`` that are not numbers, such as amsgrad=True."""
     texts = options.get("opt_kwargs")
     given = map(keyword, texts if isinstance(texts, list) else ())
     return sorted(str(each) for each in given if type(each.value) not in (int, float, tuple))
 
 
 def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    """Send each rank its own tensors from rank 0; empty if the number of ranks has changed."""
+    """Send each rank its own tensors from rank 0, and return this rank's tensors.
+
+    The result is empty if the number of ranks has changed.
+    """
     if ranks != dist.get_world_size():
         return {}
     parts: list[dict[str, Tensor]] | None = None

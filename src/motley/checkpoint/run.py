@@ -191,7 +191,7 @@ class Run:
         self._lock: TextIO | None = None
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
-        self._started: float | None = None  # seconds since the epoch
+        self._started: float | None = None  # seconds since 1970
         self._groups: list[
             JsonDict
         ] = []  # groups of ranks that have trained; see motley.records.training
@@ -307,7 +307,7 @@ class Run:
         world.from_first(self._take)
 
     def divert_nccl(self) -> None:
-        """Send the output of NCCL to one file per rank, and create the run's folder for them.
+        """Send the output of NCCL to one file per rank, in the run's folder, which is created.
 
         This applies if the user requests output (NCCL_DEBUG) and has named no file, so that the
         output of all ranks would go to one terminal. All ranks call this method before they use
@@ -343,7 +343,7 @@ class Run:
     def check_leader(self, leader: int) -> None:
         """Raise MotleyError unless rank ``leader`` sees rank 0's disk; all ranks call this method.
 
-        The leader writes and reads checkpoints. Its number is that of the launch.
+        The leader writes and reads checkpoints. ``leader`` is a number in the launch.
         """
         world = self._world
         if world.machines[leader] != world.machines[0] and not self.is_shared():

@@ -426,7 +426,8 @@ class KeptState:
         plan: split of a full batch at that step.
         engine_state: parameters, optimizer state and other state of the engine, on the CPU.
         scale: state of the loss scale.
-        seen: changes of this rank's batch norm statistics since all ranks last added theirs up.
+        seen: changes of this rank's batch norm statistics since all ranks last added up their
+            changes.
         estimated: estimated buffers of the batch norms, for a checkpoint that this rank writes
             alone.
     """
@@ -506,8 +507,8 @@ def go_on(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
 
     All ranks call this function. The ranks continue from the state of the rank with the most steps.
     If all ranks have finished the same step, their states are equal, and no state is sent. In Local
-    SGD, ranks may be several steps apart, and the training of each rank counts. They continue from
-    the mean of their parameters, at rank 0's step.
+    SGD, ranks may be several steps apart, and the training of each rank counts. The ranks then
+    continue from the mean of their parameters, at rank 0's step.
 
     Args:
         engine: the engine that loads the state.

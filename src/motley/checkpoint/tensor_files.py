@@ -94,7 +94,7 @@ def write_tensors(
 
 
 def _content(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bytes | memoryview]]:
-    """Yield the name and bytes of the header, whose name is None, and then of each tensor.
+    """Yield None with the bytes of the header, and then the name and bytes of each tensor.
 
     The header's bytes begin with its length. Tensors with the widest dtypes come first, which
     aligns each tensor to the size of its elements.
@@ -172,7 +172,7 @@ def write_part(
 
 @contextlib.contextmanager
 def telling(folder: Path, rank: int) -> Iterator[None]:
-    """Write an error in the context to a file, for the rank that waits, and raise it again."""
+    """Write an error of the context to a file for the waiting rank, and re-raise the error."""
     try:
         yield
     except BaseException as error:

@@ -109,7 +109,8 @@ _LEAST_BYTES, _LEAST_FILES = 4 * 2**20, 16  # free bytes and files that MPI need
 def cache_folder() -> Path:
     """Return a folder of this machine that no other user can write to.
 
-    Each start of this user gets the same folder, if the user can own a folder there.
+    Each start of this user gets the same folder, if the user can own a folder in the temporary
+    folder.
 
     Raises:
         MotleyError: there is no temporary folder that can be written to.
@@ -132,7 +133,7 @@ def is_lasting(folder: Path) -> bool:
 
 
 def cache_note() -> str:
-    """Return a sentence on why caches are not in the usual folder; empty: they are there."""
+    """Return a sentence on why caches are not in the usual folder; empty if they are."""
     usual, taken = next(_candidates(Path(_temporary()))), cache_folder()
     if usual == taken:
         return ""
@@ -193,7 +194,7 @@ def _places() -> list[Path]:
 
 
 def _why_unfit(place: Path) -> bool:
-    """Return True if a folder is missing, or if compiled code cannot be loaded from there."""
+    """Return True if a folder is missing, or if the system loads no compiled code from it."""
     try:
         return bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
     except OSError:

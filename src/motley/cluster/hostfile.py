@@ -193,7 +193,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodes(names: str) -> list[str]:
-    """Return the nodes of a list in Slurm's notation, as ``n[1-3,07],gpu-a[1-2]-b[1-2]``, in order.
+    """Return the nodes of a list in Slurm's notation, such as ``n[1-3,07],gpu-a[1-2]``, in order.
 
     Raises:
         MotleyError: the text is no such list, or a name in it is no host name.
@@ -228,7 +228,7 @@ def _numbers(ranges: str, names: str) -> Iterator[str]:
 
 
 def allocated_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the nodes of the Slurm allocation as Slurm granted them; empty outside of one."""
+    """Return the nodes that Slurm has allocated to this job; empty outside of an allocation."""
     names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     return expand_nodes(names) if environ.get("SLURM_JOB_ID") else []
 
@@ -266,7 +266,7 @@ def srun_words(mpi: str = "none") -> list[str]:
 
 
 def on_node(node: str) -> list[str]:
-    """Return the words that start a command on a node of the allocation, beside its job."""
+    """Return the words that start a command on an allocated node, beside the running job."""
     return [
         "srun", "--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1",
         "--ntasks-per-node=1", f"--nodelist={node}",
@@ -287,7 +287,7 @@ class Partition:
     Attributes:
         name: name of the partition.
         usual: True for the default partition.
-        up: True if jobs can start there.
+        up: True if jobs can start on its nodes.
         nodes: number of nodes.
         cores: smallest number of cores of a node.
         gpus: smallest number of GPUs of a node.

@@ -190,11 +190,11 @@ def bind_process(cores: Collection[int]) -> None:
 def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
     """Bind this process to all cores of its launcher, if Open MPI's default chose others.
 
-    Open MPI binds each of up to two ranks to one core and each of more ranks to one memory node,
-    unless its configuration or the user sets another binding. Open MPI counts from the machine's
-    first core, even if the launcher may not use that core: ``taskset -c 16-31 mpirun`` starts a
-    rank on core 0. On one core a rank shares its time with its own loader processes: an H100 then
-    reached 0.65 to 0.73 of its unbound images/s.
+    If there are one or two ranks, Open MPI binds each rank to one core. If there are more ranks,
+    Open MPI binds each rank to one memory node. The configuration of Open MPI, or the user, may set
+    another binding. Open MPI counts from the machine's first core, even if the launcher may not use
+    that core: ``taskset -c 16-31 mpirun`` starts a rank on core 0. On one core a rank shares its
+    time with its own loader processes: an H100 then reached 0.65 to 0.73 of its unbound images/s.
 
     A binding that the user requested stays if the request is visible on this host: a variable, or
     an option of the launcher on this host. The cores of the launcher are those of its container or
@@ -217,7 +217,7 @@ def cores_per_rank(ranks: int) -> int:
     """Return how many cores each of ``ranks`` ranks of this machine has for itself, at least 1.
 
     Ranks share the cores of their launcher. If the launcher has bound this process to a few cores,
-    the result is at most the number of these.
+    the result is at most the number of these cores.
     """
     own, launcher, nodes = os.sched_getaffinity(0), _find_launcher(), memory_nodes()
     shared = len(own)

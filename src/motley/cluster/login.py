@@ -1,4 +1,4 @@
-"""A login on a host by ssh, and an sh script that runs under any login shell there.
+"""A login on a host by ssh, and an sh script that runs under any login shell of the host.
 
 A login is the address, user, port and host key with which ssh connects to the host.
 """

@@ -1,7 +1,7 @@
 """The networks that hosts share, and a trial of each network.
 
-A network is described by the interface of each host through which the others reach it. The trial
-opens connections and measures the rate of the slowest one.
+A network is described by the interface of each host through which the other hosts reach that host.
+The trial opens connections and measures the rate of the slowest connection.
 
 In the trial each host opens a port on each network, and sends to the next host in a ring. A
 connection must start with the receiver's token, or is dropped. Neither MPI nor any package is
@@ -37,7 +37,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Network:
-    """The interface of one machine on a shared subnet, and its address there."""
+    """The interface of one machine on a shared subnet, and the interface's address."""
 
     interface: str
     address: str
@@ -60,15 +60,15 @@ def list_networks(
     """Return the subnets on which every machine has its own address, the most probable first.
 
     A subnet is described by each machine's interface. The names of the interfaces may differ (eno1,
-    enp4s0f1). If two machines have the same address (docker0's 172.17.0.1), neither can be reached
-    by it, and the subnet is never chosen. One machine alone uses loopback. Interfaces whose names
-    are typical of containers are used only if no other subnet exists.
+    enp4s0f1). If two machines have the same address (docker0's 172.17.0.1), neither machine can be
+    reached by this address, and the subnet is never chosen. One machine alone uses loopback.
+    Interfaces whose names are typical of containers are used only if no other subnet exists.
 
     Args:
         machines: interfaces of each machine.
         names: host name of each machine, for errors.
-        environs: environment variables of each machine. If the user has set an interface there for
-            gloo or NCCL, no other interface is used.
+        environs: environment variables of each machine. If the user has set a machine's interface
+            for gloo or NCCL, no other interface of that machine is used.
 
     Raises:
         MotleyError: the machines share no subnet, or a machine lacks the interface that the user

@@ -41,7 +41,7 @@ class TrainingProcess:
         ticks: start time of the process, in clock ticks since boot. pids are used again, so pid and
             ticks together identify a process.
         age_s: seconds since the process started.
-        description: text for the user, as "rank 3: torch_dist/train_vit.py --run a".
+        description: text for the user, such as "rank 3: torch_dist/train_vit.py --run a".
         kind: ``rank``, ``daemon`` or ``mpirun``.
         workers: pid and ticks of each data-loader process of a rank.
         gpu_mib: GPU memory of the process and its workers, MiB; None if no driver reports it.
@@ -90,7 +90,7 @@ def state(process: TrainingProcess, mpiruns: Iterable[tuple[str, Sequence[int]]]
 
     Args:
         process: the process.
-        mpiruns: name of each surveyed machine, with the pids of this user's mpirun processes there.
+        mpiruns: name of each surveyed machine, with the pids of this user's mpirun processes on it.
     """
     if process.kind == "mpirun":
         return "running"
@@ -180,7 +180,7 @@ def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
 def _is_own_launcher(
     pid: int, each: Mapping[str, Any], ranks: set[int], own: Mapping[int, Mapping[str, Any]]
 ) -> bool:
-    """Return True for a launcher of this environment, or one that started one of the ranks."""
+    """Return True for a launcher of this environment, or a launcher of one of the ranks."""
     return Path(each["exe"] or "/").is_relative_to(sys.prefix) or any(
         pid in _ancestors(rank, own) for rank in ranks
     )

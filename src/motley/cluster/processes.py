@@ -1,8 +1,8 @@
 """Processes of this machine.
 
 The module starts programs and waits for them, each with a time limit. The module also sets handlers
-of signals that end this process, and sends signals to others. A process is identified by its pid
-and start time, because pids are used again.
+of signals that end this process, and sends signals to other processes. A process is identified by
+its pid and start time, because pids are used again.
 """
 
 import contextlib

@@ -49,7 +49,7 @@ class Remote:
 
     Attributes:
         host: name of the host.
-        here: True if it is this machine.
+        here: True if the host is this machine.
         key: verified host key of the host; None without ssh.
     """
 
@@ -87,8 +87,8 @@ class Remote:
             script: the script. Without a payload, its stdin is empty. All processes that the script
                 starts then end when the script or the connection ends.
             *words: arguments of the script, ``$1 $2 ...``.
-            payload: stdin of the script, or a file with it. Secrets belong here, because arguments
-                appear in lists of processes.
+            payload: stdin of the script, or a file with the content of stdin. Secrets belong here,
+                because arguments appear in lists of processes.
             limit: largest duration in seconds.
             on_line: called with each line of stdout as it arrives.
 
@@ -158,8 +158,8 @@ def connect(
     Args:
         host: name of the host.
         password: password with which to log in; no key is tried.
-        key: private key with which to log in; no other is tried. Without password and key, all keys
-            are tried that ssh would try. On a node of the allocation, Slurm is used.
+        key: private key with which to log in; no other key is tried. Without password and key, all
+            keys are tried that ssh would try. On a node of the allocation, Slurm is used.
         known: the host key to accept if no known_hosts file has one.
 
     Raises:

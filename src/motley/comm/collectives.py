@@ -1,4 +1,4 @@
-"""Collectives of numbers and values over the process group, and a way out of them.
+"""Collectives of numbers and values over the process group, and a way to leave them.
 
 A rank has to leave a collective if another rank is gone.
 

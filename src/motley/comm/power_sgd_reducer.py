@@ -69,9 +69,9 @@ class _Lane:
 
     torch's hook would send gradients that are not compressed, such as biases, before the first
     matrix. Over gloo, another process group sends them in parallel with the matrices. The reason is
-    that a gloo group has two threads, and the hook lets one thread wait for the other. On links
-    with a high latency this saves a third of the time. Gloo's threads would start the second matrix
-    in a different order on each rank, so a thread of this queue waits for each bucket.
+    that a gloo group has two threads, and the hook lets one thread wait for the other thread. On
+    links with a high latency this saves a third of the time. Gloo's threads would start the second
+    matrix in a different order on each rank, so a thread of this queue waits for each bucket.
 
     Attributes:
         power: state of torch's hook for these buckets.

@@ -283,10 +283,10 @@ class SlowRankReducer(Reducer):
 
     In a ring all-reduce of n ranks, each link carries 2 (n - 1) / n of the bucket in each
     direction. With this reducer, the slow link carries the bucket once in each direction. The slow
-    rank sends the bucket in pieces to one other rank. This rank adds the pieces to its own, and
-    sums them with the remaining ranks. Sums come back while later pieces are still being sent. All
-    ranks get equal bits. The sums use gloo and copies on the CPU, which are much faster than such a
-    link.
+    rank sends the bucket in pieces to one other rank. The other rank adds the pieces to its own
+    pieces, and sums them with the remaining ranks. Sums come back while later pieces are still
+    being sent. All ranks get equal bits. The sums use gloo and copies on the CPU, which are much
+    faster than such a link.
 
     Args:
         slow: number of the rank behind the slow link.

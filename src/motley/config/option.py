@@ -330,7 +330,10 @@ def fraction(text: str) -> float:
 
 
 def noise_part(text: str) -> float:
-    """Read a number from 0.01 to 1; a smaller one would have to be drawn very often."""
+    """Read a number from 0.01 to 1.
+
+    With a smaller limit, noise would have to be drawn very often.
+    """
     return _number(text, float, 0.01, 1.0, "a number from 0.01 to 1")
 
 

@@ -61,7 +61,7 @@ class OneVoice(argparse.ArgumentParser):
             super().print_help()
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with status 2. Suggest the nearest option for unknown ones."""
+        """Print the error and exit with status 2. Suggest the nearest option for an unknown one."""
         if message.startswith("unrecognized arguments: "):
             typed = [word.partition("=")[0] for word in message.split()[2:]]
             options = [word for word in typed if re.match(r"--?[a-zA-Z]", word)]

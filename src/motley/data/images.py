@@ -54,7 +54,8 @@ def image_endings() -> tuple[str, ...]:
 def composed(name: str) -> str:
     """Return a name in Unicode's composed form (NFC).
 
-    File systems differ in the form of names. Without it, hosts could sort files differently.
+    File systems differ in the form of names. Without this conversion, hosts could sort files
+    differently.
     """
     return unicodedata.normalize("NFC", name)
 

@@ -70,7 +70,7 @@ class Batches:
         return self._slots.take(next(self._batches))
 
     def read_ahead(self) -> None:
-        """Read the next micro-batch now. Call it while the device has enough work."""
+        """Read the next micro-batch now. Call it while the device still computes queued work."""
 
     def close(self) -> None:
         """End the pass. No thread reads or copies any more when this method returns."""
@@ -121,7 +121,7 @@ class PrefetchedBatches(Batches):
     """Micro-batches that a thread takes from loader processes and copies to the device.
 
     The thread starts to take the next micro-batch when the training thread calls
-    :meth:`read_ahead`, because the device then has enough work. At an earlier time, the thread's
+    :meth:`read_ahead`, because the device then has queued work. At an earlier time, the thread's
     Python code would delay the first kernels of a step, and the GPU would be idle. The thread ends
     with the pass, with :meth:`close`, or when the last reference to this object is gone.
 
@@ -129,7 +129,7 @@ class PrefetchedBatches(Batches):
         batches: iterator of the micro-batches.
         slots: shared memory of the loader processes.
         stream: stream for the copies to a GPU; None for a CPU.
-        workers: number of loader processes, for the message when one dies.
+        workers: number of loader processes, for the message when a process dies.
     """
 
     def __init__(
@@ -482,13 +482,13 @@ class Steps:
         self._begun: Batches | None = None
 
     def begin(self, batches: Batches) -> None:
-        """Use the rest of a pass that is running already, in the first iteration."""
+        """Use a pass that is already running for the first iteration."""
         self._begun = batches
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
         """Yield the plan of each global batch, with an iterator over its micro-batches.
 
-        The iterator yields pairs of a micro-batch and True if it is the last one.
+        The iterator yields pairs: a micro-batch, and True for the last micro-batch.
         """
         begun, self._begun = self._begun, None
         batches = begun or self._read(self.list_keys(0))
@@ -508,9 +508,9 @@ def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]
 def samples_on(samples: Samples, config: Config, device: torch.device) -> Samples:
     """Return the object that reads samples for a rank with this device.
 
-    If a core is free for loader processes, they do all the work. If not, the GPU does a part of it,
-    which takes 1 % of the GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single core that
-    is shared with the training thread would take much longer.
+    If a core is free for loader processes, they do all the work. Otherwise the GPU does a part of
+    the work, which takes 1 % of the GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single
+    core that is shared with the training thread would take much longer.
     """
     return samples if config.workers or spare_cores() >= 1 else samples.on(device)
 

@@ -2,7 +2,7 @@
 
 Loader processes pass batches to their rank through slots in shared memory, which are created once
 for the whole run. The module limits the number of processes by the free memory of the host, and
-raises it during a run if needed.
+raises the number during a run if needed.
 
 New shared memory for each batch would cost more than a copy of the batch. The system would have to
 zero the pages, map them twice and free them. The rank would do this while holding the GIL, so that
@@ -316,7 +316,7 @@ class Growth:
 
 
 class LoaderGrowth:
-    """The decision of one rank, from its finished steps, when to add loader processes.
+    """An object that decides from a rank's finished steps when to add loader processes.
 
     The first addition is one process. Each later addition doubles the number of processes. Growth
     ends if an addition has not shortened the wait for samples.

@@ -293,7 +293,7 @@ def has_changed(about: About) -> bool:
 def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
     """Return width and height, reduced so that the longer side is at most ``longest``.
 
-    Both keep their ratio, and are at least 1.
+    The ratio of width and height stays the same, up to rounding. Each is at least 1.
     """
     most = max(size)
     if longest is None or most <= longest:
@@ -387,7 +387,7 @@ def pack(
 
 
 def _take(file: IO[bytes], part: Path) -> None:
-    """Lock a file, and truncate it if a killed process has left a part of it.
+    """Lock a file. Truncate the file if a killed process has left it incomplete.
 
     Raises:
         MotleyError: another process has locked the file.

@@ -214,7 +214,10 @@ class Samples(Protocol):
         """Return a batch of one or more samples."""
 
     def weights(self, batch: Tensors) -> Tensor | None:
-        """Return the weight of each sample in the mean loss, [n]; None: ``weight`` each."""
+        """Return the weight of each sample in the mean loss, [n].
+
+        None: each sample has the weight :attr:`weight`.
+        """
 
     def balanced_classes(self) -> Sequence[int] | None:
         """Return the class of each training sample for a balanced order; None: do not balance."""
@@ -270,7 +273,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the key of a sample.
+    """The answer of a loader process to a :class:`Key`, the request for one sample.
 
     Attributes:
         content: tensors of the sample by name; None: a held-out sample could not be read.

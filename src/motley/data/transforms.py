@@ -1,7 +1,7 @@
 """Changes to images before and after they are put into a batch.
 
 Transforms of torchvision and timm change single images. Mixup and CutMix combine neighbours in the
-global order. Images that lie on the GPU are shifted and mirrored there.
+global order. Images that lie on the GPU are shifted and mirrored by the GPU.
 
 All transforms draw from generators that are seeded for the sample. The loader seeds torch's
 generator. This module seeds the generators of Python and NumPy, which timm's transforms use.
@@ -97,7 +97,7 @@ class Look:
         """Return the transform from an image to uint8 [C, H, W], for training.
 
         The result has ``size`` pixels per side, or fewer if all images have fewer. In that case
-        :meth:`enlarged` enlarges it later.
+        :meth:`enlarged` enlarges the images later.
         """
         steps = [self._framing(images)]
         if self.auto:
@@ -428,8 +428,8 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, 
         grain: number of samples per interleaved group; see motley.data.source.
 
     Returns:
-        ``images``, ``labels``, ``partners``, the label of each other image, and ``own``, the weight
-            of ``labels``, fp32 [n].
+        ``images`` and ``labels``. Further tensors: ``partners``, the label of each image's partner,
+        and ``own``, the weight of ``labels``, fp32 [n].
     """
     partners, own = labels.clone(), torch.ones(len(labels))
     for one, other in pairs(len(labels), grain):

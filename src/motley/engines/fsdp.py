@@ -188,7 +188,7 @@ def share_tensor(value: Tensor, own: Tensor | None) -> Tensor:
 
 
 def reshard(net: nn.Module) -> None:
-    """Free gathered parameters that a forward pass without a backward pass has left."""
+    """Free parameters that stay gathered because no backward pass followed a forward pass."""
     for part in net.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

@@ -130,7 +130,7 @@ class EarlySum:
             hook.remove()
 
     def forget(self) -> None:
-        """Discard a sum that has begun. The gradients stay this rank's own."""
+        """Discard a sum that has begun. This rank keeps its own gradients."""
         self._sent: list[_Sent] = []
         self._missing = list(map(len, self._groups))  # gradients that each bucket waits for
         self._is_open = self.is_late = False
@@ -138,7 +138,7 @@ class EarlySum:
 
     @property
     def has_begun(self) -> bool:
-        """True from :meth:`open` to :meth:`take` or :meth:`forget`."""
+        """True after :meth:`open`, until :meth:`take` or :meth:`forget` is called."""
         return self._is_open or bool(self._sent)
 
     def open(self) -> None:
@@ -204,7 +204,7 @@ class EarlySum:
 
 
 def drop_absent(parameters: Sequence[Tensor], absent: Sequence[int], wire: torch.device) -> None:
-    """Set the gradients of parameters that have none on any rank to None. All ranks call it.
+    """Set each parameter's gradient to None if no rank has computed it. All ranks call it.
 
     Momentum and weight decay then do not change these parameters, just as on one host.
 

@@ -1,9 +1,9 @@
 """Local SGD: each rank takes its own optimizer steps, and parameters are averaged at intervals.
 
 In an averaging round, each rank sends its progress since the last round, weighted by the samples
-that it has used. The sum travels while the next steps are computed. In the next averaging round, it
-replaces a rank's own progress. With z the parameters on which all ranks agree, d_i the progress of
-rank i and n_i its samples,
+that it has used. The sum travels while the next steps are computed. In the next averaging round,
+the sum replaces the rank's own progress. With z the parameters on which all ranks agree, d_i the
+progress of rank i and n_i its samples,
 
     x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one averaging round later,
 
@@ -68,7 +68,7 @@ class LocalEngine(StepEngine):
         _copy_into(self._parameters, vector)
 
     def _begin(self) -> None:
-        """Start a round, in which all ranks have the same parameters."""
+        """Start a round. All ranks have the same parameters at this moment."""
         self._take(self._agreed)
         self._start = self._agreed.clone()  # this rank's parameters at the last averaging round
         self._sum: Tensor | None = None  # all-reduce of the progress until then, still running

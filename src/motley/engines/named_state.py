@@ -108,7 +108,7 @@ def select_part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
 
     Args:
         tensors: tensors by name.
-        part: name of the part, as ``model`` for ``model.<name>``. The name may contain dots.
+        part: name of the part, such as ``model`` for ``model.<name>``. The name may contain dots.
     """
     prefix = f"{part}."
     return {
@@ -237,7 +237,7 @@ class OptimizerMemory:
         ]
 
     def slots(self) -> dict[str, dict[str, Any]]:
-        """Return the slots of each parameter in the optimizer, without a copy.
+        """Return the optimizer's state of each parameter, by slot (such as ``exp_avg``), uncopied.
 
         The slots are empty before the first step. Do not call this method while an engine has
         replaced the optimizer's parameters by other tensors.
@@ -329,7 +329,7 @@ class OptimizerMemory:
         ]
 
     def _convert_slots(self, name: str, state: State) -> dict[str, Any]:
-        """Return the saved slots of one parameter in the format of this optimizer."""
+        """Return the saved optimizer state of one parameter in the format of this optimizer."""
         plain: JsonDict = state.plain.get("slots", {}).get(name, {})
         result: dict[str, Any] = {
             slot: value
@@ -340,7 +340,10 @@ class OptimizerMemory:
 
 
 def select_slots(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of one parameter by slot; tensors of a list are ``<slot>.<index>``."""
+    """Return the optimizer state of one parameter by slot, such as ``exp_avg``.
+
+    Tensors of a list have the names ``<slot>.<index>``.
+    """
     return select_part(tensors, f"optimizer.{name}")
 
 

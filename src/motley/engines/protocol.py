@@ -31,10 +31,9 @@ class StepResult:
     """The outcome of a step, known to all ranks.
 
     Attributes:
-        loss_sum: summed loss of the global batch; None if only this rank's part is known. Local SGD
-            knows it at averaging rounds only, and None is returned in other steps. The value is
-            then the mean loss of the samples since the last round, times the number of samples in
-            the global batch.
+        loss_sum: summed loss of the global batch; None if only this rank's part is known, as in
+            Local SGD between averaging rounds. In an averaging round, the value is the mean loss of
+            the samples since the last round, times the number of samples in the global batch.
         grad_norm: norm of the unscaled gradient before clipping; None after an overflow.
         overflow: True if the gradient was not finite, so that no rank stepped. In Local SGD, True
             if this rank did not step.
@@ -223,8 +222,8 @@ class Engine(Protocol):
         Args:
             scope: GLOBAL: the same state on all ranks. REPLICATED: the state of another rank. ROWS:
                 this rank's rows. RANK: this rank's saved state, or an empty state if the number of
-                ranks has changed. STATISTICS: after GLOBAL, each surviving rank's statistics, which
-                are added up.
+                ranks has changed. STATISTICS: each surviving rank's statistics, which are added up.
+                GLOBAL must be loaded first.
             state: the saved state.
 
         Returns:

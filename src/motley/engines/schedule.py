@@ -129,9 +129,10 @@ class Schedule:
             group["lr"] = factor * rate * group.get("lr_scale", 1.0)
 
     def _add_noise(self, bounds: tuple[float, ...], epoch: int) -> None:
-        """Change the rates of an epoch by a part that depends on ``--seed`` and the epoch alone.
+        """Change the rates of an epoch by a random fraction, given by ``--seed`` and the epoch.
 
-        The part is normally distributed. Like timm, draw it again until it is small enough.
+        The fraction has a normal distribution. Like timm, this method draws again if the fraction
+        is not below ``--lr-noise-pct``.
         """
         begin, end = (part * self._config.epochs for part in (*bounds, math.inf)[:2])
         if begin <= epoch < end:

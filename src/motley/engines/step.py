@@ -228,7 +228,10 @@ class StepEngine(EngineBase):
         raise NotImplementedError
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
-        """See :class:`Engine`. If memory runs out, the error is stored, to agree on it later."""
+        """See :class:`Engine`.
+
+        If memory runs out, the error is stored until all ranks agree to skip the step.
+        """
         losses = None
         self._nominal_weight = n_global * self._model.task.weight
         self._weight += batch.weight
@@ -375,7 +378,7 @@ class SynchronousEngine(StepEngine):
         self.optimizer.zero_grad()
 
     def _after_step(self, stepped: bool, broken_off: bool, factor: float) -> None:
-        """Update the state of the wire after a step.
+        """Update the state that the reducer keeps between steps.
 
         Args:
             stepped: True if the step was taken.

@@ -1,7 +1,7 @@
 """DeepSpeed's JSON configuration: read, checked, and completed from the plan.
 
 DeepSpeed ignores a key that it does not know, so a misspelt key (``micro_batch_per_gpu``) silently
-leads to the default. Here it is an error that names the nearest valid key.
+leads to the default. This module raises an error that names the nearest valid key.
 """
 
 import json
@@ -171,7 +171,7 @@ def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") ->
 
 
 def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
-    """Fill in ``--offload``.
+    """Fill in the state that ``--offload`` moves to the CPU.
 
     Raises:
         MotleyError: this stage or device cannot move the requested state to the CPU.
@@ -213,7 +213,7 @@ def read_stage(path: Path) -> int:
 
 
 def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
-    """Return the names of the state that ``--offload`` or the file keeps in the host's memory."""
+    """Return the parts of the state that ``--offload`` or the file keeps in host memory."""
     path = config_path(options)
     stage, zero = read_stage(path), _read(path).get("zero_optimization", {})
     result = {

@@ -313,7 +313,9 @@ class ZeroEngine(StepEngine):
         return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._nominal_weight)
 
     def _step_stage_0(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool, float]:
-        """Take a step of stage 0: agree on overflow, unscale, clip and step, the same on all ranks.
+        """Take a step at stage 0: agree on overflow, unscale, clip and step.
+
+        All ranks compute the same update.
 
         Args:
             told: numbers of this rank that all ranks exchange.
@@ -432,7 +434,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
-    """Return True if the backward pass continues before each block.
+    """Return True if the backward pass continues into the layers before each block.
 
     If the backward pass ends in a block, DeepSpeed releases the block's parameters too early. This
     happens if the layers before the block are not trained.

@@ -43,7 +43,7 @@ GONE_S = 60.0  # NFS shows another machine's change of a time up to 30 s late
 class Leases:
     """A context manager that takes leases for this process, and renews them until it exits.
 
-    A lease is a file that gives one rank the right to compute one shard, for example.
+    A lease is a file that gives one rank an exclusive right, such as to compute one shard.
 
     Args:
         folder: an existing folder that all ranks share.

@@ -3,11 +3,11 @@
 entry_cn.sh runs ``python -m motley.launch SCRIPT.py [ARGS...]``, and the command ``motley`` runs
 ``python -m motley.launch -m MODULE [ARGS...]``.
 
-mpi4py's runner runs the script, and ends all ranks when one raises. Python collects garbage
-whenever the number of objects has grown by a quarter. Importing torch and timm makes hundreds of
-thousands of objects, none of them garbage, and collecting took a fifth of a short run. Collection
-is therefore off until ``motley.launch.world.run``, which excludes these objects from it. They are
-not freed at the end.
+mpi4py's runner runs the script, and ends all ranks when a rank raises an error. Python collects
+garbage whenever the number of objects has grown by a quarter. Importing torch and timm makes
+hundreds of thousands of objects, none of them garbage, and collecting took a fifth of a short run.
+Collection is therefore off until ``motley.launch.world.run``, which excludes these objects from it.
+These objects are not freed at the end.
 
 A rank leaves Open MPI's default binding before it imports anything that starts threads. OpenMP's
 pool then has as many threads as there are cores, and threads stay on the cores where they started.

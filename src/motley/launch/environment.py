@@ -1,4 +1,4 @@
-"""The environment of a rank, set up alike by the command ``motley`` and by entry_cn.sh.
+"""The environment of a rank. The command ``motley`` and entry_cn.sh set it up in the same way.
 
 Settings are NAME=VALUE lines of a file named .deepspeed_env, which DeepSpeed reads too. One such
 file may be in the clone (without a clone: in the current folder), and another one in the user's

@@ -85,7 +85,7 @@ def allow_files(ranks: int, first: bool) -> None:
 
     Args:
         ranks: number of ranks of the job.
-        first: True on rank 0, to which each of the others has a connection.
+        first: True on rank 0, to which every other rank has a connection.
 
     Raises:
         MotleyError: the system's limit is too low for rank 0.
@@ -107,7 +107,7 @@ def allow_files(ranks: int, first: bool) -> None:
 
 
 def keep_caches_local(environ: Any) -> None:
-    """Set the variables of caches to folders in :func:`cache_folder`.
+    """Set the variables that locate caches to folders below :func:`cache_folder`.
 
     Call this before torch is imported, since torch then sets inductor's folder.
 
@@ -135,9 +135,9 @@ def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
 def stop_usage(message: str) -> NoReturn:
     """Print a usage error that all ranks have, on rank 0, and exit with status 2.
 
-    All ranks read one command line, so rank 0 prints the error of all. The other ranks wait for a
-    short time, in which the launcher ends them. A rank that the launcher has not ended prints its
-    own error, such as a file that is missing on its host.
+    All ranks read one command line, so rank 0 prints the error for all ranks. The other ranks wait
+    for a short time, in which the launcher ends them. A rank that the launcher has not ended prints
+    its own error, such as a file that is missing on its host.
     """
     rank, where = launched_rank(), ""
     if rank:

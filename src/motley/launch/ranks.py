@@ -1,12 +1,12 @@
 """The processes of one launch, joined by MPI or by TCP.
 
 No other module uses MPI. Ranks under MPI are started by ``mpirun`` (Open MPI 4.1 or 5) or
-``srun --mpi=pmix``. TCP joins ranks that torchrun starts, or srun without PMIx.
+``srun --mpi=pmix``. TCP joins ranks that torchrun, or srun without PMIx, has started.
 
 TCP ranks connect to rank 0, on the first node that the environment names, and exchange values
-through it. Both ends of a connection prove that they know a secret of this user, by the challenges
-of multiprocessing.connection. The proof is needed because ports can be guessed, and because ranks
-exchange pickled values.
+through rank 0. Both ends of a connection prove that they know a secret of this user, by the
+challenges of multiprocessing.connection. The proof is needed because ports can be guessed, and
+because ranks exchange pickled values.
 """
 
 import contextlib

@@ -11,8 +11,8 @@ another way, so ranks would not compute the same plan. Builds of one release for
 
 A file or package that only some hosts have is not compared. If it is missing where it is needed,
 its import fails at once, and the error names it. If it is left over from an older commit, no module
-imports it. Folders in which every file adds something are the exception: there a file that only
-some hosts have is refused.
+imports it. A registry is an exception: every file in such a folder is imported, and adds for
+example a dataset. If only some hosts have a file of a registry, the start fails.
 """
 
 import functools
@@ -195,7 +195,7 @@ def _find_extra(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a phrase that names hosts and their ranks, as ``b (rank 1), c (ranks 2, 3)``.
+    """Return a phrase that names hosts and their ranks, such as ``b (rank 1), c (ranks 2, 3)``.
 
     Args:
         ranks: the ranks to name.
@@ -230,7 +230,7 @@ def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _loaded(script: Path) -> Iterator[Path]:
-    """Yield the files of the user's own modules: neither Motley's nor of an installed package."""
+    """Yield the files of imported modules that belong neither to Motley nor to a package."""
     places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     own = [script.parent, ROOT or script.parent, *(Path(place).resolve() for place in places)]
     installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), PACKAGE]
@@ -262,5 +262,5 @@ def _digest(path: Path) -> str:
 
 
 def _release(found: str) -> str:
-    """Return a version without its build, as ``2.14.0`` for ``2.14.0+cu126``."""
+    """Return a version without its build, such as ``2.14.0`` for ``2.14.0+cu126``."""
     return found.partition("+")[0]

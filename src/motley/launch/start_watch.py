@@ -2,13 +2,13 @@
 
 A process beside each rank ends the rank if not all ranks start.
 
-A rank may be stopped, or its host frozen, before it has joined the others. The launcher then waits
-for this rank without end. MPI waits too, and no Python thread runs while it waits. Each rank that
-is ready to join therefore starts a process that watches the time. The watching process sees the
-other ranks of its machine in /proc, and nothing of other machines. Processes that can name a late
-rank report first. On each machine, only the process of the lowest rank reports. If all ranks are
-stopped while they import, none of them is ready to report. Each rank therefore has another process
-that watches it until it is ready.
+A rank may be stopped, or its host frozen, before it has joined the other ranks. The launcher then
+waits for this rank without end. MPI waits too, and no Python thread runs while it waits. Each rank
+that is ready to join therefore starts a process that watches the time. The watching process sees
+the other ranks of its machine in /proc, and nothing of other machines. Processes that can name a
+late rank report first. On each machine, only the process of the lowest rank reports. If all ranks
+are stopped while they import, none of them is ready to report. Each rank therefore has another
+process that watches it until it is ready.
 
     imports      the time from the start of the process, its environment included, until all ranks
                  have imported their modules and MPI has joined them
@@ -166,7 +166,7 @@ class Sibling:
         rank: number of the rank.
         pid: process id of the rank.
         stopped: True if a signal or a debugger has stopped it.
-        ready: True if the rank has started to join the others.
+        ready: True if the rank has started to join the other ranks.
     """
 
     rank: int

@@ -1,6 +1,6 @@
 """All launched ranks: their hosts, their addresses, and the variables of the process group.
 
-Every script starts through :func:`run`, and every script of a user's own through
+Every script of Motley starts through :func:`run`, and a user's own script through
 :func:`start_rank`. A thread of the lowest rank of each machine reports ranks of earlier jobs that
 still hold GPU memory of the machine. A launch does not wait for that thread.
 """
@@ -62,8 +62,8 @@ def why_not_free(port: int) -> str:
 def reserve_port(address: str) -> socket.socket:
     """Return a socket that reserves a free port: it is bound and never listens.
 
-    The kernel gives the port to no other program. torch can still listen on it, because torch sets
-    SO_REUSEADDR.
+    The kernel gives the port to no other program. torch can still listen on the port, because torch
+    sets SO_REUSEADDR.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -284,9 +284,9 @@ class World:
         return self._from_some(make, self.rank == 0)[0]
 
     def once_per_node(self, work: Callable[[], T]) -> list[T]:
-        """Call ``work`` on the first rank of each machine while the others wait.
+        """Call ``work`` on the first rank of each machine while all other ranks wait.
 
-        If it fails on any machine, every rank raises the first failure as a MotleyError.
+        If ``work`` fails on any machine, every rank raises the first failure as a MotleyError.
         """
         return self._from_some(work, self.first_here)
 
@@ -465,7 +465,7 @@ class World:
 
 
 def check_alone(size: int, environ: Mapping[str, str]) -> None:
-    """Raise MotleyError if this process is alone, and an unknown launcher started several."""
+    """Raise MotleyError if this process finds no other rank, but WORLD_SIZE is more than 1."""
     others = environ.get("WORLD_SIZE", "")
     if size == 1 and "RANK" in environ and others.isdigit() and int(others) > 1:
         raise MotleyError(

@@ -1,1 +1,1 @@
-"""Motley as a library: the user's own loop, on all machines, with the result of one."""
+"""Motley as a library: a user's own loop trains on all machines, with the result of one machine."""

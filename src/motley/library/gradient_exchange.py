@@ -89,9 +89,8 @@ def list_parameters(optimizer: Optimizer) -> list[Tensor]:
 class OptimizerSum:
     """One optimizer, and the sum of its parameters' gradients over all ranks.
 
-    Buckets of gradients are sent during the backward pass that has the same number in its step as
-    the pass that completed the gradients in the previous step. If a further pass follows in this
-    step, all ranks repeat the sum.
+    If pass number k completed the gradients in the previous step, pass number k of this step sends
+    them in buckets while it runs. If a further pass follows in this step, all ranks repeat the sum.
 
     Args:
         optimizer: the optimizer.
@@ -130,7 +129,7 @@ class OptimizerSum:
 
     @property
     def has_begun(self) -> bool:
-        """True from :meth:`open` to :meth:`take` or :meth:`forget`."""
+        """True after :meth:`open`, until :meth:`take` or :meth:`forget` is called."""
         return self._sum.has_begun
 
     def open(self) -> None:
@@ -143,11 +142,11 @@ class OptimizerSum:
         self._sum.flush()
 
     def mark_late(self) -> None:
-        """Request that all ranks repeat a sum that has begun, as this rank's gradients change."""
+        """Request that all ranks repeat the current sum, because this rank's gradients change."""
         self._sum.is_late |= self._sum.has_begun
 
     def forget(self) -> None:
-        """Discard a sum that has begun; the gradients stay this rank's own."""
+        """Discard a sum that has begun. This rank keeps its own gradients."""
         self._sum.forget()
 
     def wait(self) -> tuple[list[int], list[Tensor]]:

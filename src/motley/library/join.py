@@ -48,9 +48,9 @@ def join(
     ``bn_group``, everything is as in the script without Motley, to the last bit.
 
     Args:
-        shares: relative number of rows of each rank, as ``[5, 0, 3]`` or ``"5,0,3"``. None: the
-            environment variable MOTLEY_SHARES in this form. Without the variable, shares are equal
-            at first, and then proportional to each rank's measured speed.
+        shares: relative number of rows of each rank, such as ``[5, 0, 3]`` or ``"5,0,3"``. None:
+            the environment variable MOTLEY_SHARES in this form. Without the variable, shares are
+            equal at first, and then proportional to each rank's measured speed.
         micro_batch: largest number of rows that a rank computes at once. None: all of its rows.
         bn_group: number of rows over which each batch norm takes its statistics ("ghost batch
             norm"). Each rank computes whole groups, so that the result does not depend on the

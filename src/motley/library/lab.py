@@ -54,7 +54,8 @@ class Lab:
     Args:
         loop: this rank's part in the loop; None: the process is alone, and nothing is divided.
         state: the models, optimizers and further objects whose state a checkpoint holds.
-        folder: folder of all runs, and name of this run's folder. None: the time of the start.
+        folder: folder of all runs, and name of this run's folder. If the name is None, the folder
+            is named by the time of the start.
         allow: names of checks to skip, as for :func:`motley.join`.
 
     Attributes:
@@ -320,8 +321,8 @@ class Lab:
         Args:
             loader: the loader of a script for one machine.
             train: False for held-out data, whose rows need no :meth:`backward`. Ranks may get
-                different numbers of batches. In ``torch.no_grad()``, every pass counts as one over
-                held-out data.
+                different numbers of batches. In ``torch.no_grad()``, every pass counts as a pass
+                over held-out data.
 
         Raises:
             MotleyError: the rows cannot be divided among ranks.
@@ -541,8 +542,8 @@ class Lab:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context manager in which this rank computes in its own precision.
 
-        If a rank computes in fp16, all ranks share one loss scale. A process that is alone
-        computes in bf16 where its device does so fast, else in fp32.
+        If a rank computes in fp16, all ranks share one loss scale. A process that is alone computes
+        in bf16 if its device is fast in bf16, else in fp32.
         """
         if self._loop is None:
             precision, _ = promised_precision(self.device)
@@ -564,8 +565,8 @@ class Lab:
 
         Rank 0 writes the checkpoint to the folder ``checkpoints`` of the run while training
         continues. The folder keeps the two newest checkpoints, whose files have hashes. If this
-        rank has further pieces of the present global batch, the call does nothing. With
-        ``strategy="fsdp"`` all ranks call it.
+        rank computes a global batch in several pieces, only the call after the last piece saves.
+        With ``strategy="fsdp"`` all ranks call it.
 
         Args:
             best: True: write it to the folder ``best`` of the run too.

@@ -27,7 +27,7 @@ Key = tuple[Any, int]  # index of a row, and the seed of its random numbers
 
 
 class SeededRows(Dataset[Any]):
-    """A user's data set whose items are read by :data:`Key`, the row's index and its seed.
+    """A user's data set whose items are read by keys. A key is a row's index and seed.
 
     The random numbers of a row depend on (seed, epoch, index) alone. They depend neither on the
     rank that reads the row nor on the number of worker processes.
@@ -145,7 +145,7 @@ class RankReader:
 
 
 class PieceReader:
-    """The reader of this rank's pieces of each global batch of an epoch.
+    """The reader of this rank's parts (pieces) of each global batch of an epoch.
 
     Args:
         loader: the user's loader.
@@ -170,7 +170,7 @@ class PieceReader:
     def read(
         self, batches: Batches, epoch: int, first_batch: int, step: int
     ) -> Iterator[tuple[Piece, Any]]:
-        """Yield the pieces of an epoch, each with its collated rows.
+        """Yield this rank's parts of all global batches of an epoch, each with its collated rows.
 
         Args:
             batches: indices of each global batch.
@@ -200,7 +200,7 @@ class PieceReader:
         yield from self._reader.read(request())
 
     def read_held_out_pieces(self, batches: Batches, step: int) -> Iterator[tuple[Piece, Any]]:
-        """Yield one piece for each global batch of held-out data, on every rank.
+        """Yield one part of each global batch of held-out data, on every rank.
 
         A rank without rows gets one row whose results do not count. A pass of :meth:`read` that is
         under way can continue afterwards.
@@ -251,7 +251,7 @@ def make_keys(indices: Sequence[Any], seed: int) -> list[Key]:
 
 
 def _number(index: Any) -> int:
-    """Return an integer for an index of any type, equal in all processes."""
+    """Return an integer for an index of any type. All processes compute the same integer."""
     if isinstance(index, int) and index >= 0:
         return index
     return int.from_bytes(hashlib.sha256(repr(index).encode()).digest()[:7], "little")
@@ -365,10 +365,10 @@ class LabLoader:
             yield rows
 
     def _read_pass(self, loop: RankLoop) -> Iterator[tuple[Piece, Any]]:
-        """Yield this rank's pieces of a pass over the training data, each with its rows.
+        """Yield this rank's rows of the training data, in pieces of at most one global batch each.
 
-        The caller starts each piece with :meth:`RankLoop.begin_piece` when it computes it. If a
-        rank is lost within a step, all pieces of the step's global batches are read again.
+        The caller calls :meth:`RankLoop.begin_piece` when it starts to compute a piece. If a rank
+        is lost within a step, all pieces of the step's global batches are read again.
         """
         gate, position = loop.gate, self._position
         first, epoch = self._start_pass(loop.order.state or RandomState()), self.passes - 1

@@ -131,7 +131,8 @@ class LoopSaver:
         loop: this rank's part in the loop; None: the process is alone.
         state: the objects of the loop whose state a checkpoint holds.
         position: the position of the loop.
-        folder: folder of all runs, and name of this run's folder. None: the time of the start.
+        folder: folder of all runs, and name of this run's folder. If the name is None, the folder
+            is named by the time of the start.
         device: device of this rank.
 
     Attributes:
@@ -203,7 +204,7 @@ class LoopSaver:
         """Save the state of the last finished step, when the loss of a rank ends the job.
 
         The thread that watches the ranks calls it on rank 0. If rank 0 is lost, a rank that shares
-        its disk calls it. The training thread is blocked in a collective meanwhile.
+        the disk of rank 0 calls it. The training thread is blocked in a collective meanwhile.
 
         Returns:
             A sentence for the user; empty if there was nothing to save.
@@ -292,7 +293,10 @@ class LoopSaver:
         return [each for loader in self.loaders for each in loader.generators]
 
     def _read(self, path: str) -> tuple[dict[str, Any] | None, dict[str, Tensor], list[str]]:
-        """Return the JSON, the tensors and the notes of a checkpoint; JSON is None without one."""
+        """Return the JSON, the tensors and the notes of a checkpoint.
+
+        The JSON is None if there is no checkpoint.
+        """
         loop = self._loop
         if loop is None:
             config = make_config(*self._folder, path)

@@ -1,4 +1,4 @@
-"""The records of a user's own loop: the files that a run of ``motley train`` has."""
+"""The records of a user's own loop, in the same files as the records of ``motley train``."""
 
 import sys
 import time
@@ -29,7 +29,7 @@ from motley.train.summary import print_verdict
 
 @dataclass
 class LoopTask(Task):
-    """A placeholder task, under whose name records list a user's own loop; it trains nothing."""
+    """A placeholder task that gives a user's own loop a name in the records."""
 
     noun = "row"
     unit = "rows"
@@ -94,7 +94,7 @@ class LoopRecords:
         return self._run
 
     def _check_new(self) -> None:
-        """Raise MotleyError if a new run would get the folder of another one."""
+        """Raise MotleyError if the folder of the new run belongs to an earlier run."""
         folder = RunFolder(Path(self.config.logs) / str(self.config.run))
         if self.config.run is not None and (folder.path / "run.json").exists():
             raise MotleyError(

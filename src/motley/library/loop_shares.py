@@ -58,12 +58,13 @@ class Piece:
     indices: tuple[object, ...]
 
     def list_rows(self, group: int) -> list[object]:
-        """Return the indices in the order of the global batch.
+        """Return the indices of the piece's rows, in their order in the global batch.
 
-        A piece interleaves the rows of its groups; see motley.data.source.slices.
+        ``indices`` has another order: the first row of each group, then the second row of each
+        group, and so on. See motley.data.source.slices.
 
         Args:
-            group: number of consecutive rows that stay together.
+            group: number of consecutive rows of the global batch that form one group.
         """
         groups = max(1, self.rows // group)
         return [self.indices[at] for j in range(groups) for at in range(j, self.rows, groups)]
@@ -94,11 +95,11 @@ class ShareSchedule:
 
     @property
     def most_rows(self) -> int | None:
-        """Largest number of rows in a piece of this rank; None: no limit."""
+        """Largest number of rows that this rank computes at once; None: no limit."""
         return self._micro_batch
 
     def limit(self, rows: int) -> None:
-        """Limit the pieces of this rank to ``rows`` rows from now on.
+        """Make this rank compute at most ``rows`` rows at once from now on.
 
         Other ranks may have other limits, since a limit does not change which rows a rank computes.
         """
@@ -137,7 +138,7 @@ class ShareSchedule:
     def get_held_out_plan(self, step: int, rows: int) -> Plan:
         """Return the split of a batch of held-out data, whose rows form no groups.
 
-        With ``equal_pieces``, each rank has exactly one piece, of at least one row.
+        With ``equal_pieces``, each rank computes its rows at once, and has at least one row.
         """
         plan = replace(self.get_plan(step, rows), grain=1)
         if not self._equal_pieces:
@@ -147,7 +148,7 @@ class ShareSchedule:
         return replace(plan, shares=tuple(counts), max_micro_batch=(rows,) * ranks)
 
     def cut_held_out(self, batches: Batches, step: int) -> Batches:
-        """Return the batches of held-out data, cut so that each rank has one piece in each batch.
+        """Return the batches of held-out data, cut so that each rank can compute its rows at once.
 
         Without ``equal_pieces``, the batches stay as they are.
 
@@ -257,7 +258,7 @@ class ShareFollower:
         return self._measure(counts) if len(self._times) == _MEASURED else None
 
     def change(self, step: int) -> None:
-        """Ignore the times of steps before ``step``, from which on the new shares are in use."""
+        """Ignore the times of steps before ``step``, the first step with the new shares."""
         self._quiet_until = step
         if self._monitor is not None:
             self._monitor.reset()

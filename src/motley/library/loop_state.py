@@ -83,7 +83,7 @@ class LoopState:
         """Load the state that :meth:`take` has returned.
 
         Raises:
-            MotleyError: the script has other objects than the one that saved the state.
+            MotleyError: the script's objects differ from those of the script that saved the state.
         """
         own = dict(self._named())
         if own.keys() != content.keys():
@@ -193,7 +193,7 @@ class LoopPosition:
         counts_epochs: True if the script takes its epochs from ``lab.epochs``. Otherwise each pass
             over the training data is an epoch.
         order: random state from which the order of the present pass was drawn.
-        generators: states at that time of the ``torch.Generator`` objects that the user made.
+        generators: states of the user's ``torch.Generator`` objects when that order was drawn.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class LoopPosition:
         return self.batch
 
     def end_pass(self) -> None:
-        """End the pass. The next one starts with its first batch."""
+        """End the pass. The next pass starts with its first batch."""
         self.in_pass, self.is_done, self.batch = False, True, 0
 
     def mark_rows(self) -> None:

@@ -40,7 +40,7 @@ class LoopStatistics:
         self._piece: Piece | None = None
 
     def add(self, model: nn.Module) -> None:
-        """Let the batch norms of a model take their statistics over groups, if it has any.
+        """Let the batch norms of a model, if there are any, take their statistics over groups.
 
         Raises:
             MotleyError: a batch norm's class has no variant with groups.
@@ -49,14 +49,14 @@ class LoopStatistics:
             self._models[model] = _Passes(GroupStatistics(model, self._group))
 
     def begin(self, piece: Piece) -> None:
-        """Add the statistics of the previous piece, and start the passes of the next piece."""
+        """Add the statistics of the previous rows, and start the passes over the next rows."""
         self._flush()
         self._piece = piece
         for each in self._models.values():
             each.statistics.begin_pass(piece.rows or 1)  # an idle rank computes one row
 
     def _flush(self) -> None:
-        """Add the statistics of all passes of the present piece so far."""
+        """Add the statistics of all passes over the present rows so far."""
         piece = self._piece
         if piece is None:
             return
@@ -68,7 +68,7 @@ class LoopStatistics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore calls of layers in the context: a backward pass may recompute layers."""
+        """Ignore calls of layers in the context, because a backward pass may recompute layers."""
         with contextlib.ExitStack() as stack:
             for each in self._models.values():
                 stack.enter_context(each.statistics.paused())

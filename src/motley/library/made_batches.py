@@ -21,7 +21,9 @@ from motley.library.sample_order import kept_random_state
 
 
 class MadeBatches(Dataset[int]):
-    """The rows of batches that a function makes. Item ``i`` is the number ``i``; see :meth:`take`.
+    """The rows of batches that a function makes.
+
+    Item ``i`` is the index ``i`` itself, and :meth:`take` returns the rows of given indices.
 
     Args:
         make: function that returns the global batch of a given number.

@@ -215,7 +215,7 @@ class ModelShards:
         return self._sums[optimizer]
 
     def find_whole(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the DTensors of parameters that the user took before or after sharding."""
+        """Return the DTensor of each parameter, which the user got before or after sharding."""
         known = {id(own): whole for own, whole in self._pairs()}
         return [known.get(id(each), self._replaced.get(each, each)) for each in parameters]
 
@@ -231,10 +231,10 @@ class ModelShards:
     # -- passes
 
     def begin_piece(self, is_empty: bool) -> None:
-        """Start the passes of a piece.
+        """Start the passes over a part of this rank's rows of a global batch.
 
         Args:
-            is_empty: True if the rank has no rows. Its gradients are then zero.
+            is_empty: True if the rank has no rows. The rank's gradients are then zero.
         """
         self._silence.close()
         self._is_empty = is_empty
@@ -246,7 +246,8 @@ class ModelShards:
         """Check that the passes have called either all blocks of a model or none.
 
         Raises:
-            MotleyError: a pass left out a block. Other ranks may wait for this rank to gather it.
+            MotleyError: a pass left out a block. Other ranks may then wait for this rank in a
+                gather.
         """
         for calls in self._models.values():
             left_out = calls.list_left_out()
@@ -316,7 +317,7 @@ class ModelShards:
         return state
 
     def reshard(self) -> None:
-        """Free gathered parameters that a forward pass without a backward pass has left."""
+        """Free parameters that stay gathered because no backward pass followed a forward pass."""
         for model in self._models:
             reshard(model)
 
@@ -343,7 +344,7 @@ def _share(value: Any, own: Any) -> Any:
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer steps each element of a tensor independently of the others.
+    """Return True if an optimizer steps each element of a tensor independently of all others.
 
     The function finds out by a trial of a second optimizer of the same class.
 

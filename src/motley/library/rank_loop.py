@@ -53,7 +53,8 @@ class RankLoop:
             stay as they are.
         wire: name of a wire mode.
         seed: seed of the random numbers of rows and of drop-out.
-        folder: folder of all runs, and name of this run's folder. None: the time of the start.
+        folder: folder of all runs, and name of this run's folder. If the name is None, the folder
+            is named by the time of the start.
         state: the objects of the loop whose state a checkpoint holds.
         strategy: ``ddp``, or ``fsdp`` to give each rank a part of every parameter.
 
@@ -220,7 +221,7 @@ class RankLoop:
             self.schedule.change(step, self._follower.split(rows))
 
     def begin_piece(self, piece: Piece) -> None:
-        """Start a piece after its rows are read."""
+        """Start to compute a piece of a global batch, after the loader has read its rows."""
         if self.piece is None or self.piece.step != piece.step:
             # Drop-out differs between ranks and steps. A repeated step has the same drop-out.
             seed_random(make_seed(self.seed, self.rank, piece.step), self.device)
@@ -366,8 +367,8 @@ class RankLoop:
         """Run a collective that all ranks call; return its result.
 
         All ranks run and count their collectives in the same order. If a rank is lost, the
-        survivors form a new group. Some survivors may have finished the interrupted collective, and
-        they send its result to the others.
+        survivors form a new group. Survivors that have finished the interrupted collective send its
+        result to all other survivors.
 
         Raises:
             GroupChangedError: another rank was lost while this rank was in the collective.
@@ -419,7 +420,7 @@ class RankLoop:
         return self.repeat_collective(lambda: all_gather_object(value, can_leave=True))
 
     def end_without(self, advice: str) -> None:
-        """End the job when a rank is lost, for a framework whose loop cannot repeat a step.
+        """Let the loss of any rank end the job, since a framework's loop cannot repeat a step.
 
         Args:
             advice: part of the last message that explains how to continue.

@@ -58,7 +58,7 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
 
 
 def check_optimizers(optimizers: Collection[Optimizer]) -> None:
-    """Raise MotleyError without an optimizer, because its step sums gradients over ranks."""
+    """Raise MotleyError if there is no optimizer: ranks sum the gradients in its step."""
     if not optimizers:
         raise MotleyError(
             "lab.prepare() was given no optimizer, and the ranks add up their gradients in "

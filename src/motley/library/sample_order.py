@@ -1,8 +1,9 @@
 """The order of samples in a user's own DataLoader, drawn on rank 0 and sent to all ranks.
 
-Any finite sampler works, since only rank 0 iterates over it. The sampler gets the random numbers
-that it would get on one machine, from the states of torch, NumPy and ``random`` when the first
-loader is read. Samplers have a random state of their own, which a model's draws do not change.
+Any finite sampler works, since only rank 0 iterates over the sampler. The sampler gets the random
+numbers that it would get on one machine, from the states of torch, NumPy and ``random`` when the
+first loader is read. Samplers have a random state of their own, which a model's draws do not
+change.
 """
 
 import contextlib

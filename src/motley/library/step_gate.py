@@ -1,8 +1,8 @@
 """The step of a user's own loop: weighted gradients, one sum over all ranks, one update.
 
 A rank computes its rows of a global batch in one or several pieces. The rank's gradient is the sum
-of the pieces' gradients, each weighted by the piece's part of the global batch. The ranks add up
-their gradients when the user's code first needs the sum. This happens after the last piece, in
+of the pieces' gradients, each weighted by the piece's fraction of the global batch. The ranks add
+up their gradients when the user's code first needs the sum. This happens after the last piece, in
 ``lab.clip_grad_norm_`` or ``optimizer.step()``.
 
 Between two pieces of a step, ``parameter.grad`` is None: the gradients are stored elsewhere until
@@ -192,7 +192,7 @@ class StepGate:
     # -- pieces
 
     def begin_piece(self, piece: Piece) -> None:
-        """Start a piece after its rows are read."""
+        """Start to compute a piece of a global batch, after the loader has read its rows."""
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self.statistics.begin(piece)
         if self._shards:
@@ -226,7 +226,7 @@ class StepGate:
         self.statistics.begin(piece)
 
     def end_piece(self) -> None:
-        """End the present piece, when the user's code asks for the next rows."""
+        """End the present piece of a global batch, when the user's code asks for the next rows."""
         piece, self.piece = self.piece, None
         if piece is None:
             return
@@ -274,7 +274,7 @@ class StepGate:
         return None if self._stepped_in == self.piece.step else self._batches + 1
 
     def _is_summed(self, piece: Piece) -> bool:
-        """Return True if the gradients of any optimizer are summed already in a piece's step."""
+        """Return True if any optimizer's gradients are summed already in the step of a piece."""
         return any(each.summed == piece.step for each in self._updates.values())
 
     def drop(self) -> None:
@@ -476,7 +476,9 @@ class StepGate:
         self.add_gated(scaler, "update")
 
     def add_gated(self, owner: Any, name: str) -> None:
-        """Let a method run only in the last piece of a global batch that is not repeated.
+        """Let a method run only once per global batch, in this rank's last piece.
+
+        The method does not run in a global batch that will be repeated.
 
         Args:
             owner: object with the method, such as a scheduler.

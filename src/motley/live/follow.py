@@ -30,8 +30,8 @@ class Appended:
         lines: complete lines, without line ends.
         anew: True if the file was truncated or replaced. The lines are then read from its
             beginning.
-        more: True if the file has further lines for the next read. Only a reader of every line sets
-            this.
+        more: True if the file has further lines for the next read. Only a reader that reads every
+            line sets this value.
     """
 
     lines: list[bytes]
@@ -46,9 +46,9 @@ class Tail:
 
     Args:
         path: path of the file.
-        samples: if too much was appended since the last read, number of lines that are read of all
-            but its end. These lines are evenly spread, and include the first line of the file.
-            None: every line is read, part by part.
+        samples: if too much was appended since the last read, only its end is read completely. This
+            number of evenly spread lines is read from the rest, the first line of the file among
+            them. None: every line is read, part by part.
     """
 
     def __init__(self, path: Path, samples: int | None = SAMPLES) -> None:
@@ -71,7 +71,7 @@ class Tail:
 
         Args:
             clock: monotonic seconds now.
-            wall: time now in seconds since the epoch, from which the age of a file is computed at
+            wall: time now in seconds since 1970, from which the age of a file is computed at
                 the first read.
         """
         # Each read opens the file, because only then an NFS client requests its size.
@@ -147,9 +147,9 @@ class RunFollower:
     Attributes:
         about: content of run.json; empty before it exists.
         problem: reason why run.json cannot be read; empty: there is no problem.
-        slow_link: sentence on the slowest link, if it is slower than the others; or empty.
+        slow_link: sentence on the slowest link; empty if all links are about equally fast.
         looks: number of times that all records were read.
-        wall: seconds since the epoch at the last read.
+        wall: seconds since 1970 at the last read.
         tracks: recorded steps of each rank that writes records.
         devices: for each host, the last samples of its devices by the device's number, which is
             empty for a CPU.
@@ -184,7 +184,7 @@ class RunFollower:
         Args:
             clock: monotonic seconds now. Silence is measured by this clock, because the wall clock
                 may jump.
-            wall: seconds since the epoch.
+            wall: seconds since 1970.
         """
         self.clock, self.wall = clock, wall
         self.looks += 1
@@ -293,7 +293,7 @@ class RunFollower:
     def _record_arrivals(self, before: JsonDict, now: JsonDict) -> None:
         """Append an event for each host that has started or stopped to train.
 
-        No record has such events.
+        The records of the run lack such events.
         """
         was, are = trained_hosts(before), trained_hosts(now)
         if not was or not are:
@@ -311,12 +311,12 @@ class RunFollower:
         return min((tail.silent_s(self.clock) for tail in self._steps.values()), default=1e9)
 
     def rank_silent_s(self, rank: int) -> float | None:
-        """Return the seconds since a rank wrote a step; None if its records are not here."""
+        """Return the seconds since a rank wrote a step; None if this host lacks its records."""
         tail = self._steps.get(rank)
         return None if tail is None else tail.silent_s(self.clock)
 
     def host_silent_s(self, host: str) -> float | None:
-        """Return the seconds since a host's GPU logger wrote; None if its log is not here."""
+        """Return the seconds since a host's GPU logger wrote; None if this host lacks the log."""
         tail = self._logs.get(host)
         return None if tail is None else tail.silent_s(self.clock)
 
@@ -403,7 +403,7 @@ def workers(about: Mapping[str, Any]) -> list[JsonDict]:
 
 
 def hosts_elsewhere(followed: RunFollower) -> list[str]:
-    """Return the names of training hosts of which neither steps nor GPU samples are here."""
+    """Return the names of training hosts whose steps and GPU samples this host lacks."""
     lead, there = followed.lead(), dict[str, bool]()
     if lead is None or len(lead.recent) < _BEGUN:
         return []  # the hosts may not have written any records yet
@@ -414,7 +414,7 @@ def hosts_elsewhere(followed: RunFollower) -> list[str]:
 
 
 def slow_link(about: Mapping[str, Any]) -> str:
-    """Return a sentence on the slowest link in run.json; empty if all links are as fast."""
+    """Return a sentence on the slowest link in run.json; empty if all are equally fast."""
     try:
         links = Links.from_json(about["links"])
     except (KeyError, TypeError, AttributeError):

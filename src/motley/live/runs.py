@@ -1,6 +1,6 @@
 """The runs under a folder: copies of remote records, and a follower of each run.
 
-Hosts with their own disk record a part of each run there. These records are copied over one
+Hosts with their own disk record a part of each run on that disk. These records are copied over one
 connection per host. Only new data is sent, every few seconds. The copies are in a temporary folder,
 which is removed when the program ends. The run's own folder is not changed.
 

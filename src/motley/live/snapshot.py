@@ -39,7 +39,7 @@ class Row:
         rate: images, tokens or other units of the task that the rank computes per second.
         parts: mean seconds of each part of the rank's last steps: input, compute, waiting for other
             ranks, communication, optimizer, host.
-        waited: fraction of each step in which the others wait for this rank.
+        waited: fraction of each step in which all other ranks wait for this rank.
         step: last step in the rank's records on this host.
         load: load of the rank's device, 0 to 1.
         memory_mib: used memory of the device, in MiB.
@@ -280,7 +280,7 @@ def take_snapshot(
 
     Args:
         followed: follower of the run.
-        wall: seconds since the epoch.
+        wall: seconds since 1970.
         most: largest number of rows.
         rank: the rank whose history is included; None: no rank.
     """
@@ -316,7 +316,7 @@ def take_snapshot(
 
 
 def get_history(followed: RunFollower, rank: int | None) -> RankHistory | None:
-    """Return the history of one rank; None for one that does not train."""
+    """Return the history of one rank; None for a rank that does not train."""
     worker = next((each for each in workers(followed.about) if each["rank"] == rank), None)
     if worker is None or rank is None:
         return None

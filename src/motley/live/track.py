@@ -1,7 +1,7 @@
-"""The recorded steps of each rank, and the cause for which a step waits. Pure.
+"""The recorded steps of each rank, and the cause of waiting in a step. Pure.
 
-The last steps are kept in full. All steps are kept as means over groups of steps. A step waits for
-a rank, the wire, or input.
+The last steps are kept in full. All steps are kept as means over groups of steps. Ranks wait for
+another rank, for communication, or for input.
 """
 
 import math
@@ -28,9 +28,9 @@ class Step:
     Attributes:
         parts: seconds of each of PARTS; None where unknown.
         others: times of the other ranks, in a group of many ranks in which only the first rank
-            writes records. The three values are the seconds until the middle one of the other ranks
-            was ready, the number of the rank that was ready last, and the seconds until this rank
-            was ready. None: not recorded.
+            writes records. The three values are the seconds until half of the other ranks were
+            ready, the number of the rank that was ready last, and the seconds until this rank was
+            ready. None: not recorded.
     """
 
     step: int
@@ -109,7 +109,7 @@ class History:
         self._steps: dict[int, _Sum] = {}
 
     def add(self, step: Step) -> None:
-        """Add a step that comes after all others."""
+        """Add the newest step."""
         self._steps.setdefault(step.step // self._width, _Sum()).add(step.loss, *step.parts)
         while len(self._steps) > _POINTS:
             self._width *= 2
@@ -220,17 +220,18 @@ class Held(StrEnum):
 
 @dataclass(frozen=True)
 class Waits:
-    """The cause for which the last steps waited most.
+    """The main cause of waiting in the last steps.
 
     Attributes:
         held: the cause.
         share: fraction of each step that was spent waiting for this cause.
         steps: number of steps that were examined.
-        by_rank: for each rank, the fraction of each step in which the others waited for it.
-        rank: rank for which the others wait. If ``held`` is Held.RANK, None stands for a rank that
-            writes no records on this host.
+        by_rank: for each rank, the fraction of each step in which all other ranks waited for that
+            rank.
+        rank: rank for which all other ranks wait. If ``held`` is Held.RANK, None stands for a rank
+            that writes no records on this host.
         own_s: seconds until that rank was ready; None: unknown.
-        others_s: mean seconds until the others were ready; None: unknown.
+        others_s: mean seconds until all other ranks were ready; None: unknown.
         usual_s: usual seconds until the last rank was ready, before this rank became slower; None:
             this rank did not become slower.
         for_input: True if the rank waited for its samples during most of ``own_s``.
@@ -255,7 +256,8 @@ class _Window:
         steps: number of steps.
         lines: records of these steps, by rank and number of the step.
         seconds: duration of all steps together.
-        by_rank: for each rank, the fraction of ``seconds`` in which the others waited for it.
+        by_rank: for each rank, the fraction of ``seconds`` in which all other ranks waited for that
+            rank.
     """
 
     steps: int
@@ -276,7 +278,7 @@ def last_steps(track: Track) -> list[Step]:
 
 
 def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int]) -> Waits:
-    """Return the cause for which the last steps waited most.
+    """Return the main cause of waiting in the last steps.
 
     Args:
         tracks: tracks of the ranks that write their steps here.
@@ -347,7 +349,7 @@ def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collectio
 
 
 def _most(found: _Window, ranks: int) -> Waits:
-    """Return the cause for which some steps waited most.
+    """Return the main cause of waiting in some steps.
 
     Args:
         found: the records of the steps.
@@ -373,7 +375,7 @@ def _most(found: _Window, ranks: int) -> Waits:
 
 
 def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int | None, float]:
-    """Return the rank that was ready last in one step, and how long the others waited for it.
+    """Return the rank that was ready last in one step, and the time for which others waited.
 
     The time is in seconds, on average over the other ranks.
 

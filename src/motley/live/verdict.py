@@ -315,7 +315,7 @@ def _in_proportion(seconds: float, planned: float, samples: float) -> float:
 
 
 def _crowd(training: Training, worker: dict[str, Any]) -> str:
-    """Return a sentence if a rank without a GPU shares too few processors with others.
+    """Return a sentence if a rank without a GPU shares too few processors with other ranks.
 
     The sentence is empty if there are enough processors.
     """

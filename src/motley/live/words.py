@@ -44,7 +44,7 @@ class Event:
     """One line of events.jsonl.
 
     Attributes:
-        time: seconds since the epoch; None: unknown.
+        time: seconds since 1970; None: unknown.
         kind: kind of the event.
         text: the event in words.
     """
@@ -142,10 +142,10 @@ class Silence:
         stalled_s: seconds since any rank wrote a step, if this is unusually long for the run; else
             None.
         hosts: for each silent host, the seconds since its GPU logger wrote.
-        ranks: for each rank that has not written steps that others have written, the seconds since
-            its last one.
-        unreported: for each rank whose heartbeats are missing, the seconds since the first rank
-            received a message from it.
+        ranks: for each rank that lacks steps that other ranks have written, the seconds since the
+            rank's last step.
+        unreported: for each rank whose heartbeats are missing, the seconds since rank 0 last
+            received a message from that rank.
     """
 
     stalled_s: float | None = None

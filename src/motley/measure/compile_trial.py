@@ -38,7 +38,7 @@ _BLOCK_S = 3.0  # a block of a model that is compiled as a whole: 40 of one took
 
 @dataclass(frozen=True)
 class Promise:
-    """The gain that a rank expects from compiling: that of its last trial, or a usual one.
+    """The gain that a rank expects from compiling: the gain of its last trial, or a usual gain.
 
     Attributes:
         gain: fraction of the rank's compute time that compiling saves.
@@ -52,7 +52,7 @@ class Promise:
 
     @classmethod
     def read(cls, path: Path) -> "Promise":
-        """Return the promise stored by an earlier run; the usual one if none can be read."""
+        """Return the promise that an earlier run has stored, or else the usual promise."""
         try:
             content = json.loads(path.read_text())
             result = cls(float(content["gain"]), float(content["cost_s"]), known=True)
@@ -205,7 +205,7 @@ def compile_where_faster(
 
 @dataclass(frozen=True)
 class _Own:
-    """The facts about compiling that a rank sends to the others.
+    """The facts about compiling that a rank sends to the other ranks.
 
     Attributes:
         file: file in which the promise is stored.

@@ -35,8 +35,9 @@ class KernelSpeed:
 def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> KernelSpeed:
     """Time square matrix products, warm and synchronised, and check their result.
 
-    A real kernel runs, for two reasons. A claim of support can be emulation. A build that lacks the
-    GPU's architecture passes ``is_available()`` and fails at its first kernel.
+    A real kernel runs, for two reasons. A device may claim to support a precision, and only emulate
+    it. A build that lacks the GPU's architecture passes ``is_available()`` and fails at its first
+    kernel.
 
     Args:
         device: the device.
@@ -206,7 +207,7 @@ def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
 
 
 def passes(model: TaskModel, size: int, count: int) -> Iterator[float]:
-    """Yield the seconds of one pass of a micro-batch after another.
+    """Run passes of a micro-batch, one after another, and yield the seconds of each.
 
     The first pass may include a warm-up. At most ``count`` passes run, and only as many as the
     caller iterates over. The gradients stay in memory.
@@ -315,7 +316,7 @@ def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
 def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:
     """Return True if a micro-batch of ``size`` should fit into memory, and is worth timing.
 
-    On a CPU the needed memory is unknown, and sizes up to twice the last one are worth timing.
+    On a CPU the needed memory is unknown, and sizes up to twice the last size are worth timing.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":

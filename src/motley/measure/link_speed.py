@@ -56,7 +56,7 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
 
 
 def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
-    """Return the measured flow from each machine to each other one, measured in pairs.
+    """Measure the flow from each machine to each other machine, in pairs, and return all flows.
 
     Args:
         world: the ranks.
@@ -116,7 +116,7 @@ class Traffic:
         self._start = time.perf_counter()
 
     def read_port(self) -> Port:
-        """Watch a little longer.
+        """Measure for a little longer.
 
         Return the interface's properties and the traffic of other programs.
         """
@@ -382,7 +382,7 @@ def compute_cost(
 
 
 def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[float, float], ...]:
-    """Return each tensor's part of the elements and of the bytes, the last layer's first.
+    """Return each tensor's fraction of all elements and of all bytes, the last layer's first.
 
     See AllReduceCost.tensors.
     """

@@ -110,10 +110,10 @@ def refine(
     """Time the micro-batches that the split would use, and split again, a few times.
 
     A GPU computes in waves of tiles. One more image can cost a whole wave (8 % on a H200), which a
-    straight line between powers of two does not show. If the all-reduce takes a part of the step, a
-    whole share in one micro-batch is timed too, because a longer last backward pass hides more of
-    the all-reduce. If each micro-batch communicates, the fewest micro-batches that memory and
-    ``most`` allow are timed. Every launched rank calls this function.
+    straight line between powers of two does not show. If the all-reduce takes a considerable part
+    of the step, a whole share in one micro-batch is timed too, because a longer last backward pass
+    hides more of the all-reduce. If each micro-batch communicates, the fewest micro-batches that
+    memory and ``most`` allow are timed. Every launched rank calls this function.
 
     Args:
         world: the ranks.
@@ -149,7 +149,7 @@ def refine(
 def _with_long(
     model: TaskModel, speed: SpeedTable, own: int, most: int | None, wire: AllReduceCost
 ) -> SpeedTable:
-    """Return the speed, to which the time of the longest useful micro-batch of the share is added.
+    """Return the speed with the time of the longest useful micro-batch of the share added.
 
     Args:
         model: the model.
@@ -351,7 +351,7 @@ def _measure(
 
     Returns:
         The measurements. For each wire mode, the ranks that should train. The chosen mode. The
-        figures of links and wire modes for the next run.
+        measured links and wire modes, to be stored for the next run.
     """
     world, group, model, config, traits = job.world, job.group, job.model, job.config, job.traits
     traffic = Traffic(world.network.interface) if world.first_here else None
@@ -389,8 +389,8 @@ def _beside(
 ) -> Planned:
     """Return the plan with forecasts of its alternatives, and with the limit of all machines.
 
-    The limit is the time of a step in which no rank waits and no data is sent. Left-out machines
-    count in it too.
+    The limit is the time of a step in which no rank waits and no data is sent. The limit includes
+    the left-out machines.
     """
     others = {
         f"--wire {other}": result.chosen for other, result in options.items() if other != mode

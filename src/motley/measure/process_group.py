@@ -103,11 +103,11 @@ def promised_precision(device: torch.device) -> tuple[str, str]:
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:
     """Return the promised precision if a real kernel is fast in it, else fp32, with the reason.
 
-    A claim of support can be emulation, slower than fp32.
+    A device may claim to support a precision, and emulate it more slowly than fp32.
 
     Args:
         precision: the promised precision.
-        why: the reason for it.
+        why: the reason for the promise.
         device: the device.
     """
     if precision == "fp32":
@@ -177,7 +177,7 @@ class ProcessGroup:
         return [world.machines[rank] for rank in self.ranks(world)]
 
     def describe_left_out(self) -> list[str]:
-        """Return one line per reason, with the ranks that are left out for it."""
+        """Return one line per reason, with the ranks that are left out for that reason."""
         ranks: dict[str, list[str]] = {}
         for entry in self.left_out:
             ranks.setdefault(entry.reason, []).append(f"rank {entry.rank} on {entry.host}")
@@ -319,7 +319,7 @@ def check_nccl(world: World) -> None:
 
 
 def nccl_version() -> str:
-    """Return the version of NCCL, as ``2.27.3``, or AMD's ``RCCL 2.22.3``; empty without a GPU."""
+    """Return the version of NCCL, such as ``2.27.3`` or ``RCCL 2.22.3``; empty without a GPU."""
     if not torch.cuda.is_available():
         return ""
     maker = _RCCL if torch.version.hip else ""

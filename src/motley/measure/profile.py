@@ -161,8 +161,8 @@ class Measured:
         speeds: speed of each rank, by rank in the group.
         wires: cost of the measured wire modes; EXACT is always among them.
         links: links between machines; None if there is only one machine.
-        figures: measured links and wire modes in the form in which another run may use them; None:
-            there are none.
+        figures: measured links and wire modes, in the form that is stored for the next run; None:
+            none were measured.
     """
 
     speeds: tuple[SpeedTable, ...]
@@ -204,7 +204,7 @@ def measure_between(
     traffic: Traffic | None,
     remembered: WireFigures | None = None,
 ) -> Measured:
-    """Measure links and wire modes that are not stored from a run; every launched rank calls it.
+    """Measure links and wire modes that no earlier run has stored; every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -381,7 +381,7 @@ def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllRedu
 
 
 def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
-    """Return the one rank behind a link that is far slower than the others', or None.
+    """Return the rank behind a link that is far slower than all other links, or None.
 
     Args:
         machines: machine of each rank, by number.
@@ -407,7 +407,7 @@ def equalise_speeds(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[
 
 
 def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
-    """Return the median of speed tables, for the sizes that all have."""
+    """Return the median of speed tables, for the sizes that all tables have."""
     tables = [dict(zip(speed.sizes, speed.seconds, strict=True)) for speed in speeds]
     sizes = sorted(set(tables[0]).intersection(*tables[1:]))
     return SpeedTable(

@@ -2,9 +2,9 @@
 
 A speed is used again only if the devices and hosts are those of the earlier run.
 
-Figures of links and wire modes are removed from the disk when they are read. A run writes them back
-once its first steps took the predicted time (motley.train.recorder). If steps take another time, or
-the job ends before that, the next start measures again.
+Stored speeds of links and wire modes are removed from the disk when they are read. A run writes
+them back once its first steps took the predicted time (motley.train.recorder). If steps take
+another time, or the job ends before that, the next start measures again.
 """
 
 import contextlib
@@ -125,7 +125,8 @@ def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> Spe
 def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: SpeedTable) -> None:
     """Store this rank's speed, measured while all ranks of ``group`` ran, for the next run.
 
-    The time to read samples is not saved, because the disk's cache may have the samples by then.
+    The time to read samples is not saved, because the disk's cache may have the samples in the next
+    run.
     """
     place = _place(group, config, traits.optimizer_shards(group.size))
     write_speed(*place, speed.computing())
@@ -189,9 +190,9 @@ class WireFigures:
             machine.
         wires: ``latency_s`` and ``transfer_s`` of :class:`~motley.plan.wire.AllReduceCost`, by wire
             mode.
-        measured: time of the oldest measurement, in seconds since the epoch.
+        measured: time of the oldest measurement, in seconds since 1970.
         steps_took: duration of the first steps of the measuring run, divided by the forecast from
-            these figures. The ratio may differ from 1, since a forecast does not include other work
+            these speeds. The ratio may differ from 1, since a forecast does not include other work
             of a machine.
         fewer: cost of the exact mode without the rank behind a slow link; None: not measured.
     """
@@ -203,7 +204,7 @@ class WireFigures:
     fewer: FewerCost | None = None
 
     def with_wires(self, wires: Mapping[WireMode, AllReduceCost]) -> "WireFigures":
-        """Return the figures with the costs of these modes, except those of local SGD."""
+        """Return the speeds with the costs of these wire modes added, except local SGD."""
         result = {
             mode: (cost.latency_s, cost.transfer_s)
             for mode, cost in wires.items() if cost.sync_every == 1
@@ -211,7 +212,7 @@ class WireFigures:
         return replace(self, wires={**self.wires, **result})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON, for the file."""
+        """Return the speeds as JSON, for the file."""
         return {
             "measured": self.measured, "steps_took": self.steps_took,
             "flows": [[*pair, f.bytes_per_s, f.latency_s] for pair, f in self.flows.items()],
@@ -221,7 +222,7 @@ class WireFigures:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], machines: Sequence[int]) -> "WireFigures":
-        """Return the figures that :meth:`as_json` has encoded, for these machines.
+        """Return the speeds that :meth:`as_json` has encoded, for these machines.
 
         Raises:
             MotleyError, LookupError, TypeError, ValueError or AttributeError: the content is
@@ -261,13 +262,13 @@ def _number(value: object, above: float = -1.0) -> float:
 
 @dataclass(frozen=True)
 class WireCache:
-    """The file with the figures of one job's links and wire modes.
+    """The file with the measured speeds of one job's links and wire modes.
 
     The file is on the disk of the first rank that trains.
 
     Attributes:
         path: path of the file.
-        key: all facts on which the figures depend.
+        key: all facts on which these speeds depend.
         machines: machine of each rank; see World.
     """
 
@@ -276,9 +277,9 @@ class WireCache:
     machines: Sequence[int]
 
     def take(self) -> WireFigures | None:
-        """Remove the stored figures from the disk and return them; None if they are unusable.
+        """Remove the stored speeds from the disk and return them; None if they are unusable.
 
-        Usable figures are recent and complete, and have the key of this job.
+        Usable speeds are recent and complete, and have the key of this job.
         """
         try:
             about = self.path.lstat()
@@ -294,7 +295,7 @@ class WireCache:
         return result if 0 <= time.time() - result.measured <= _OLDEST_S else None
 
     def keep(self, figures: WireFigures) -> None:
-        """Write the figures to the file, completely or not at all."""
+        """Write the speeds to the file, completely or not at all."""
         with contextlib.suppress(OSError):  # a full disk: they are measured again
             write_json(self.path, {"key": self.key, "figures": figures.as_json()})
 
@@ -302,7 +303,7 @@ class WireCache:
 def wire_cache(
     world: World, group: ProcessGroup, model: TaskModel | None, asked: WireMode | None
 ) -> WireCache:
-    """Return the file for the figures of these hosts; every launched rank calls this function.
+    """Return the file for the measured speeds of these hosts' links; every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -329,19 +330,19 @@ def wire_cache(
 
 
 def recall(world: World, group: ProcessGroup, cache: WireCache) -> WireFigures | None:
-    """Return the stored figures, equal on all ranks; every launched rank calls this function."""
+    """Return the stored link speeds, equal on all ranks; every launched rank calls it."""
     own = cache.take() if group.rank == 0 else None
     return world.allgather(own)[group.workers[0].rank]
 
 
 @dataclass(frozen=True)
 class WireMemory:
-    """The figures behind a plan, to be stored once the first steps have confirmed them.
+    """The measured link speeds behind a plan, to be stored once the first steps confirm them.
 
     Attributes:
-        cache: the file in which to store the figures.
-        figures: the figures.
-        is_old: True if an earlier run has measured the figures.
+        cache: the file in which to store the speeds.
+        figures: the speeds.
+        is_old: True if an earlier run has measured the speeds.
     """
 
     cache: WireCache
@@ -349,7 +350,7 @@ class WireMemory:
     is_old: bool
 
     def keep(self, steps_took: float) -> None:
-        """Store the figures, on the first rank that trains.
+        """Store the speeds, on the first rank that trains.
 
         For the argument see :attr:`WireFigures.steps_took`.
         """

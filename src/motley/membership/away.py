@@ -9,8 +9,8 @@ holds for all runs, and any login of this user can set it:
     /tmp/motley-1000/away.ecetesla1.json
     {"since": 1763693554.1, "until": 1763700754.1, "polite": "", "boot": "0c5e..."}
 
-A mark ends with its time, with setup/join_cn.sh, and with a reboot. A file counts only if this user
-owns it and no other user may write to it; symbolic links are not followed.
+A mark is valid until its time is over, setup/join_cn.sh removes it, or the machine reboots. A file
+counts only if this user owns it and no other user may write to it; symbolic links are not followed.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class Away:
     """The mark that keeps a machine out of all training, with its reason and its end.
 
     Attributes:
-        since: start of the mark, in seconds since the epoch, by the machine's own clock.
+        since: start of the mark, in seconds since 1970, by the machine's own clock.
         until: end of the mark, by the same clock; None: no end.
         polite: for a machine that leaves automatically, a phrase that names the other user of the
             machine; empty if this user's command set the mark.
@@ -124,7 +124,7 @@ class Away:
         return f"leaves as asked ({typed_command('leave_cn.sh')}{self.until_words()})"
 
     def until_words(self) -> str:
-        """Return the time at which the mark ends, as in ", until 14:20"; empty if it has no end."""
+        """Return the time at which the mark ends, such as ", until 14:20"; empty without an end."""
         if self.until is None:
             return ""
         day = "" if _day(self.until) == _day(self.since) else "%b %d "
@@ -132,7 +132,7 @@ class Away:
 
 
 def read_away() -> Away | None:
-    """Return the mark of this machine; None if there is no valid mark, or it cannot be read."""
+    """Return this machine's mark of absence; None if no valid mark exists or can be read."""
     with contextlib.suppress(FileNotFoundError, MotleyError), _folder(make=False) as folder:
         result = _read(folder)
         over = result.until is not None and result.until <= time.time()
@@ -142,7 +142,7 @@ def read_away() -> Away | None:
 
 
 def mark_away(seconds: float | None, polite: str = "") -> Away:
-    """Write the mark of this machine, in place of an earlier one, and return it.
+    """Mark this machine as away, in place of an earlier mark, and return the new mark.
 
     Args:
         seconds: duration of the mark; None: no end.
@@ -170,7 +170,7 @@ def mark_away(seconds: float | None, polite: str = "") -> Away:
 
 
 def remove_mark() -> None:
-    """Remove the mark, so that the machine takes part again; do nothing if there is no mark."""
+    """Remove this machine's mark of absence, if it has one, so that it takes part again."""
     with contextlib.suppress(FileNotFoundError), _folder(make=False) as folder:
         os.unlink(_name(), dir_fd=folder)
 
@@ -185,7 +185,7 @@ def _name() -> str:
 
 @contextlib.contextmanager
 def _folder(make: bool) -> Iterator[int]:
-    """Open the mark's folder and yield its descriptor.
+    """Open the folder of the mark file, and yield the folder's descriptor.
 
     Args:
         make: True: create the folder if it is missing.
@@ -211,7 +211,7 @@ def _folder(make: bool) -> Iterator[int]:
 
 
 def _check(opened: int) -> None:
-    """Raise MotleyError unless this user owns a file or folder and no other may write to it."""
+    """Raise MotleyError unless this user owns a file or folder that no other user may write to."""
     result = os.fstat(opened)
     if result.st_uid != os.getuid():
         raise _not_ours(f"user {result.st_uid} owns it")
@@ -227,7 +227,7 @@ def _not_ours(found: str) -> MotleyError:
 
 
 def _read(folder: int) -> Away:
-    """Read the mark in an open folder.
+    """Read the mark file in an open folder.
 
     Raises:
         FileNotFoundError: there is no mark.

@@ -3,10 +3,10 @@
 The coordinator decides which rank failed first. The surviving ranks continue without that rank, or
 the job ends and prints one line.
 
-A job ends in this order: the coordinator records and prints the first cause, has the common state
-saved, and sends all ranks the end. A signal to stop comes from the user, whose launcher sends it to
-all ranks at once, or to one rank. A separate thread writes to disk, so that a slow disk delays no
-heartbeat.
+A job ends in this order: the coordinator records and prints the first cause, has a rank save the
+common state, and orders all ranks to end. A signal to stop comes from the user, whose launcher
+sends it to all ranks at once, or to one rank. A separate thread writes to disk, so that a slow disk
+delays no heartbeat.
 """
 
 import contextlib
@@ -156,7 +156,7 @@ class JobEnd:
         self._own.leave(fault.code)
 
     def _launchers_loss(self, fault: Fault) -> Fault:
-        """Return ``fault``, or that of a host whose loss by the launcher ended the rank."""
+        """Return the fault of the rank's host if the launcher lost the host, else ``fault``."""
         own = self._own
         if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
@@ -192,7 +192,7 @@ class Coordinator:
         on_fault: records the first cause.
         on_event: records an event that a rank reports.
         standby: the rank that takes over when rank 0 fails.
-        regrouping: the lost ranks, and which ranks are ready to continue without them.
+        regrouping: the lost ranks, and the ranks that are ready to continue without them.
         lost: the fault of the former rank 0, if this rank replaces it; else None.
     """
 
@@ -234,8 +234,8 @@ class Coordinator:
     def run(self) -> None:
         """Watch until all ranks are done.
 
-        If a rank fails and the others cannot continue without it, this process ends, and so does
-        the job.
+        If a rank fails and the other ranks cannot continue without it, this process and the job
+        end.
         """
         own = self._own
         self._selector.register(own.outbox.wake_read, selectors.EVENT_READ)
@@ -303,7 +303,7 @@ class Coordinator:
         self._job_end.end(fault, phases, self._others)
 
     def _regroup_or_end(self) -> None:
-        """Continue without lost ranks once all others are ready; end the job if time runs out."""
+        """Continue without lost ranks once all survivors are ready, or end the job at a timeout."""
         remaining = self._statuses()
         if survivors := self._regroup.go_on(remaining):
             self._pause.clear(len(remaining))
@@ -313,7 +313,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _watch_crash_file(self) -> None:
-        """Have this rank's fault handler write to the standby, which then reports a crash."""
+        """Have this rank's fault handler write to the standby rank, which then reports a crash."""
         for line, status in self._others.items():
             if status.rank == self._standby:
                 self._to_standby = line
@@ -373,7 +373,7 @@ class Coordinator:
                 self._lose(status.rank, make_death_fault(status.number, status.host, step, text))
 
     def _lose(self, rank: int, fault: Fault) -> None:
-        """Have all others continue without a lost rank, if they can; else end the job.
+        """Have the survivors continue without a lost rank if they can; else end the job.
 
         Args:
             rank: number of the lost rank in the present group.
@@ -402,7 +402,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _handle(self, status: RankStatus, message: Message | None) -> None:
-        """Act on a message. Messages of an earlier group are dropped."""
+        """Act on a message. Messages from before the last regroup are dropped."""
         if message is None or message.group not in (None, self._own.change.group):
             return
         if act := self.HANDLERS.get(type(message)):

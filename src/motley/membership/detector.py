@@ -2,14 +2,14 @@
 
 A heartbeat shows that a process lives, and what its training is doing. A rank without heartbeats is
 silent: its host froze, or a cable was pulled. If all ranks send heartbeats, but none of them makes
-progress, the job hangs. The view of the run shows silent ranks, and the straggler that keeps all
-others from the next step, long before that is a fault.
+progress, the job hangs. ``motley watch`` shows silent ranks, and the straggler that all others wait
+for, long before rank 0 reports a fault.
 
-Two hosts may lose each other while rank 0 receives from both: a switch's port, a wrong route, a
-firewall. No rank is silent then, and all wait for one another, in a collective, at an epoch's end
-or while they start. But TCP sends again whatever is not acknowledged, whichever library opened the
-connection, and the kernel knows for how long no answer came. A peer that is only busy, or stopped,
-acknowledges.
+A faulty switch port, a wrong route or a firewall may separate two hosts while rank 0 receives from
+both. Then no rank is silent, but all ranks wait for one another: in a collective, at the end of an
+epoch, or at the start. TCP retransmits data that the peer has not acknowledged, and the kernel
+records the time since the last answer. If the peer's process is only busy or stopped, the peer's
+kernel still acknowledges data.
 """
 
 import contextlib

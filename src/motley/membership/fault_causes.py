@@ -1,7 +1,7 @@
 """Faults that other parts report for a rank, because the rank cannot. Pure.
 
-Such a rank died, left or fell silent. One fault often leads to others, and the first of them is the
-cause. A consequence may be reported before its cause.
+Such a rank died, left or fell silent. One fault often leads to other faults, and the first fault is
+the cause. A consequence may be reported before its cause.
 """
 
 import re
@@ -88,7 +88,7 @@ def make_leave_fault(rank: int, hosts: Sequence[str], step: int | None, who: str
         rank: number in the launch of a rank on the first of these hosts.
         hosts: names of the hosts.
         step: step of the training; None: before step 1.
-        who: phrase that names the hosts and the reason, as "b leaves as asked".
+        who: phrase that names the hosts and the reason, such as "b leaves as asked".
     """
     names = " and ".join(hosts)
     return Fault(
@@ -152,7 +152,7 @@ def make_silent_fault(
         host: host of the rank.
         step: last step that the rank reported; None: before step 1.
         seconds: seconds since the last message of the rank.
-        like: phrase that names other silent ranks, as in ", and so are ranks 4, 5".
+        like: phrase that names other silent ranks, such as ", and so are ranks 4, 5".
     """
     return Fault(
         rank, host, step,
@@ -214,7 +214,7 @@ def make_hang_fault(rank: int, host: str, step: int | None, seconds: float, wher
 
 
 class FirstCause:
-    """The most probable cause so far, and the time until which a better one may be reported.
+    """The most probable cause so far, and the time until which a better cause may be reported.
 
     Attributes:
         fault: the most probable cause; None: there is no fault.
@@ -243,7 +243,7 @@ class FirstCause:
         self.fault = None
 
     def due(self) -> Fault | None:
-        """Return the cause if the time for a better one is over, else None."""
+        """Return the cause if the time for a better cause is over, else None."""
         return self.fault if time.monotonic() >= self._deadline else None
 
     def due_in(self, at_most: float) -> float:
@@ -253,7 +253,7 @@ class FirstCause:
 
 
 def _weight(fault: Fault) -> int:
-    """Return the weight of a cause; the heaviest of several is the first cause.
+    """Return the weight of a cause. The heaviest of several causes is the first cause.
 
     An abort weighs more than the error that follows it. Next come the launcher's stop and a signal
     to one rank, in this order.

@@ -1,7 +1,7 @@
 """The agent on a host, by which the host leaves training and comes back.
 
-setup/leave_cn.sh, join_cn.sh and keep_training.sh run it there by ssh. Each command prints one line
-of JSON.
+setup/leave_cn.sh, join_cn.sh and keep_training.sh run the agent by ssh on the host. Each command
+prints one line of JSON.
 
     python -m motley.membership.host_agent ranks             # this user's ranks here, and the mark
     python -m motley.membership.host_agent ask FOLDER        # the mark; is the folder visible here?
@@ -45,13 +45,16 @@ def own_ranks() -> list[TrainingProcess]:
 
 
 def ask_to_leave(ranks: Sequence[TrainingProcess]) -> None:
-    """Signal to ranks that this machine is marked. A rank that starts later reads the mark."""
+    """Signal to ranks that this machine has to leave.
+
+    A rank that starts later reads the machine's mark; see motley.membership.away.
+    """
     for each in ranks:
         send(each.pid, each.ticks, LEAVE_SIGNAL)
 
 
 def leave(seconds: float | None) -> dict[str, Any]:
-    """Mark this machine, wait until its ranks have ended, and return a report for the caller.
+    """Mark this machine as away, wait until its ranks have ended, and return a report.
 
     Args:
         seconds: duration of the mark; None: no end.
@@ -71,7 +74,7 @@ def leave(seconds: float | None) -> dict[str, Any]:
 
 
 def pause(logs: str, run: str) -> dict[str, Any]:
-    """Ask one local rank of a run to pause the job; that rank informs the others.
+    """Ask one local rank of a run to pause the job; that rank informs the other ranks.
 
     Args:
         logs: folder of all runs.
@@ -111,7 +114,7 @@ def be_polite(quiet_s: float) -> None:
 
     The mark ends once no other user was seen for ``quiet_s`` seconds. Each mark lasts ``quiet_s``
     seconds and is renewed while another user is seen, so a mark also ends soon after this process.
-    A mark of leave_cn.sh is left as it is.
+    A mark that leave_cn.sh has set stays unchanged.
     """
     while True:
         if seen := find_other_user():

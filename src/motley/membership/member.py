@@ -1,4 +1,4 @@
-"""The member: the thread of every rank but 0 that sends heartbeats to rank 0 and watches it."""
+"""The member: the thread of every rank but 0 that sends heartbeats to rank 0 and watches rank 0."""
 
 import contextlib
 import selectors
@@ -114,7 +114,7 @@ class Member:
         return None
 
     def _standby_receives(self, quiet: float) -> bool:
-        """Return True if the standby rank lives.
+        """Return True if the standby lives: the rank that reports when rank 0 cannot.
 
         If rank 0 were dead, the standby would have ended by now. While Python is busy on rank 0,
         only the standby receives signs of life from it.
@@ -141,8 +141,8 @@ class Member:
     def _lost(self, seconds: float) -> Fault:
         """Return the fault after the silence of rank 0: its host is lost, or this host is cut off.
 
-        This host is cut off if no other machine answers either. Only the standby probes the other
-        machines, since only the standby reports the fault.
+        This host is cut off if no other machine answers either. Only the standby rank probes the
+        other machines, since only the standby rank reports the fault.
 
         Args:
             seconds: seconds since the last message of rank 0.
@@ -231,7 +231,7 @@ class Member:
     }
 
     def end(self, fault: Fault) -> NoReturn:
-        """End this process, since rank 0 cannot. Only the standby prints and records the fault."""
+        """End this process, since rank 0 is lost. Only the standby rank reports the fault."""
         if self._own.place.is_standby:
             self._own.print(fault.last_words())
             with contextlib.suppress(Exception):

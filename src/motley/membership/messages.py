@@ -6,16 +6,17 @@ the secret token of the job. From a stranger, rank 0 reads no more bytes than th
 greeting has, and parses none of them. Rank 0 sends nothing to a stranger.
 
 Limits: rank 0 waits a few seconds for a greeting, and holds a few dozen connections without a token
-at once. A further one replaces the connection that has waited longest. Every rank has such a port,
-and accepts connections there only once it is the first rank.
+at once. A further connection replaces the one that has waited longest. Every rank opens a port in
+this way, but accepts connections only once it replaces rank 0.
 
 Fault handler: Python's fault handler writes the traceback of a crash into the connection. A thread
 of the fault handler also sends a sign of life while none of Python's threads runs. One call may
-hold Python's lock for a long time. Examples are parsing a large JSON file or a pickle (a minute on
-a slow host), collecting fifty million objects, and compiled code that does not release the lock.
-The process then sends no heartbeat, as if it were stopped or its host frozen. The fault handler's
-thread needs no lock, and writes all stacks unless Python's threads postpone that in time. There is
-only one such thread, so a user's script cannot call ``faulthandler.dump_traceback_later`` too.
+hold the GIL for a long time. Examples are parsing a large JSON file or a pickle (a minute on a slow
+host), collecting fifty million objects, and compiled code that does not release the GIL. The
+process then sends no heartbeat, as if it were stopped or its host frozen. The fault handler's
+thread does not need the GIL. The thread writes all stacks unless Python's threads postpone this in
+time. There is only one such thread, so a user's script cannot call
+``faulthandler.dump_traceback_later`` too.
 """
 
 import contextlib
@@ -105,7 +106,7 @@ def _opening(token: str) -> bytes:
 
 @dataclass(frozen=True)
 class Listening:
-    """The address at which a rank accepts connections once it is the first rank.
+    """The address at which a rank accepts connections once it has replaced rank 0.
 
     Attributes:
         address: IP address of the rank's machine.

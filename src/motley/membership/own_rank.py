@@ -2,7 +2,7 @@
 
 The supervisor (motley.membership.supervisor) runs in the watching thread of each rank.
 
-Before a lost rank ends a job, a surviving rank saves the state that all of them hold.
+Before a lost rank ends a job, a surviving rank saves the state that all survivors hold.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ class TrainingHooks:
         rescue: saves the state of this rank before it ends, and returns a note for the user on the
             saved state. None: this rank cannot save.
         last_words: writes the records of this rank that are not written yet.
-        how_to_continue: returns an instruction to the user on how to continue a run that is
-            stopped after this many steps.
+        how_to_continue: returns an instruction to the user on how to continue the run, from the
+            number of finished steps.
         if_lost: instruction to the user on how to continue after a lost rank; empty: none.
         keep: copies the state to memory that needs no process group, so that the rank can continue
             without a lost rank. None: this rank cannot continue.
@@ -94,7 +94,7 @@ class Outbox:
     def read_signals(self) -> list[int]:
         """Return the stop signals since the last call.
 
-        Queue messages that other signals request.
+        For other signals, queue the messages that they request.
         """
         result = b""
         with contextlib.suppress(BlockingIOError):
@@ -121,7 +121,7 @@ class Outbox:
 
 
 class GroupChange:
-    """The passage of this rank from a group that a lost rank has broken to the next one.
+    """The passage of this rank to the next group, after a lost rank has broken its group.
 
     The watching thread starts the passage, and the training thread completes it.
 
@@ -130,9 +130,9 @@ class GroupChange:
             are void.
         trains_in: number of regroups that the training thread has completed. The training thread
             may fail in the broken group while the watching thread has already changed to the next
-            one.
-        survivors: the ranks with which the training thread has to continue, until it does; None: no
-            rank is lost.
+            group.
+        survivors: the ranks with which the training thread has to continue; None: no rank is lost,
+            or the training thread has continued already.
         begun: event that is set while ``survivors`` is not None.
         gathered: queue of the results of :meth:`Supervisor.gather`. A result None means that the
             group broke meanwhile.
@@ -181,7 +181,7 @@ class OwnRank:
 
     Attributes:
         place: place of this rank in the present group; always replaced as a whole.
-        step: current step of the training; None before the first.
+        step: current step of the training; None before step 1.
         heartbeat: content of the next heartbeat, apart from the step.
         awake: clock of the time that this process was awake.
         hooks: functions that the training sets.
@@ -194,7 +194,8 @@ class OwnRank:
         held: event that is set while another rank saves the state. Rank 0 ends this rank
             afterwards.
         pause: the step boundary at which this rank stops, if a pause was requested.
-        leaves: event that is set if this rank ends before the others, once its messages are sent.
+        leaves: event that is set if this rank ends before the other ranks, once its messages are
+            sent.
     """
 
     def __init__(self, place: GroupPlace) -> None:

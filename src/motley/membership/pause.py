@@ -11,7 +11,7 @@ of them take every step before it.
                                    <--------  AskStep()
     StepBegun(17)                  -------->
                                    <--------  PauseBefore(18)
-    RankLeft()                     -------->  of a host that leaves, once its state is saved
+    RankLeft()                     -------->  from a host that leaves, once the state is saved
     Paused("saved as of ...")      -------->  the end of the job
 """
 
@@ -48,8 +48,8 @@ def read_request(number: int) -> Message | None:
 class OwnPause:
     """This rank's side of a pause: the step before which the rank stops.
 
-    The training thread asks before each step if it may start, and the watching thread sets the
-    limit.
+    The training thread asks before each step if the step may start, and the watching thread sets
+    the step to stop before.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,10 @@ class OwnPause:
         self._at: int | None = None
 
     def begin(self, step: int) -> bool:
-        """Return True if this rank may start the step. Wait until rank 0 has named the limit."""
+        """Return True if this rank may start the step.
+
+        If a pause is requested, wait first until rank 0 has named the step to stop before.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._asked or self._at is not None)
             if self._at is not None and step >= self._at:

@@ -206,7 +206,7 @@ class GoOn(Message):
 
 @dataclass(frozen=True)
 class Gathered(Message):
-    """The gathered values of consecutive ranks. Several messages may carry those of all ranks."""
+    """The gathered values of consecutive ranks. All values together may take several messages."""
 
     values: list[str]
 

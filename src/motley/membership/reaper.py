@@ -108,8 +108,8 @@ def find_sessions(launcher: int) -> dict[int, str]:
 class SshSessions:
     """The ssh sessions of a launcher, watched to find out which of them ends first.
 
-    mpirun loses a host with its session, or just before it, and ends the other sessions when it
-    ends.
+    mpirun loses a host when the host's session ends, or just before. When mpirun itself ends, all
+    other sessions end too.
     """
 
     def __init__(self, launcher: int) -> None:
@@ -135,7 +135,7 @@ class SshSessions:
         """Return the host of the session that ended first; empty if none ends in time.
 
         Args:
-            limit_s: seconds to wait for it.
+            limit_s: seconds to wait for the end of a session.
         """
         with select.epoll() as poll:
             self.register(poll)
@@ -278,9 +278,9 @@ def reap_after_this_process(pid: int) -> None:
 
 
 def outlived_by_launcher() -> bool:
-    """Return True if the launcher lets a rank end, with status 0, before all others do.
+    """Return True if the launcher lets a rank end, with status 0, before all other ranks do.
 
-    Open MPI 5 then lets the others continue; Open MPI 4.1 ends the job.
+    Open MPI 5 lets the other ranks continue. Open MPI 4.1 ends the job.
     """
     launcher = psutil.Process().parent()
     return launcher is not None and launcher.name() in ("prted", "prterun")
@@ -347,7 +347,7 @@ def _main() -> None:
 def _print_line(line: str, terminal: str | None) -> None:
     """Print a line where mpirun prints.
 
-    If Ctrl-C has ended a ``tee`` there, print on mpirun's terminal.
+    If mpirun prints to a ``tee`` that Ctrl-C has ended, print on mpirun's terminal.
     """
     try:
         clear = CLEAR_LINE if sys.stderr.isatty() else ""
@@ -360,7 +360,8 @@ def _print_line(line: str, terminal: str | None) -> None:
 def _report_host_alive(rank: int, host: str, address: str, port: int, token: str) -> None:
     """Report to the first rank that this host lives, though the rank on it has died.
 
-    The process then waits while the others train, because mpirun's daemon still serves their job.
+    The process then waits while the other ranks train, because mpirun's daemon still serves their
+    job.
     """
     with contextlib.suppress(OSError), socket.create_connection((address, port), 3.0) as line:
         line.sendall(greeting(token, ~rank, host))

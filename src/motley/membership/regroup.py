@@ -41,7 +41,7 @@ class Regroup:
 
     @property
     def is_running(self) -> bool:
-        """True while a rank is lost and the others have not received the list of survivors yet."""
+        """True while a rank is lost, and the list of survivors is not sent to all ranks yet."""
         return self._regrouping.first is not None
 
     @property
@@ -51,7 +51,10 @@ class Regroup:
 
     @property
     def recent_loss(self) -> Fault | None:
-        """Fault of a rank lost so recently that the launcher may yet end the others; else None."""
+        """Fault of a rank that was lost so recently that the launcher may still end all ranks.
+
+        None: no rank was lost so recently.
+        """
         if self._last is None or time.monotonic() > self._last[1] + _LAUNCHER_S:
             return None
         return self._last[0]
@@ -99,7 +102,7 @@ class Regroup:
             self._own.change.gathered.put(values)
 
     def overdue(self, left: Collection[RankStatus]) -> Fault | None:
-        """Return the fault that ends the job if a rank delayed the others for too long, or None."""
+        """Return the fault that ends the job if a rank delays the regroup too long, or None."""
         return self._regrouping.overdue(left)
 
     def go_on(self, left: Collection[RankStatus]) -> Survivors | None:

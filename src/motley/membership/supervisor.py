@@ -9,26 +9,26 @@ and ends the job. A rank that receives nothing from rank 0 ends itself.
 
     rank k (member.py)                    rank 0 (coordinator.py)
 
-    {"heartbeat": [17, ...]}  ----------> remembered; none for 15 s: see detector.py
+    {"heartbeat": [17, ...]}  ----------> stored; if none comes for 15 s, see detector.py
                             <------------ {"heartbeat": null}, or which ranks may be silent
-    {"fault": {...}}        ------------> first cause? print, record, stop all
+    {"fault": {...}}        ------------> if it is the first cause: print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a message at step 17"
     Fatal Python error: ... ------------> the same, with a crash's traceback
     Timeout (0:00:06)! ...  ------------> a long call holds the GIL, so no other thread runs;
                                           the rank lives (messages.py); inform the standby
     {"event": {...}}        ------------> recorded by another thread
-    {"done": true}          ------------> all done? {"finish": true} to all
+    {"done": true}          ------------> once all are done: {"finish": true} to all ranks
                             <------------ {"stop": code}
 
 If all ranks can continue without a lost rank (survivors.py), the job does not end:
 
                             <------------ {"keep": true}: copy the state out of the group
-    {"kept": ""}            ------------> from all? then {"regroup": {...}}: the ranks that go on
-    {"gather": value}       ------------> from all? then {"gathered": [values]}, to all
+    {"kept": ""}            ------------> once all have sent it: {"regroup": {...}} to all survivors
+    {"gather": value}       ------------> once all have sent it: {"gathered": [values]} to all
 
-When rank 0 itself is lost, rank 1 takes its part. All others connect to the port of rank 1, which
-then has all of them copy their state and continue in the same way. How all ranks stop together at
-an agreed step is described in pause.py.
+If rank 0 itself is lost, rank 1 replaces it. All other survivors connect to the port of rank 1.
+Rank 1 then has all survivors copy their state and continue in the same way. The module pause.py
+describes how all ranks stop together at an agreed step.
 """
 
 import atexit
@@ -157,7 +157,7 @@ class Watching:
         return Member(own, line, to.host, self._on_fault)
 
     def _without_first(self, watch: Member, lost: Fault) -> Coordinator | Member:
-        """Return the coordinator or member that watches here once rank 1 has replaced rank 0.
+        """Return this rank's coordinator or member once rank 1 has replaced rank 0.
 
         Args:
             watch: the member that watched so far.
@@ -229,7 +229,7 @@ class Supervisor:
             self._own.hasten_heartbeat()
 
     def begin_step(self, step: int) -> bool:
-        """Return True if this rank may start the step, else False: it has to :meth:`pause`."""
+        """Return True if this rank may start the step. False: call :meth:`pause` instead."""
         return self._own.pause.begin(step)
 
     def pause(self, said: str, first: bool) -> NoReturn:
@@ -253,7 +253,7 @@ class Supervisor:
     # -- connecting
 
     def listen(self, address: str) -> Listening:
-        """Open the port to which the others connect if this rank later replaces rank 0.
+        """Open the port to which other ranks connect if this rank later replaces rank 0.
 
         Connections that have not sent the token are dropped: see motley.membership.messages.
         """
@@ -285,7 +285,7 @@ class Supervisor:
     def records_in(self, folder: Path) -> None:
         """Pass the folder of the run's records to the reaper.
 
-        If rank 0 is killed, the reaper records the end of the run there.
+        If rank 0 is killed, the reaper records the end of the run in this folder.
         """
         if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.send(folder=str(folder.absolute()))
@@ -299,8 +299,8 @@ class Supervisor:
             phase: the phase from now on.
             timeout_s: seconds in which some rank should make progress; see
                 motley.membership.detector.
-            detail: description that replaces the phase's usual one, as in "rank 3 is measuring
-                links".
+            detail: description that replaces the phase's usual description, as in "rank 3 is
+                measuring links".
 
         Raises:
             RankLostError: the group of this rank is broken, so the present step must be repeated.
@@ -350,8 +350,8 @@ class Supervisor:
         Args:
             save: saves the state and returns a note on it. Called from another thread, while the
                 training thread may be stuck in a collective.
-            first: True on the rank that normally saves. If rank 0 is lost and this rank too, the
-                standby saves instead.
+            first: True on the rank that normally saves. If that rank and rank 0 are both lost, the
+                standby rank saves instead.
         """
         self._own.hooks.rescue = save if first or self._own.place.is_standby else None
         if first and self._own.place.rank:

@@ -2,8 +2,8 @@
 
 MPI may wait for the lost rank for ever, so survivors communicate through the connections that the
 supervisor of each rank has to rank 0. Rank 0 first has all of them copy their state, and only then
-has them continue. A rank that leaves a broken collective may break the collective of other ranks,
-which must not be reading their state at that time.
+has them continue. When a rank leaves a broken collective, the collective may break on other ranks
+too. No rank may be reading its state at that time.
 """
 
 import base64
@@ -85,8 +85,8 @@ class GroupPlace:
         numbers: number in the launch of each rank of the group. Faults and events name ranks by
             this number, since it never changes.
         machines: for each rank, the lowest rank on the same machine; empty before all have joined.
-        listening: where each rank accepts connections when it is the first; empty before all have
-            joined.
+        listening: address at which each rank accepts connections once it replaces rank 0; empty
+            before all ranks have joined.
         survives: True if the launcher lets all other ranks live on when a rank dies.
     """
 
@@ -205,7 +205,7 @@ class RegroupState:
 
     @property
     def first(self) -> Fault | None:
-        """Fault of the first lost rank, which may have caused all others; None: no lost rank."""
+        """Fault of the first lost rank, which may have caused all other faults; None: no loss."""
         return next(iter(self._lost.values()), None)
 
     @property
@@ -219,12 +219,12 @@ class RegroupState:
         return list(self._lost.values())
 
     def lose(self, rank: int, fault: Fault, left: Collection[Status]) -> bool:
-        """Record that a rank is lost; return True if the others can continue, as far as is known.
+        """Record that a rank is lost; return True if the other ranks can probably continue.
 
         Args:
             rank: number of the lost rank in the present group.
             fault: fault of the lost rank.
-            left: status of all other ranks, including this rank.
+            left: status of all ranks except lost ranks, this rank included.
         """
         ready = all(status.regroups for status in left)
         if not (self._survives and ready and fault.kind in _LOST):

@@ -28,7 +28,7 @@ _ROUNDED = 1024  # thresholds are multiples of 1/1024, as the last bit of exp di
 
 
 class Groups:
-    """Groups of columns, whose devices count as equal.
+    """Groups of columns. The columns of a group belong to devices that count as equal.
 
     Args:
         keys: one key per column. Columns with equal keys form a group.

@@ -186,7 +186,7 @@ def split_and_forecast(
 def _longer(
     speeds: Sequence[SpeedTable], counts: Sequence[int], wire: AllReduceCost
 ) -> Iterator[tuple[SpeedTable, ...]]:
-    """Yield the speeds with larger micro-batches, of which each share needs fewer.
+    """Yield speed tables with larger micro-batches, so that a share has fewer of them.
 
     The first candidate has one micro-batch per share. If each micro-step communicates, there are
     further candidates. Each of them has as many micro-batches on all ranks as the rank with the

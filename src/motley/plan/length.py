@@ -118,7 +118,7 @@ def read_ramp(text: str) -> Ramp:
 
 
 def growth(ramp: Ramp) -> Iterator[str]:
-    """Yield a line about the growing batch for the start of a run; nothing for a fixed batch."""
+    """Yield a line on the growing batch, to print at the start of a run; none without growth."""
     if ramp.over:
         steps = ramp.steps(0, ramp.over)
         yield (
@@ -156,12 +156,12 @@ class Length:
         max_steps: step after which the run ends at the latest; None: no limit.
         save_every: steps between checkpoints; 0: no checkpoints; None: one checkpoint at the end of
             each epoch.
-        by_clock: True if the caller decides by time when checkpoints are due. One is also due at
-            the end of the run.
+        by_clock: True if the caller decides by time when checkpoints are due. A checkpoint is also
+            due at the end of the run.
         ramp: growth of the batch up to ``batch``; None: the batch does not grow.
         eval_every: steps between evaluations; None: one evaluation at the end of each epoch.
-        eval_by_clock: True if the caller decides by time when evaluations are due. One is also due
-            at the end of the run.
+        eval_by_clock: True if the caller decides by time when evaluations are due. An evaluation is
+            also due at the end of the run.
         eval_at_start: True if an evaluation is due before the first step.
     """
 
@@ -182,7 +182,7 @@ class Length:
         return math.ceil(self.epoch_samples / self.batch)
 
     def at(self, position: TrainState) -> TrainState:
-        """Return ``position``, or the start of the next epoch if it is at the end of an epoch."""
+        """Return ``position``; at the end of an epoch, return the start of the next epoch."""
         if position.consumed < self.epoch_samples:
             return position
         return TrainState(position.step, position.epoch + 1, 0)
@@ -200,7 +200,7 @@ class Length:
     def evaluates(self, position: TrainState) -> bool:
         """Return True if an evaluation is due at this position.
 
-        One is due at the end of the run.
+        An evaluation is always due at the end of the run.
         """
         if position.step == 0:
             return self.eval_at_start
@@ -217,7 +217,7 @@ class Length:
     def saves(self, position: TrainState) -> bool:
         """Return True if a checkpoint is due at this position.
 
-        The end of the run always gets one, unless checkpoints are off.
+        A checkpoint is always due at the end of the run, unless checkpoints are off.
         """
         if self.by_clock:
             return self.ended(position)
@@ -292,7 +292,7 @@ class Length:
         return self.ramp or Ramp(self.batch, self.batch)
 
     def _steps_of_epochs(self, position: TrainState) -> Iterator[int]:
-        """Yield the number of remaining steps of the current epoch, and of each later one."""
+        """Yield the number of remaining steps of the current epoch, and of each later epoch."""
         for epoch in range(position.epoch, self.epochs):
             begin = epoch * self.epoch_samples
             consumed = position.consumed if epoch == position.epoch else 0

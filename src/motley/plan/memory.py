@@ -28,7 +28,7 @@ class ModelSize:
         parameters: number of all parameters.
         trained: number of trained parameters.
         largest: number of parameters in the largest piece of the model that is gathered at once.
-        outside: number of parameters that belong to no such piece, as embeddings.
+        outside: number of parameters that belong to no such piece, such as embeddings.
         slots: values of 32 bits per trained parameter that the optimizer keeps, including an
             average of the parameters, if there is one.
     """
@@ -115,7 +115,7 @@ class MemoryNeed:
         """Largest memory on the device, in MiB.
 
         The peak is either at the start of the backward pass, when all activations are in memory, or
-        at its end, when all gradients are.
+        at its end, when all gradients are in memory.
         """
         begins = self.beside_activations + (self.activations or 0.0)
         return max(begins, self.gathered + self.state - self.host)

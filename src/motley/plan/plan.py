@@ -108,7 +108,7 @@ class Speeds:
     def count_whole_samples(
         self, seconds: float, slowdown: Floats | float = 1.0
     ) -> NDArray[np.int64]:
-        """Return :meth:`samples_in` rounded down to whole grains, [ranks].
+        """Return :meth:`samples_in` rounded down to multiples of the grain, [ranks].
 
         A result that is below a whole number only by a rounding error is rounded up.
         """
@@ -162,8 +162,8 @@ def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     """Return the samples of each rank with which the slowest rank takes the shortest time.
 
-    The samples sum to the batch. Each rank's number is a multiple of the tables' grain, as the
-    batch must be.
+    The samples sum to the batch. Each rank's number is a multiple of the tables' grain, the number
+    of samples that stay together. The batch must be a multiple of the grain, too.
 
     The algorithm is fast for thousands of ranks. The time is found by bisection. Surplus samples
     are then removed one by one, each from the rank that would finish last.
@@ -245,7 +245,8 @@ class Rank:
         machine: lowest rank on the same host. The number identifies the host, because two hosts may
             have the same name.
         local_rank: number among the ranks of that host, from 0.
-        gpus: UUIDs of the GPUs that are visible to the rank, in the order of their indices there.
+        gpus: UUIDs of the GPUs that are visible to the rank, in the order of their indices in the
+            rank.
         gpu: index of the rank's GPU in ``gpus``; None for the CPU. This field and ``reason`` are
             set once :func:`choose_participants` has chosen the ranks that train.
         reason: reason why the rank does not train; empty if it trains.
@@ -342,7 +343,7 @@ def cut(count: int, size: int) -> tuple[int, ...]:
     """Divide ``count`` samples into as few micro-batches of at most ``size`` as possible.
 
     The sizes of the micro-batches differ by one at most. A small last micro-batch would take more
-    time per sample than the others.
+    time per sample than a larger micro-batch.
     """
     parts = -(-count // size)
     if parts == 0:
@@ -361,8 +362,8 @@ class Plan:
         max_micro_batch: m_i, the most samples that rank i holds in memory at once.
         wire: wire mode, the form in which gradients travel between ranks and are added up.
         equal_micro_steps: True if every rank takes the same number of micro-batches. A rank that
-            needs fewer computes empty ones. Engines that communicate at every micro-batch need
-            this.
+            needs fewer computes empty micro-batches in addition. Engines that communicate at every
+            micro-batch need this.
         buckets: number of gradient buckets whose all-reduces overlap the backward pass, if the
             engine supports it. 1: one all-reduce after the backward pass. None: torch DDP's
             default.
@@ -468,7 +469,10 @@ class Plan:
 def whole_share_pieces(
     global_batch: int, shares: Sequence[float], grain: int = 1
 ) -> tuple[int, ...]:
-    """Return micro-batches that hold each rank's whole share, each of at least one grain."""
+    """Return for each rank the size of a micro-batch that holds the rank's whole share.
+
+    Each size is at least the grain, the number of samples that stay together.
+    """
     return tuple(grain * max(1, groups) for groups in apportion(global_batch // grain, shares))
 
 

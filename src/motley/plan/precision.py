@@ -281,9 +281,10 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, unless the scale is fixed in it or in this run.
+        """Restore the state of a checkpoint, unless its scale or that of this run is fixed.
 
-        Only one of the two scales may be fixed, if the ranks' precisions have changed.
+        If the ranks' precisions have changed, one of the two scales may be fixed and the other one
+        dynamic.
         """
         if self.dynamic and state["dynamic"]:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

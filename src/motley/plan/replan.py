@@ -3,7 +3,7 @@
 A split is the number of samples of each rank in a step. A *move* is the change to another split. A
 move is proposed once its expected gain is larger than the noise of the steps can explain. After a
 move without a gain, the re-planner waits longer. All ranks pass in the same numbers, which they
-have exchanged, so all of them propose the same split.
+have exchanged, so all ranks propose the same split.
 """
 
 import math
@@ -30,11 +30,11 @@ class BackOff:
 
     A rank has one waiting time for becoming slower, and one for becoming faster.
 
-    If a move fails that was proposed because of a rank, no move is proposed because of that rank
-    for twice as long as before. Afterwards, a change of that rank must last for a window of as many
-    steps, or for the longest window. All other ranks need longer windows too, but do not wait. The
-    reason is that noise that has caused one wrong move may cause another. But if a host halves its
-    speed, the split must change soon.
+    A move is proposed because the speed of a rank has changed. If the move fails, the waiting time
+    of that rank doubles, and no move is proposed because of that rank in this time. Afterwards, a
+    change of that rank must last for as many steps as the waiting time, or for the longest window.
+    All other ranks need longer windows too, but do not wait. Noise that has caused one wrong move
+    may cause another one. However, if a host halves its speed, the split must change soon.
     """
 
     def __init__(self, size: int) -> None:
@@ -154,7 +154,7 @@ class _Move:
             if the previous split would have been faster.
         saves: seconds saved in the last step.
         losses: for each of the last steps, True if the previous split would have saved a relevant
-            part of the step.
+            fraction of the step's time.
     """
 
     before: tuple[int, ...]
@@ -177,8 +177,8 @@ class ReplanMonitor:
     Args:
         speeds: tables measured before training. Empty if the user has set the split, which then
             stays.
-        kinds: device of each rank. A value that is no :class:`Device` is the name of a device that
-            has no other device of its model.
+        kinds: device of each rank. A value of another type is the name of a device, and no other
+            device has the same model.
     """
 
     def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
@@ -447,7 +447,7 @@ class _Load:
 
 
 def _keep_all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
-    """Return the split with at least one grain for each rank that works now.
+    """Return the split with at least ``grain`` samples for each rank that has samples now.
 
     A rank without samples could not show that it has become faster again.
     """

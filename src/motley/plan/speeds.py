@@ -5,8 +5,8 @@ Source of the arithmetic: ARITHMETIC.md. A rank needs
     t(n) = step_s + k * micro(n / k),    k = ceil(n / m)
 
 seconds for n samples in k micro-batches of similar size. micro(b) is the time of one micro-batch of
-b samples, from a measured table. Reading takes input_s per sample. Without loader processes it is
-added to t(n). With loader processes, which read ahead, the longer time counts:
+b samples, from a measured table. Reading takes input_s per sample. Without loader processes, this
+time is added to t(n). With loader processes, which read ahead, the longer time counts:
 
     t(n) = max(step_s + k * micro(n / k), n * input_s)
 
@@ -33,8 +33,8 @@ class SpeedTable:
         seconds: time of the forward and backward pass at each size.
         step_s: seconds per step that do not depend on the batch: clipping and the optimizer.
         memory_mib: peak memory at each size, in MiB; None where unknown.
-        preferred: size to use as m (the rank's largest micro-batch) even if others are faster; 0:
-            no such size.
+        preferred: size to use as m (the rank's largest micro-batch) even if other sizes are faster;
+            0: no such size.
         grain: number of samples that stay together in one micro-batch. All sizes are multiples of
             it.
         compiled: True if the model was compiled.
@@ -127,7 +127,7 @@ class SpeedTable:
         return max(computed, read) if self.reads_ahead else computed + read
 
     def waits_s(self, samples: float) -> float:
-        """Return the part of :meth:`compute_seconds` in which the rank waits for its samples."""
+        """Return the seconds of :meth:`compute_seconds` in which the rank waits for its samples."""
         return self.compute_seconds(samples) - self.computing().compute_seconds(samples)
 
     def computing(self) -> "SpeedTable":
@@ -190,7 +190,7 @@ class SpeedTable:
     def at_most(self, micro_batch: int) -> "SpeedTable":
         """Return the table without micro-batches above this size.
 
-        A size of one grain always stays.
+        The size ``grain`` always stays.
         """
         micro_batch = max(1, micro_batch // self.grain) * self.grain
         places = [index for index, size in enumerate(self.sizes) if size < micro_batch]
@@ -337,7 +337,7 @@ class Links:
     def carries(self, machine: int) -> float:
         """Return the bytes per second of a host's slower direction.
 
-        A ring all-reduce is limited by it.
+        This rate limits a ring all-reduce.
         """
         return min(self.sends(machine), self.receives(machine))
 
@@ -404,11 +404,14 @@ class Links:
         )
 
     def latency_s(self, machine: int) -> float:
-        """Return the seconds of a small message to the nearest host that answers, or infinity."""
+        """Return the seconds of the fastest small message to or from a host.
+
+        The result is infinity if no message was measured.
+        """
         return self._nearest_s.get(machine, float("inf"))
 
     def remark(self, machine: int) -> str:
-        """Return a sentence on a host whose link is slower than the others', or an empty string.
+        """Return a sentence on a host whose link is slower than all other links; else "".
 
         The sentence states the direction, both rates, and the reason if it is known.
         """

@@ -289,9 +289,9 @@ class AllReduceCost:
 
         The all-reduce is modelled as a ring, which sends 2 (n - 1) / n of the gradient over each
         link. The part that the slowest link does not explain, such as the processors' own work,
-        scales with (n - 1) / n alone. The smallest measured set of ranks that contains all of them
-        is the basis: with one slow link, the measurement of all ranks does not show the speed of
-        the others.
+        scales with (n - 1) / n alone. The basis is the smallest measured set of ranks that contains
+        all remaining ranks: with one slow link, the measurement of all ranks does not show the
+        speed of the other links.
 
         Args:
             machines: number of the host of every rank, left-out ranks included.

@@ -38,7 +38,7 @@ class OldRun:
 
     Attributes:
         gpus: number of GPUs, from the name of a folder above the run.
-        configuration: name of the run's folder, as ``p1_b16_e10``.
+        configuration: name of the run's folder, such as ``p1_b16_e10``.
         epoch_s: median seconds of an epoch.
     """
 
@@ -92,7 +92,7 @@ LOST = {
 
 
 def lost(row: Row) -> dict[str, float]:
-    """Return the samples/s that a row lacks to its limit, divided by cause."""
+    """Return the difference between a row's limit and its rate, in samples/s, by cause."""
     limit = row.limit
     if not row.samples_per_s or limit is None or limit <= row.samples_per_s:
         return {}
@@ -194,9 +194,9 @@ def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
-    """Draw samples/s against the number of hosts, and the limit.
+    """Draw samples/s against the number of hosts, and the limit: the rate without any waiting.
 
-    Since hosts differ in speed, the limit is no multiple of one host's rate.
+    Since hosts differ in speed, the limit is not proportional to the number of hosts.
     """
     limits = {
         name: {row.machines: row.limit for row in rows if row.limit is not None}
@@ -232,7 +232,7 @@ def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
 
 
 def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
-    """Return the losses of the first finished run of each cell that recorded any, by cell."""
+    """Return the losses of each cell's first finished run that recorded losses, by cell."""
     result = {}
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]

@@ -144,7 +144,7 @@ def usual_interval(samples: Sequence[GpuSample]) -> float:
 
 
 def least_pause(usual: float) -> float:
-    """Return the number of seconds without a sample from which on a gap counts as a pause.
+    """Return the shortest time without a sample that counts as a pause, in seconds.
 
     Args:
         usual: usual seconds between two samples.

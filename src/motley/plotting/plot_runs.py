@@ -72,7 +72,7 @@ class Losses:
 
 
 def losses(training: Training) -> Losses:
-    """Return the curves of a run. Pauses do not count in their time."""
+    """Return the curves of a run. The time of a curve does not include pauses."""
     loss = training.values("loss")
     known = np.isfinite(loss)
     samples, seconds = np.cumsum(training.values("n_global")), training.running_s()

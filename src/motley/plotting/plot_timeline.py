@@ -172,7 +172,7 @@ def draw_timeline(
 
 
 def read_steps(text: str) -> tuple[int, int]:
-    """Return the steps of ``FROM:TO``: those after the first FROM, up to TO."""
+    """Return the steps of ``FROM:TO``: the steps after the first FROM steps, up to step TO."""
     result = re.fullmatch(r"(\d+):(\d+)", text)
     if not result:
         raise argparse.ArgumentTypeError(

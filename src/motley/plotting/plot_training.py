@@ -1,4 +1,4 @@
-"""Draw a training: the parts of a step's time, loss, accuracy, images/s, memory, learning rate.
+"""Draw a training: loss, accuracy, images/s, memory, learning rate, and the parts of a step's time.
 
 A loss scale is drawn if the run has used one.
 
@@ -189,7 +189,7 @@ def is_scaled(training: Training) -> bool:
 
 
 def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
-    """Return the picture of one run. If the loss scale is always 1, it has no panel."""
+    """Return the picture of one run. A loss scale that is always 1 has no panel."""
     scaled = is_scaled(training)
     rows = [["loss", "time"], ["rate", "memory"], ["lr", "scale" if scaled else "lr"]]
     usual, chosen = usual_steps(training)

@@ -103,7 +103,7 @@ class Session:
         return self._publisher.publish(self._args.follow, self._look)
 
     def _look(self) -> bool:
-        """Print the destination, copy other hosts' records, and name hosts that have not sent any.
+        """Print the destination, copy other hosts' records, and name hosts that sent no records.
 
         Returns:
             True if the publisher should read the records again at once.
@@ -134,7 +134,7 @@ class Session:
 
 
 def end_on_signals(publisher: Publisher) -> None:
-    """End publishing after the current round on the first signal, at once on a second one."""
+    """End publishing after the current round at the first signal, at once at the second."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.default_int_handler)

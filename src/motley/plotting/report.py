@@ -4,8 +4,8 @@
     python plots/report.py baselines/strategies logs/ --out report
     python plots/report.py baselines/
 
-Opens from disk, needs no network; its tables can be sorted. Exit code: 0, or 2 if there is nothing
-to show.
+The page opens from disk, without a network. Its tables can be sorted. Exit code: 0, or 2 if there
+is nothing to show.
 """
 
 import base64
@@ -293,7 +293,7 @@ def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> li
 
 
 def panels(alt: str, figures: "Callable[[], Iterable[tuple[str, Figure]]]") -> list[Picture]:
-    """Return pictures of one panel each. Print a warning for each that cannot be drawn.
+    """Return pictures of one panel each. Print a warning for each picture that cannot be drawn.
 
     Args:
         alt: name of the run; empty: the pictures are of all runs.
@@ -401,7 +401,7 @@ def rates(training: Training) -> tuple[str, str, str]:
 def started(run: RunFolder) -> float:
     """Return the time at which a run was started, in seconds since 1970.
 
-    If the run.json is damaged, return the time at which it last changed.
+    If run.json is damaged, return the time at which the file last changed.
     """
     with contextlib.suppress(MotleyError):
         at = run.read_run().get("started")
@@ -418,7 +418,7 @@ def distinct_names(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def describe_ranks(run: RunFolder, about: JsonDict) -> str:
-    """Return how many ranks train, and how many were lost since the start, as ``2 (1 lost)``."""
+    """Return how many ranks train, and how many were lost since the start: ``2 (1 lost)``."""
     ranks, began = len(about.get("ranks") or []), about.get("started") or 0
     lost = [event for event in run.read_events() if event.get("event") == "lost"]
     count = sum(event["time"] > began for event in lost if about.get("grouped"))

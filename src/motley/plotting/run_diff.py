@@ -3,7 +3,7 @@
     python plots/diff.py logs/A logs/B
     python plots/diff.py logs/                       # all runs there, one column each
 
-A row is shown if the runs do not have the same value; results are all shown. A dash stands for a
+A row is shown if the runs do not have the same value. All results are shown. A dash stands for a
 value that a run does not have. Exit code: 0, or 2 if there are not two runs.
 """
 

@@ -1,4 +1,4 @@
-"""Print how much of the limit a run reached, the causes of the rest, and faster settings.
+"""Print how much of the limit a run reached, the causes of lost time, and faster settings.
 
     python plots/verdict.py logs/                    # every run
     python plots/verdict.py logs/RUN --json          # for a program: one line per run

@@ -45,7 +45,7 @@ def merge_run(run: RunFolder, out: Path | None) -> None:
 def merge_all(paths: list[Path], out: Path | None) -> int:
     """Merge the traces of every run; return the exit code.
 
-    After a bad run the rest is still merged.
+    After a run that cannot be merged, the remaining runs are still merged.
     """
     runs = [run for run in find_runs(paths) if run.traces()]
     if not runs:

@@ -188,7 +188,10 @@ def run_task(
     number: int,
     todo: Sequence[tuple[Cell, int]],
 ) -> int:
-    """Measure one cell, and write the table of finished runs. Return 0 if it is done, else 1."""
+    """Measure one cell, and write the table of finished runs.
+
+    Return 0 if the cell is done, else 1.
+    """
     folder.join(matrix)
     if number >= len(matrix.all_cells):
         raise MotleyError(f"--task {number}: the matrix has only {len(matrix.all_cells)} cells")
@@ -257,7 +260,8 @@ def run_one(
     """Run one cell once, and end all its processes if it takes too long.
 
     Returns:
-        The exit status of the launcher, or None if the run took too long, and the run's seconds.
+        The exit status of the launcher; None: the run took too long. Second value: the duration of
+        the run in seconds.
     """
     hosts, _ = first_hosts(cell, matrix.hosts)
     attempt = folder.attempt(cell, repeat)
@@ -295,7 +299,7 @@ def rank_words(script: str) -> list[str]:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """Stop a job and all its processes on this host; its ranks on other hosts end with it."""
+    """Stop a job and all its processes on this host. Its ranks on other hosts end too."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, number)

@@ -8,16 +8,17 @@ shown too, with their users.
   bash setup/clean_cn.sh --yes          # end leftovers without asking
   bash setup/clean_cn.sh --running      # also end processes that (may) still run
 
-A process is ours if it is yours and runs a script of this repository as
-entry_cn.sh does (or is that one's data worker, MPI daemon or mpirun). Its state:
+A training process belongs to you, and runs a script of this repository as
+entry_cn.sh does. Its data workers, its MPI daemon and its mpirun count too.
+A process has one of these states:
   leftover   its mpirun is gone
   running    its mpirun lives
   unknown    its mpirun was on a host that was not asked, or it was started
              by hand
 
-Each is ended by its pid and the time it started: SIGTERM, after 3 s SIGKILL.
-Processes of others, and yours that are not of this repository, are never
-touched.
+A process is identified by its pid and the time it started. SIGTERM ends it,
+or SIGKILL 3 s later. Processes of other users, and your own
+processes that are not of this repository, are never touched.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)

@@ -72,8 +72,8 @@ class HostReport:
         disk_free_mib: free part of that disk, MiB.
         disk_free_inodes: number of files that can still be made on that disk.
         place: folder whose disk was examined: the repository, or its nearest existing parent.
-        place_write: "yes", or the system's error when a file was written there, such as "No space
-            left on device", "Permission denied", "Read-only file system".
+        place_write: "yes", or the system's error when a file was written to ``place``, such as "No
+            space left on device", "Permission denied", "Read-only file system".
         home: path of the user's home.
         home_write: result of the same test in the home.
         temporary: path of the temporary folder.
@@ -229,7 +229,7 @@ def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
 
 
 def _number(text: str | None) -> float | None:
-    """Return a number; None if the text is no number, as "[N/A]"."""
+    """Return a number; None if the text is no number, such as "[N/A]"."""
     try:
         return float(text or "")
     except ValueError:
@@ -306,8 +306,8 @@ _SCRIPT = Path(__file__).with_name("cn_probe.sh")
 def token_file() -> Iterator[str]:
     """Create an empty file in the folder of the runs while the context is open, and yield its name.
 
-    A host that sees the file has the same folder. The name is empty if this user may not write
-    there.
+    A host that sees the file has the same folder. The name is empty if this user may not write to
+    the folder.
     """
     path = PLACE / f".motley-token-{secrets.token_hex(8)}"
     try:

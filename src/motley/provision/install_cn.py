@@ -11,10 +11,10 @@ The environment is at the same path on all hosts.
 This machine's environment (setup/make_env.sh) is the model. torch's build is
 chosen by the oldest GPU and the lowest driver of all hosts
 (src/motley/provision/install_cn.py), and replaced here if it does not run on them. Hosts
-that share this folder need nothing more. The others get the files that git
-tracks, and a standalone Python where theirs is not the same 3.X (from the
-network, or the archive given). They also get the versions of
-.venv/requirements.lock: 6 GB and some minutes, all at once. At the end each
+that share this folder need nothing more. All other hosts get the files that
+git tracks. A host whose Python is not the same 3.X gets a standalone Python, from the
+network or from the archive of --python-archive. All these hosts then get, at once, the
+packages in .venv/requirements.lock: 6 GB, which takes some minutes. At the end each
 host imports the packages and runs a kernel. After an interruption, the same command
 continues. Only the repository's folder, the environment and pip's cache are changed.
 
@@ -22,7 +22,7 @@ Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --python-archive FILE   an install_only archive of python-build-standalone
                     for hosts that need a Python and have no network
-  --offline FOLDER  install from its wheels alone. Done by pip if uv is not among them
+  --offline FOLDER  install only the wheels in FOLDER. Without uv among them, pip is used
   --dry-run         print every change, do none
 
 Exit status: 0 all hosts are ready, 1 some host is not, 2 nothing was begun.
@@ -66,7 +66,7 @@ class Build:
     """One build of the torch wheels for Linux.
 
     Attributes:
-        name: folder of https://download.pytorch.org/whl/; PYPI for the one on PyPI.
+        name: folder of https://download.pytorch.org/whl/; PYPI for the build on PyPI.
         oldest: lowest CUDA compute capability for which the build has kernels.
         newest: highest CUDA compute capability for which the build has kernels.
         driver: lowest major version of the NVIDIA driver with which the build works.
@@ -105,7 +105,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class HostGpu:
-    """A GPU as the choice of a torch build needs it; ``driver`` is a version like "535.183.01"."""
+    """The properties of a GPU that a torch build must fit. ``driver`` is like "535.183.01"."""
 
     host: str
     name: str
@@ -301,7 +301,7 @@ def _find_python(report: HostReport) -> str | None:
 
 
 def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespace) -> None:
-    """Send a host the files, and install Python and packages there.
+    """Send a host the files, and install Python and packages on the host.
 
     Raises:
         HostTrouble: a part could not be installed.
@@ -341,7 +341,7 @@ def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
 
 
 def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> None:
-    """Send the files to a host, and run make_env.sh there."""
+    """Send the files to a host, and run make_env.sh on the host."""
 
     def print_line(line: str) -> None:
         with _printing:

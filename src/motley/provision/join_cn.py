@@ -8,7 +8,7 @@ boundary if the rest of the training gains more by that than the new start costs
 runs use the host when they are started again.
 
 Options:
-  --hostfile FILE   the hosts that there are; default: the repository's
+  --hostfile FILE   all hosts of the cluster; default: the repository's
                     hosts.txt (command motley: the current folder's)
   --dry-run         print which hosts are away, and change nothing
 
@@ -24,7 +24,7 @@ from motley.text import typed_command
 
 
 def main(words: Sequence[str]) -> int:
-    """Remove the hosts' marks, print which hosts had been away, and return the exit code."""
+    """Remove the hosts' marks of absence, print which hosts were away; return the exit code."""
     parser = setup_command.Parser("join_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     options = parser.parse_args(words)

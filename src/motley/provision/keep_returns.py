@@ -97,11 +97,11 @@ class HostAnswers:
     Attributes:
         alive: hosts that can take part, in the hostfile's order.
         lost: for each host that does not answer, the reason.
-        away: for each host that is marked as away, the reason or the end of the mark, in words.
-        ends: times at which marks of hosts end, in seconds since the epoch. Marks without an end
-            are left out.
+        away: for each host that is marked as away, the reason or the end of the absence, in words.
+        ends: times at which the absence of hosts ends, in seconds since 1970. Absences without
+            an end are left out.
         nodes: host name that each machine reports, which a run's records use.
-        sees: for each host, True if the run's folder is visible there.
+        sees: for each host, True if the run's folder is visible on the host.
         speeds: stored speeds of the devices, by the host name that the machine reports; see
             host_agent.speeds.
     """
@@ -216,7 +216,7 @@ class Figures:
     def ended(self, asked: float) -> None:
         """Record that a job has ended now.
 
-        The end was requested at the time ``asked``, in seconds since the epoch.
+        The end was requested at the time ``asked``, in seconds since 1970.
         """
         self._end_s = time.time() - asked
 
@@ -263,7 +263,7 @@ class Figures:
         return True
 
     def lost(self) -> set[str]:
-        """Return hosts with a rank that the present job has lost, by the names that they report."""
+        """Return the hosts with a rank that this job has lost, under the names that they report."""
         events = self._folder.read_events()
         return {
             str(event["host"]) for event in events
@@ -271,11 +271,13 @@ class Figures:
         }  # fmt: skip
 
     def training(self) -> set[str]:
-        """Return the hosts on which a rank trains, by the names that they report."""
+        """Return the hosts on which a rank trains, under the names that these hosts report."""
         return {str(rank.get("host")) for rank in self._folder.read_run().get("ranks") or []}
 
     def speed_without(self, nodes: Collection[str]) -> float | None:
-        """Return the fraction of each step's samples that other hosts have; None: unknown.
+        """Return the fraction of a step's samples that all hosts except ``nodes`` have.
+
+        None: unknown.
 
         The fraction is that of the last plan.
 
@@ -345,7 +347,10 @@ _NOT_YET_S = 5.0  # seconds between estimates while the usual time of a step is 
 
 
 def until_asked_s(asked: HostAnswers) -> float:
-    """Return the seconds until missing hosts are asked again, or until the first mark expires."""
+    """Return the seconds until missing hosts are asked again.
+
+    If the absence of a host ends earlier, return the seconds until then. The result is at least 1.
+    """
     return max(1.0, min([ASK_AGAIN_S, *(end - time.time() + 0.5 for end in asked.ends)]))
 
 
@@ -420,7 +425,7 @@ class Returns:
         """Have the job save and end at a step boundary. Return True if some rank got the request.
 
         The signal is sent to the ranks directly. mpirun would also send it to processes that the
-        ranks have started, such as compilers, and the signal ends those.
+        ranks have started, such as compilers, and the signal would end these processes.
         """
         requested = time.time()
         words = ("pause", str(self._folder.parent), self._folder.name)

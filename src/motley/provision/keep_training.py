@@ -1,6 +1,6 @@
 """Keep a training alive over lost machines: run an mpirun line again after a loss.
 
-The next start uses the machines that are left when one of them dies.
+After the loss of a machine, the next start uses the remaining machines.
 
   bash setup/keep_training.sh mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
   bash setup/keep_training.sh --restarts 3 mpirun -np 2 ./entry_cn.sh torch_dist/train.py --lr 1e-3
@@ -141,7 +141,7 @@ class Stop:
             self.job.send_signal(self.number)
 
     def look(self) -> None:
-        """Send the launcher a signal that came to this process alone, after a short wait."""
+        """Pass on a signal that only this process received to the launcher, after a short wait."""
         if self.number and not self.sent and time.monotonic() > self.at + _STOP_S:
             self.pass_on()
 
@@ -282,7 +282,7 @@ class Keeper:
         return ""
 
     def _who_answers(self) -> str:
-        """Return the phrase that all hosts answer, or that the line names no host to ask."""
+        """Return a phrase: all hosts answer, or the line names no host to ask."""
         if self._line.hosts:
             return "all hosts answer"
         return "no host was asked, because the command names none (--hostfile FILE or -H HOSTS)"
@@ -368,9 +368,9 @@ class Keeper:
             started: start time of the previous job, from run.json.
 
         Returns:
-            The exit status of the line. After a fault, also a future with the hosts' answers, else
-            None. The hosts are asked early, because a dead host takes some time, and mpirun waits
-            for it too.
+            The exit status of the line. Second value: after a fault, a future with the hosts'
+            answers, else None. The hosts are asked early, because a dead host takes some time, and
+            mpirun waits for it too.
         """
         early, failed = None, 0.0
         self._figures.launched()

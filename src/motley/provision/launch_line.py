@@ -42,7 +42,10 @@ def hosts_of_step(
 
 
 def on_hosts(words: Sequence[str], hosts: Sequence[Host]) -> list[str]:
-    """Return srun's words for these nodes alone. The step does not wait for other steps there."""
+    """Return srun's words for these nodes alone.
+
+    The step does not wait for other steps on these nodes.
+    """
     remaining = list(words)
     for flags in (_TASKS, _NODES, _LIST, _PER_NODE):
         remaining = _without(remaining, flags)
@@ -322,7 +325,7 @@ def _find_option(words: Sequence[str], flag: str) -> tuple[int, int, str | None]
 
 
 def _find_rank_words(words: Sequence[str]) -> int:
-    """Return the index of the word after entry_cn.sh or ``motley train``; 0 if neither is there."""
+    """Return the index of the word after entry_cn.sh or ``motley train``; 0 without these words."""
     for at, word in enumerate(words, 1):
         if Path(word).name == _ENTRY:
             return at

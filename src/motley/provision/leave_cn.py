@@ -19,7 +19,7 @@ yours runs, and all hosts of a run, which would end it.
 
 Options:
   --for TIME        come back automatically after this time; default: stay away
-  --hostfile FILE   the hosts that there are; default: the repository's
+  --hostfile FILE   all hosts of the cluster; default: the repository's
                     hosts.txt (command motley: the current folder's)
   --dry-run         print what would leave, and change nothing
 

@@ -1,13 +1,13 @@
 """The network of the hosts of hosts.txt, and the settings that MPI, NCCL and DeepSpeed read.
 
-The network is tried as a training does (motley.launch.world), and its subnet is written on every
-host.
+The network is tried in the same way as at the start of a training (motley.launch.world). Its subnet
+is written on every host.
 
 The module writes the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
-between two marks, and .deepspeed_env in the folder of the runs, whose other lines stay. The user's
-own parameter files override those of the environment. The user's files are changed only if the
-environment belongs to another user. The lines are then written into the user's files, between the
-same marks.
+between two marks. The module also writes lines of .deepspeed_env, in the folder of the runs, and
+keeps the user's other lines of this file. The user's own parameter files override those of the
+environment. The user's files are changed only if the environment belongs to another user. The lines
+are then written into the user's files, between the same marks.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Listening:
     """The ports on which a host listens.
 
     Attributes:
-        ports: a port for each address of the host; 0 if no port could be opened there.
+        ports: a port for each address of the host; 0 if no port could be opened at the address.
         token: text that a connection has to start with.
     """
 
@@ -213,9 +213,9 @@ def parameters(
     """Return one host's lines for the files of Open MPI and its launcher PRRTE, and .deepspeed_env.
 
     MPI's lines have the subnet, since interface names differ from host to host. Open MPI 4.1 has
-    its launcher's parameter in the first file, under its own name. NCCL accepts names alone. Its
-    line has the names of all hosts that read the same file. The line is left out if one of these
-    names belongs to another network on another host.
+    its launcher's parameter in the first file, under its own name. NCCL accepts only names of
+    interfaces. NCCL's line has the names of all hosts that read the same file. The line is left out
+    if one of these names belongs to another network on another host.
     """
     if shared.subnet is None:
         return [], [], []
@@ -265,7 +265,7 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
         write: True: write the parameters. False: only read the user's files.
 
     Raises:
-        HostTrouble: the files cannot be written there.
+        HostTrouble: the files cannot be written on the host.
     """
     path = PLACE / SETTINGS
     own, _, settings = remote.run(_READ, path).output.partition("--\n")

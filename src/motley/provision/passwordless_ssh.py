@@ -13,11 +13,12 @@ Here it makes a key of its own, ~/.ssh/id_ed25519_motley, names the hosts that
 need it at the end of ~/.ssh/config, between "# motley: begin" and "# motley:
 end", and pins host keys in ~/.ssh/known_hosts, after showing them. On each
 host it adds one line to ~/.ssh/authorized_keys (restrict,pty: no forwarding
-of any kind), and takes others' right to write to ~ and any right to ~/.ssh
-and that file, without which sshd ignores it. A host that lets you in already
-is not touched, nor are your own keys. The password is asked on the terminal,
-goes to the hosts alone, and is kept nowhere. A second run changes nothing,
-and finishes work that was stopped half-way.
+of any kind). Other users lose the permission to write to ~, and all
+permissions on ~/.ssh and that file, since sshd would otherwise ignore it. A
+host that lets you in already is not touched, nor are your own keys. The
+password is asked on the terminal, goes to the hosts alone, and is kept
+nowhere. A second run changes nothing, and finishes work that was stopped
+half-way.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
@@ -147,7 +148,7 @@ def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
 
 
 def match_all(shown: Mapping[str, HostKey], path: Path) -> dict[str, HostKey | HostTrouble]:
-    """Return each host's key in ``--known-hosts FILE``, or the trouble of a host without one."""
+    """Return each host's key in ``--known-hosts FILE``, or the trouble of a host without a key."""
     return run_on_all(shown, lambda host: _match(host, shown[host], path), LIMIT_S)
 
 
@@ -183,7 +184,7 @@ def make_tag(public: str) -> str:
 
 
 def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
-    """Give each host access to each other one.
+    """Give each host access to each other host.
 
     Args:
         hosts: hosts to which this machine can log in, and this machine if hosts.txt names it.
@@ -227,7 +228,7 @@ def _visit(host: str) -> tuple[Remote, HostKey]:
 
 
 def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
-    """Log in from each host to each other one, and return the hosts for which that fails."""
+    """Log in from each host to each other host, and return the hosts for which a login fails."""
     text, troubles = split(
         run_on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S)
     )
@@ -369,7 +370,7 @@ def install(remote: Remote, public: str) -> str:
         The new state of the host.
 
     Raises:
-        HostTrouble: the host refuses the key all the same.
+        HostTrouble: the host still refuses the key.
     """
     host = remote.host
     try:

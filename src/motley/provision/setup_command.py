@@ -1,6 +1,6 @@
 """The frame of a setup command: options, all hosts at once, a table, a question, and the end.
 
-The module also runs a module of the library on a host, in the environment there.
+This module also runs other modules of Motley on a host, in the host's environment.
 
 Each command visits all hosts of a hostfile at once, and prints one table. For each host with a
 fault it prints the finding and the fix. Exit status: 0 all is well, 1 some host is not, 2 nothing
@@ -235,7 +235,9 @@ def ask(question: str) -> bool:
 
 
 def ask_password(prompt: str) -> str:
-    """Return a password that the user types, without echo. No file, argv or environment has it.
+    """Return a password that the user types, without echo.
+
+    The password is written to no file, argv or environment.
 
     Raises:
         MotleyError: there is no terminal.
@@ -254,8 +256,8 @@ def try_password(
 
     Args:
         users: the account's name by host.
-        work: function of password and host, called for all hosts at once. A HostTrouble of the kind
-            ``password refused`` makes the user be asked again.
+        work: function of password and host, called for all hosts at once. After a HostTrouble of
+            the kind ``password refused``, the user is asked again.
         limit: seconds for all hosts together.
 
     Returns:

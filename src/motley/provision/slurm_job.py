@@ -29,7 +29,7 @@ Options, before the line:
   --run-before CMD   a command before srun, as in --run-before "module load cuda". May be repeated
   --before SECONDS   before the end at which the ranks are signalled. Default: 180
   --requeue          continue in the same job, until the training has finished
-  --array            a task for each cell of a matrix. With --at-once K: no more at a time
+  --array            a task for each cell of a matrix. With --at-once K: at most K at a time
   --container IMAGE  run the ranks in an Apptainer image
   --mpi KIND         of srun's, default none: the ranks connect without it
   --submit           with sbatch. Default: write the script, print how
@@ -163,7 +163,7 @@ class Job:
         ranks: number of ranks on each node.
         gpus: number of GPUs on each node.
         cores: number of cores for each rank; 0: the cluster's default.
-        time: longest time, in Slurm's notation; None: the partition's own.
+        time: longest time, in Slurm's notation; None: the partition's default.
         before_s: seconds before the end of the allocation at which Slurm signals the ranks.
         requeue: True if the job continues itself in the next allocation.
         mpi: value of srun's option ``--mpi``.

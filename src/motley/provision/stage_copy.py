@@ -200,7 +200,7 @@ def look(host: str, path: Path) -> Target:
     """Return the state of a host's disk at ``path``.
 
     Raises:
-        HostTrouble: this user may not write there, or the host does not answer.
+        HostTrouble: this user may not write to the folder of ``path``, or the host does not answer.
     """
     with connect(host) as remote:
         done = _run(remote, "look", path, 0, limit=_LOOK_S)
@@ -268,7 +268,8 @@ def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int
         host: name of the host.
         source: the file.
         sample: size of one sample in bytes, with which the disk is timed.
-        on_progress: called with the host and the number of bytes that are correct there so far.
+        on_progress: called with the host, and the number of bytes that are correct on the host so
+            far.
 
     Raises:
         HostTrouble: the file could not be copied. The next copy continues with the bytes that
@@ -284,7 +285,7 @@ def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int
 
 
 class _Copying:
-    """A copy of a file to one host, with a record of the blocks whose hash there is correct."""
+    """A copy of a file to one host, with a record of the blocks that are correct on the host."""
 
     def __init__(self, remote: Remote, source: Source, on_progress: Callable[[int], None]) -> None:
         self._remote, self._source, self._on_progress = remote, source, on_progress

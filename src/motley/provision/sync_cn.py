@@ -6,7 +6,7 @@ Only hosts with a folder of their own get files.
   bash setup/sync_cn.sh --dry-run         # which files differ, and where
   bash setup/sync_cn.sh --hostfile my_hosts.txt
 
-The files that git tracks are sent to the same path, if they differ there. A host that
+The files that git tracks are sent to the same path, if they differ on the host. A host that
 shares this folder (NFS) needs nothing. Files that only the host has stay. An edit made
 on a host is overwritten.
 

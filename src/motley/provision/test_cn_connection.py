@@ -153,7 +153,10 @@ def as_json(
 def try_all(
     reports: Mapping[str, HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None, str]:
-    """Return the hosts' addresses on the fastest network, a finding if none, and a sentence."""
+    """Return the hosts' addresses on the fastest network, and a sentence on each network.
+
+    If no network connects all hosts, return a finding as the second value.
+    """
     try:
         networks, words = try_networks(reports)
     except MotleyError as error:

@@ -1,6 +1,6 @@
 """Check that MPI works over all hosts of hosts.txt, and configure it.
 
-Afterwards a plain mpirun line works there.
+Afterwards a plain mpirun line works on these hosts.
 
   bash setup/test_mpi.sh
   bash setup/test_mpi.sh --dry-run        # what would be written, and where
@@ -10,8 +10,8 @@ Tries each subnet that the hosts share and writes the fastest, on every host, in
 environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
 and into .deepspeed_env. Your own ~/.openmpi, ~/.prte and ~/.pmix override
 these, and are changed only if the environment belongs to another user: the
-lines are then written there, between two marks. Then each host opens a
-connection to each other, and a rank for each slot prints a greeting in C (if
+lines are then written into your files, between two marks. Then each host opens
+a connection to each other host, and a rank for each slot prints a greeting in C (if
 there is a compiler here), and in Python through entry_cn.sh. The Python ranks
 also measure the links' bandwidth and name a link that is slow, busy or broken.
 
@@ -172,7 +172,7 @@ def show_parameters(reports: Mapping[str, HostReport], shared: Shared) -> None:
 def try_pairs(
     reports: Mapping[str, HostReport], shared: Shared
 ) -> dict[tuple[str, str], HostTrouble]:
-    """Open a connection from each host to each other. Return the pairs that fail, and why."""
+    """Open a connection from each host to each other host. Return the pairs that fail, and why."""
     if len(reports) == 1:
         return {}
     with listen_on({host: [shared.at[host].address] for host in reports}) as (remotes, doors):
@@ -241,7 +241,7 @@ class Answer:
     Attributes:
         ranks: number of greetings that came from each host.
         asked: number of ranks that mpirun was to start.
-        end: description of how mpirun ended, as "ended with status 1".
+        end: description of how mpirun ended, such as "ended with status 1".
         words: last lines of the output.
         links: lines of the output that describe links between hosts.
     """
@@ -279,7 +279,7 @@ def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
 
 
 def end_mpirun(job: subprocess.Popen[str]) -> str:
-    """End an mpirun that leads its own session, and its daemons there. Return mpirun's output."""
+    """End an mpirun that leads its own session, and all daemons in it. Return mpirun's output."""
     os.killpg(job.pid, signal.SIGTERM)
     try:
         return job.communicate(timeout=5)[0]

@@ -6,7 +6,7 @@ The publisher saves its position in the records beside them:
 
 The position is saved once the tracker has all records before it, so a publisher that is killed
 loses nothing. The tracker may then get some records twice. Each tracker class describes how it
-handles that.
+handles repeated records.
 """
 
 import contextlib

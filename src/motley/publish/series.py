@@ -4,8 +4,8 @@ Each record of a run is read once, even while the run is writing.
 
 Names sort in the order in which users read them. Names that begin with ``all/`` are of all ranks
 together. The other beginnings are ``cpu/HOST/``, ``evaluation/``, ``gpu/HOST_NUMBER/``, ``others/``
-and ``rank/NUMBER_HOST/``. With many ranks, only the first rank writes steps, and ``others/`` is its
-summary of the rest.
+and ``rank/NUMBER_HOST/``. With many ranks, only the first rank writes steps, and ``others/`` is the
+first rank's summary of all other ranks.
 """
 
 import copy
@@ -32,7 +32,7 @@ from motley.records.training import EpochRecord, RankGroups
 class Position:
     """The position of a reader in a run's records.
 
-    A reader that is given a saved position continues from there. The saved form:
+    A reader that is given a saved position continues from that position. The saved form:
 
         {"steps": {"0": 119, "1": 119}, "evaluation": 120, "events": 7, "samples": {"tesla0": 64}}
 
@@ -213,7 +213,7 @@ class Row:
     Attributes:
         step: number of the step; None: unknown. For an evaluation, the number of steps taken before
             it.
-        time: seconds since the epoch.
+        time: seconds since 1970.
         values: values by name; unknown values are left out.
     """
 
@@ -228,7 +228,7 @@ class Note:
 
     Attributes:
         step: step of the event; None: it belongs to no step.
-        time: seconds since the epoch.
+        time: seconds since 1970.
         kind: kind of the event.
         text: description of the event.
     """
@@ -240,7 +240,7 @@ class Note:
 
 
 def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row]:
-    """Return one row per step, over all ranks whose records have it.
+    """Return one row per step, over all ranks whose records have the step.
 
     Args:
         about: content of the run's run.json.
@@ -313,7 +313,7 @@ def notes(new: NewRecords, now: float) -> list[Note]:
 
     Args:
         new: records since the last reading.
-        now: time that is used for events without a time, in seconds since the epoch.
+        now: time that is used for events without a time, in seconds since 1970.
     """
     result = []
     for line in new.events:

@@ -55,9 +55,9 @@ class ClassResult:
     Attributes:
         name: name of the class, or its number.
         samples: number of samples with this label.
-        accuracy: part of them that was predicted rightly, 0 to 1.
+        accuracy: fraction of these samples that was predicted correctly, 0 to 1.
         mistaken_for: name of the wrong class that was predicted most often; empty: none was.
-        mistakes: number of these predictions.
+        mistakes: number of predictions of ``mistaken_for``.
     """
 
     name: str

@@ -34,7 +34,7 @@ def mean_rate(
     Args:
         steps: steps of one rank, in order.
         of: name of the field whose values are added up.
-        starts: times at which a job began, in seconds since the epoch. The pause before each of
+        starts: times at which a job began, in seconds since 1970. The pause before each of
             these times, in which nothing ran, is left out.
 
     Returns:
@@ -51,12 +51,12 @@ def mean_rate(
 def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[float, float]]:
     """Return the times at which a job continued from a checkpoint, and the pauses before them.
 
-    The times are in seconds since the epoch, ascending. The pauses, in which nothing ran, are in
+    The times are in seconds since 1970, ascending. The pauses, in which nothing ran, are in
     seconds.
 
     Args:
         steps: steps of one rank, in order.
-        starts: times at which a job continued, in seconds since the epoch.
+        starts: times at which a job continued, in seconds since 1970.
     """
     result = []
     for before, step in pairwise(steps):
@@ -165,7 +165,7 @@ class Training:
         steps: step records by rank.
         lead: step records of the rank that has the most records.
         epochs: evaluations.
-        starts: times at which a job continued from a checkpoint, seconds since the epoch.
+        starts: times at which a job continued from a checkpoint, seconds since 1970.
     """
 
     path: Path

@@ -231,7 +231,7 @@ class GpuSample:
     """One row of a GPU log. None stands for a value that the log does not have.
 
     Attributes:
-        time: seconds since the epoch.
+        time: seconds since 1970.
         host: name of the host.
         gpu: number of the GPU on the host; None for a CPU.
         name: name of the GPU or the CPU.

@@ -188,7 +188,7 @@ class Reserve:
 
     Args:
         path: path of the file.
-        content: content of the present version, as many bytes of which are reserved.
+        content: content of the present version. An equal number of bytes is reserved.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -219,7 +219,7 @@ def write_json(path: Path, content: Mapping[str, Any], reserve: Reserve | None =
     Args:
         path: path of the file.
         content: content of the file.
-        reserve: reserved space for this file, used if the disk has no other.
+        reserve: reserved space for this file, used if the disk has no other free space.
     """
     text = _text(content)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

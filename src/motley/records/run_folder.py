@@ -4,8 +4,8 @@ No other module contains names of files in the folder.
 
 The lock is flock(2) on the file ``.lock``, which names its holder. NFS passes such locks on to its
 server, so they hold on all hosts. Some disks are mounted without such locks (Lustre without
-``flock``, BeeGFS by default). There the lock does not exclude processes of other hosts, or any
-process.
+``flock``, BeeGFS by default). On such a disk, the lock does not exclude processes of other hosts,
+or any process at all.
 
     run.json              what was run, on what, and how it ended
     steps.rank<k>.jsonl   one line per training step of rank k; see motley.records.training
@@ -367,10 +367,10 @@ class RunFolder:
             self._complete(rank, step, OWN_PART | OWN_STEP if diverges else OWN_PART)
 
     def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
-        """Add a rank's missing records of steps before ``step`` from the records of others.
+        """Add a rank's missing records of steps before ``step``, from the records of other ranks.
 
-        Records are missing if the rank was killed before it wrote its last ones. The rank may also
-        be of an earlier launch, with the same number.
+        Records are missing if the rank was killed before it wrote its last records. Records are
+        also missing if a rank of an earlier launch, with the same number, wrote the file.
         """
         path = self.step_file(rank)
         # All lines have a step.
@@ -411,7 +411,7 @@ class RunFolder:
         return sorted(self.path.glob("*.jsonl"))
 
     def _ranks(self) -> list[int]:
-        """Return the ranks whose step records are here, ascending."""
+        """Return the ranks whose step records are in the folder, ascending."""
         return _numbers(self.path, "steps.rank", ".jsonl")
 
     def read_epochs(self) -> list[JsonDict]:

@@ -263,8 +263,8 @@ def _covered(events: Iterable[Event], whole: Span) -> float:
 def _busiest(events: Iterable[Event], most: int) -> tuple[tuple[str, float, int], ...]:
     """Return the names with the longest time, with their seconds and calls.
 
-    The time of an event within another one on the same thread or stream counts for the inner event
-    alone.
+    The time of an event within another event on the same thread or stream counts for the inner
+    event alone.
     """
     took: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)

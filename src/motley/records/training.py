@@ -136,7 +136,7 @@ class StepRecord:
         samples_per_s: rate of all ranks together. Older records call it ``images_per_s``.
         weight: weight of the global batch, in the unit that run.json's ``task`` names: images,
             tokens.
-        time: end of the step, seconds since the epoch.
+        time: end of the step, seconds since 1970.
         others_ready: times of other ranks, in a run with more than MOST_WRITERS ranks, in which
             only the first rank writes records; see :func:`others_ready`. Else null.
     """

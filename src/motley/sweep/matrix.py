@@ -96,8 +96,8 @@ class Matrix:
 
     Attributes:
         cells: the cells to compare.
-        references: fp32 cells, one for each batch size and data fraction, with whose loss the other
-            cells are compared. Each runs once.
+        references: fp32 cells, one for each batch size and data fraction. The losses of all other
+            cells are compared with those of the references. Each reference runs once.
         hosts: hosts of hosts.txt.
         repeats: number of runs of each cell.
         steps: steps of each run.
@@ -385,7 +385,7 @@ def _plain(value: object) -> str:
 
 
 def _words(path: Path, options: Any) -> list[str]:
-    """Return options as words. They are given as a list, or as one text like in a shell."""
+    """Return options as words, given a list of words, or one text as in a shell."""
     try:
         return shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
     except (TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
 """The folder of a matrix's results, and the outcome of each of its runs. Pure.
 
-The outcome of a run is that it is done, or how, where and when it failed.
+The outcome states that the run is done, or how, where and when the run failed.
 
     matrix.json            the settings; another matrix may not be written here
     cells/<cell>.<k>/      the run folder of repeat k; its output and outcome are beside it
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def when(self) -> str:
-        """Time of the failure, as ``epoch 0, step 4, backward`` for ``step`` 3."""
+        """Time of the failure, such as ``epoch 0, step 4, backward`` for ``step`` 3."""
         parts = [
             None if self.epoch is None else f"epoch {self.epoch}",
             None if self.step is None else format_step(self.step), self.phase,
@@ -81,8 +81,8 @@ def judge(
 
     Args:
         status: exit status of mpirun; None: the run was ended because it took too long. A status of
-            0 proves nothing, since mpirun also ends with it after the loss of a host. A run is done
-            only if its records say so.
+            0 is not sufficient, since mpirun also returns 0 after the loss of a host. A run is done
+            only if its run.json has the status ``finished``.
         output: all output of the run.
         run: content of run.json; empty if there is none.
         steps: records of the steps, by rank; empty if there are none.

@@ -59,8 +59,8 @@ class Row:
         score: main metric of the last evaluation, as the records name it; median of the repeats.
         score_name: name of that score.
         score_spread: difference of the highest and lowest score; None for a single repeat.
-        loss_difference: difference of the loss from that of the fp32 reference, divided by the
-            latter.
+        loss_difference: difference of the loss from the loss of the fp32 reference, divided by the
+            reference's loss.
         data_s: seconds of a step in which a rank waits for data, mean over ranks.
         compute_s: seconds of a step in which a rank computes, mean over ranks.
         wait_s: seconds of a step in which a rank waits for the slowest rank, mean over ranks.
@@ -118,7 +118,7 @@ class Row:
 
     @property
     def rate(self) -> str:
-        """Median rate in the task's unit, as ``1,204 images/s``; empty if unknown."""
+        """Median rate in the task's unit, such as ``1,204 images/s``; empty if unknown."""
         return self._words(self.samples_per_s)
 
     @property
@@ -131,7 +131,7 @@ class Row:
 
     @property
     def score_text(self) -> str:
-        """The score with its name and spread, as ``top1 0.912, spread 0.01``; empty if unknown."""
+        """The score with its name and spread: ``top1 0.912, spread 0.01``; empty if unknown."""
         if self.score is None:
             return ""
         spread = "" if self.score_spread is None else f", spread {self.score_spread:.2g}"
@@ -141,7 +141,7 @@ class Row:
     def is_compiled(self) -> bool:
         """True if the model is compiled.
 
-        The rate may exceed the limit, which is without --compile.
+        The rate may then exceed the limit, which is computed without --compile.
         """
         return "--compile" in self.options.split()
 
@@ -296,7 +296,7 @@ def _loss(steps: Steps) -> float | None:
 
 
 def _memory(about: JsonDict, steps: Steps) -> str:
-    """Return the most memory that a rank held, by host, as ``a 812, b 640``."""
+    """Return the largest memory of a rank on each host, such as ``a 812, b 640``."""
     hosts = {worker["rank"]: worker["host"] for worker in about.get("ranks") or ()}
     most: dict[str, float] = {}
     for rank, lines in steps.items():

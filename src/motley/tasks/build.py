@@ -203,7 +203,7 @@ class _Large(BaseException):
 
 
 def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
-    """Return the task's network, and the object that fills it with initial values.
+    """Return the task's network, and the object that fills the network with initial values.
 
     The second value is None if the network has its values already. ``--build`` selects how the
     network is built.

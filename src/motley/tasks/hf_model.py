@@ -389,7 +389,7 @@ def get_logits(made: Any) -> Tensor:
 
 
 def run_packed(net: Any, batch: Mapping[str, Tensor], named: HfModel | None) -> Any:
-    """Return the output of a model for samples of several documents, each without the others.
+    """Return a model's output for samples of several documents that do not affect each other.
 
     A model of transformers gets the position of each token in its document. The library's attention
     mask separates documents where the positions start at 0 again.

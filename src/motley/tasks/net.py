@@ -140,7 +140,8 @@ def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Modu
     Args:
         net: the network.
         names: names of modules: a path such as ``blocks.0.mlp``, the last word of paths such as
-            ``mlp``, the name of a class, or ``blocks`` for all of ``blocks``.
+            ``mlp``, the name of a class, or the word ``blocks`` for all modules in the argument
+            ``blocks``.
         blocks: blocks of the network by path.
 
     Raises:

@@ -240,7 +240,7 @@ class _Variable:
         name: name of the variable in its files.
         places: path of the file and index of the time in it, by hour since 1970. The only key of a
             static variable is 0.
-        levels: by path of a file, its pressure levels in hPa, in the file's order.
+        levels: pressure levels of each file in hPa, in the file's order, by the path of the file.
     """
 
     name: str

@@ -347,7 +347,7 @@ class Task:
         return {}
 
     def name_of(self, source: "Source", index: int) -> str:
-        """Return the name of a sample in an error."""
+        """Return the name of a sample for an error message."""
         return f"{self.noun} {index}"
 
     def with_files(self, folder: Path) -> "Task":

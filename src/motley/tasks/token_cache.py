@@ -222,7 +222,7 @@ class _Builder:
         )  # fmt: skip
 
     def _build_documents(self) -> TokenizedText:
-        """Encode documents. The hash of its content decides if a document is held out."""
+        """Encode documents. Without a separate held-out text, hold out those with small hashes."""
         spec, digest, hashes = self._spec, hashlib.sha256(), list[bytes]()
         characters: set[str] = set()
         for document in self._read_all():

@@ -21,7 +21,8 @@ _SMALL = 48  # sides up to which a picture is kept exactly
 class WorstSamples:
     """The samples with the largest loss on one rank.
 
-    The device selects the samples of each batch. They are copied to the CPU once, at the end.
+    The device selects the samples of each batch. The samples are copied to the CPU once, at the
+    end.
 
     Args:
         most: number of samples to keep.

@@ -58,7 +58,7 @@ class Agreement:
             The position to continue from: ``position``, or that of a checkpoint.
 
         Raises:
-            MotleyError: no state is that of a majority of ranks, and there is no checkpoint.
+            MotleyError: no majority of ranks has equal state, and there is no checkpoint.
         """
         job = self._job
         if not job.engine.replicated or len(job.workers) == 1:
@@ -343,7 +343,7 @@ def _shown(indices: Sequence[int]) -> str:
 def check_numbers(
     job: Job, plan: Plan, state: TrainState, result: StepResult, indices: list[int]
 ) -> None:
-    """Raise NotFiniteError if a loss is not finite, or a gradient that no loss scale can fix.
+    """Raise NotFiniteError if a loss is not finite, or if no loss scale keeps gradients finite.
 
     Args:
         job: the objects of the training.
@@ -371,8 +371,8 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
     """Return an error that names the layer that overflows, and the samples.
 
     The caller uses it when lowering the loss scale has not helped. All ranks compute the step again
-    and get the same error. If an engine's ranks cannot compute a batch alone, the error names no
-    layer.
+    and get the same error. If the engine's ranks can compute a batch only together, the error names
+    no layer.
 
     Args:
         job: the objects of the training.

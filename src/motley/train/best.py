@@ -163,7 +163,7 @@ class BestEvaluation:
 
     @property
     def is_to_be_saved(self) -> bool:
-        """True if the last evaluation is better than all that have checkpoints in the folder."""
+        """True if the last evaluation is better than all evaluations with saved checkpoints."""
         return self._is_better(self._last[0], self.saved)
 
     def mark_saved(self) -> None:

@@ -228,7 +228,7 @@ def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]:
-    """Return the parts of option declarations that registered tasks and modes decide."""
+    """Return the help texts and choices of options that list registered tasks and modes."""
     kinds = modes().values()
     return {
         "task": {

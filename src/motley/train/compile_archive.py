@@ -91,7 +91,7 @@ class Index:
     Attributes:
         archive: name of the archive's file.
         sha256: hash of the archive.
-        files: sizes in bytes by name, as ``triton/XW3.../kernel.cubin``.
+        files: sizes in bytes by name, such as ``triton/XW3.../kernel.cubin``.
     """
 
     archive: str = ""
@@ -210,7 +210,7 @@ class CompileArchive:
         """Return True if the node compiled any file after ``since``, in seconds since 1970.
 
         A new file changes the time of its folder. Only folders are examined: to examine thousands
-        of files would hold Python's lock while the training thread launches kernels.
+        of files would hold the GIL while the training thread launches kernels.
         """
         return any(_has_newer(self._folder / part, since, _DEPTH) for part in self._below)
 
@@ -400,7 +400,7 @@ _LAST_S = 30.0  # limit of the last save; an archive is complete or missing
 
 
 class CompileKeeper:
-    """A keeper that unpacks the archive at the start, and saves it after the first steps.
+    """An object that unpacks the archive at the start, and saves it after the first steps.
 
     Args:
         world: the ranks.
@@ -420,7 +420,7 @@ class CompileKeeper:
         self._run: Run
 
     def take(self, world: "World") -> None:
-        """Unpack on each node the archived code of the node's kind, and note the results.
+        """Unpack the archived code on each node, and note the results.
 
         All ranks call this method, before anything is compiled. A failure does not end the run.
         """

@@ -79,8 +79,8 @@ def _evaluate_set(
         job: the objects of the training.
         plan: the shares of the ranks.
         part: name of an additional held-out set; empty: the task's usual held-out data.
-        then: position at which training continues. Its first samples are read while the device
-            still evaluates. None: read no samples in advance.
+        then: position at which training continues. The first samples from this position are read
+            while the device still evaluates. None: read no samples in advance.
     """
     parts, indices = list[Tensor](), list[tuple[int, ...]]()
     model, task = job.model, job.model.task

@@ -14,7 +14,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 class GroupRebuild:
-    """The steps by which the survivors of a lost rank form a new group. All ranks make one.
+    """The steps by which the survivors of a lost rank form a new group.
+
+    All ranks create such an object.
 
     Args:
         world: the launched ranks.

@@ -214,7 +214,7 @@ class Loop:
         return indices
 
     def _launch(self, batch: Plan, indices: list[int]) -> bool:
-        """Launch one step of all ranks on the device, after the host's own work.
+        """Do the host's pending work, and then launch one step of all ranks on the device.
 
         Returns:
             True if the next step is to be accumulated before the outcome is read.
@@ -252,7 +252,7 @@ class Loop:
         """Read the outcome of the launched step, if there is one, and act on it.
 
         The method reacts to exhausted memory and to values that are not finite, writes the record,
-        saves a checkpoint if one is due, and changes the split if another one is better.
+        saves a checkpoint if one is due, and changes the split if another split is better.
 
         Returns:
             True if the epoch continues with the same batches. False: the loop must read them again.

@@ -107,7 +107,7 @@ class FirstSteps:
 
 
 def _took_s(record: StepRecord, forecast: Forecast) -> float:
-    """Return the seconds of a step with the forecast compute time and the measured wire time.
+    """Return a step's seconds: the forecast compute time plus the measured wire time.
 
     If an engine cannot separate computing from sending, return the seconds of the whole step.
     """
@@ -398,7 +398,10 @@ class Recorder:
                 self._writing.release()
 
     def _complete(self, ready_s: tuple[float, ...]) -> Timed | None:
-        """Complete the pending step with each rank's ``ready_s``; return it, or None."""
+        """Complete the pending step with each rank's ``ready_s``, and return the step.
+
+        None: no step is pending, or some times are unknown.
+        """
         with self._writing:
             self.write()
             if self._pending is None:
@@ -408,7 +411,10 @@ class Recorder:
             return Timed(taken.plan, ready_s) if ready_s and all(ready_s) else None
 
     def write(self) -> None:
-        """Write the record of the completed step, while the device has enough work queued."""
+        """Write the record of the completed step.
+
+        The caller does this while the device still computes queued work.
+        """
         with self._writing:
             self._write()
 

@@ -55,7 +55,9 @@ class Overflow:
 
 
 def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> Overflow | None:
-    """Compute micro-batches again, and return the first layer that is not finite, or None.
+    """Compute micro-batches again; return the first layer with values that are not finite.
+
+    None: all values are finite.
 
     Args:
         model: the model.
@@ -81,7 +83,7 @@ def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> 
 def _first(
     model: TaskModel, weights: dict[str, Tensor], batch: Batch, factor: float
 ) -> Overflow | None:
-    """Return the first layer of a micro-batch that is not finite, in the order of computation."""
+    """Return the first layer whose values are not finite, in the order of computation."""
     result: list[Overflow] = []
 
     def look(layer: str, what: str, values: Any) -> None:

@@ -139,7 +139,7 @@ def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> 
     """Estimate the size of one checkpoint in bytes.
 
     A checkpoint has parameters, buffers, optimizer state, the average of the parameters, and the
-    state of the wire on each rank.
+    state of the wire mode on each rank.
 
     Args:
         numbers: number of elements in the model's parameters and buffers.

@@ -128,7 +128,7 @@ def _measured_earlier(planned: Planned) -> float | None:
 
 
 def _of_two_makers(group: ProcessGroup, predicted: Forecast | None) -> str:
-    """Return a sentence for GPUs of two makers, which send gradients through the CPU."""
+    """Return a sentence on the cost of sending gradients between GPUs of two makers."""
     costs = ""
     if predicted:
         costs = (

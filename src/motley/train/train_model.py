@@ -52,8 +52,8 @@ def train_model(
         task: a task, its class, the name of a built-in task, or a Python file that defines a task.
             The class must be defined in a file, because each rank creates the task again from the
             same options.
-        arguments: words of the command line; None: the words of this process's command line. They
-            override ``options``, and ``options`` override a file of ``--config``. The words
+        arguments: words of the command line; None: the words of this process's command line. These
+            words override ``options``, and ``options`` override a file of ``--config``. The words
             ``--resume auto`` continue an interrupted run.
         options: options of ``motley train``, with underscores: ``batch_size=256``, ``shares=[5,
             3]``, ``stage=3``.

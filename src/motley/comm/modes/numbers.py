@@ -21,7 +21,7 @@ class Exact(WireMode):
 
     @classmethod
     def parse(cls, number: str) -> Self:
-        """Return the mode, whose name no number may follow. See WireMode."""
+        """Return the mode, which accepts no number after its name. See WireMode."""
         return cls()
 
     @classmethod

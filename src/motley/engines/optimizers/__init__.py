@@ -18,7 +18,7 @@ _WRAPPER = "lookahead_"  # prefix of --opt if Lookahead wraps the optimizer
 
 @dataclass(frozen=True)
 class Codec:
-    """The conversion of an optimizer's compressed slots to and from 32 bits.
+    """The conversion of an optimizer's compressed state tensors (slots) to and from 32 bits.
 
     Attributes:
         is_extra: function that returns True if a slot only belongs to another slot, as a scale
@@ -49,9 +49,9 @@ class OwnOptimizer:
         has_betas: True if the constructor takes ``betas`` too.
         row: 1: the optimizer may get flat parts of parameters. Above 1: the optimizer steps each
             row of a parameter separately and needs whole rows, and trials use rows of this length.
-        codec: conversion of compressed slots; None: slots are tensors like the parameter.
-        like: another value of ``--opt``. Each of the two optimizers can continue from checkpoints
-            of the other one.
+        codec: conversion of compressed state tensors; None: no state tensor is compressed.
+        like: another value of ``--opt``. Each of the two optimizers can continue from the other's
+            checkpoints.
     """
 
     name: str
@@ -75,7 +75,7 @@ def own_optimizers() -> tuple[OwnOptimizer, ...]:
 
 
 def find_own(opt: str) -> OwnOptimizer | None:
-    """Return the entry of ``--opt``, or of the optimizer that it wraps; None for timm's own."""
+    """Return the entry of ``--opt``, or of the optimizer that it wraps; None if timm has it."""
     name = opt.lower().removeprefix(_WRAPPER)
     return next((each for each in own_optimizers() if each.name == name), None)
 

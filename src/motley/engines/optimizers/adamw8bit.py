@@ -106,7 +106,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def is_scale(slot: str) -> bool:
-    """Return True if a slot holds the scales of another slot's codes."""
+    """Return True if a tensor of the state holds the scales of another tensor's codes."""
     return slot.removesuffix(_SCALE) in _SIGNED and slot.endswith(_SCALE)
 
 
@@ -120,7 +120,7 @@ def widen(slots: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def narrow(slots: Mapping[str, Any], wide: Mapping[str, Tensor]) -> None:
-    """Write moments of 32 bits into slots of 8 bits, in place."""
+    """Write moments of 32 bits into the optimizer's tensors of 8 bits, in place."""
     for name, values in wide.items():
         codes, scale = pack(values, _SIGNED[name])
         own_rows(slots[name]).flatten(1).copy_(codes)

@@ -10,7 +10,7 @@ use to the end of the backward pass. A rank holds at most
 
 bytes of gathered parameters and gradients. A piece is gathered while the previous piece is in use.
 A gradient is scattered from a copy with r bytes per element, and torch keeps this copy until the
-next one is sent. In 16 bits, b and r are those of ``MixedPrecisionPolicy`` in
+next copy is sent. In 16 bits, b and r are those of ``MixedPrecisionPolicy`` in
 torch.distributed.fsdp.fully_shard.
 """
 

@@ -1,4 +1,4 @@
-"""Thin bridges that let the lab train with transformers, Accelerate and Lightning.
+"""Adapters with which all ranks train scripts of transformers, Accelerate and Lightning.
 
 Each module imports its framework, and ``motley`` imports none of these modules by itself.
 """

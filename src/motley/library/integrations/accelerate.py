@@ -35,7 +35,7 @@ _Accelerator: Any = accelerate.Accelerator
 
 
 class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
-    """An Accelerator whose methods act on all ranks of the lab, with their usual arguments."""
+    """An Accelerator whose methods act on all ranks. The arguments are those of Accelerate."""
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepare all models before other objects, whatever the order of the arguments."""

@@ -107,7 +107,7 @@ def save_progress(lab: Lab, folder: str, mid_epoch: bool) -> None:
 def load_progress(lab: Lab, folder: str, loaders: Iterable[FrameworkLoader]) -> None:
     """Continue at the step and in the sample order of a checkpoint that a lab has written.
 
-    A folder without :func:`save_progress`'s file changes nothing.
+    If the folder lacks the file of :func:`save_progress`, this function changes nothing.
 
     Args:
         lab: the lab.
@@ -146,7 +146,7 @@ class RowCollectives:
         return self.loop.piece if in_training else getattr(loader, "piece", None)
 
     def _check_piece(self) -> Piece | None:
-        """Return the present piece, or raise MotleyError if it is not the last of its batch."""
+        """Return this rank's present part of a batch; raise MotleyError if further parts follow."""
         if self.piece and not self.piece.last:
             raise MotleyError(
                 "Accelerate's collectives were called after a piece of a batch that is not the "
@@ -158,9 +158,9 @@ class RowCollectives:
     def gather(self, data: Any) -> Any:
         """Return the rows of all ranks in the order of the global batch.
 
-        A tensor without dimensions becomes one row of its rank. A tensor with at least as many
-        rows as the global batch, such as ``loss.repeat(batch_size)``, counts for this rank's rows
-        alone, so the mean of the result is the mean over the global batch.
+        A tensor without dimensions becomes one row of its rank. A tensor with at least as many rows
+        as the global batch, such as ``loss.repeat(batch_size)``, is cut to this rank's number of
+        rows. The mean of the result is then the mean over the global batch.
         """
         piece = self._check_piece()
 
@@ -173,7 +173,7 @@ class RowCollectives:
         return _apply(join, data, error_on_other_type=True)
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Return the rows of all ranks, like :meth:`gather`, or a list of the ranks' objects."""
+        """Return the rows of all ranks like :meth:`gather`, or a list of all ranks' objects."""
         try:
             if not use_gather_object:
                 return self.gather(data)

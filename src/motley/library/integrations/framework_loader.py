@@ -20,7 +20,7 @@ def get_lab(caller: str) -> Lab:
     """Return the lab that this process has joined.
 
     Args:
-        caller: name of the class or function that needs it, for the error.
+        caller: name of the class or function that needs the lab, for the error.
 
     Raises:
         MotleyError: the script has not called ``motley.join()``.
@@ -53,13 +53,13 @@ class FrameworkLoader(LabLoader):
     Args:
         lab: the lab.
         loop: this rank's part in the loop.
-        source: the loader of one machine.
+        source: the loader of a script for one machine.
         train: True for training data, False for held-out data. None: each pass is over training
             data if a prepared model is in training mode when the pass starts.
 
     Attributes:
         train: see the argument; a caller may change the value between two passes.
-        piece: the last piece that the loader has yielded; None outside of a pass.
+        piece: the last part of a global batch that the loader has yielded; None outside of a pass.
         reads_ahead: True if the caller of :meth:`read` calls :meth:`RankLoop.begin_piece` itself.
         first: number of the global batch with which the next pass starts.
         iteration: number of the next pass, which seeds the random numbers of rows.
@@ -81,7 +81,7 @@ class FrameworkLoader(LabLoader):
         self.order_after: list[RandomState] = []  # shared by copies of the loader
 
     def read(self) -> Iterator[tuple[Piece, Any]]:
-        """Yield this rank's pieces of the next pass over the data, each with its rows."""
+        """Yield this rank's parts of all global batches of the next pass, each with its rows."""
         train = self.train
         if train is None:
             train = any(model.training for model in self._models)

@@ -63,7 +63,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
         return self.lab.is_main
 
     def connect(self, model: Any) -> None:
-        """Connect the LightningModule. Means that it logs are weighted by rows from now on."""
+        """Connect the LightningModule, and weight the values that it logs by rows."""
         super().connect(model)
         if self.loop is not None and "log" not in vars(model):
             weigh_log(model)

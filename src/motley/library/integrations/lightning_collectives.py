@@ -45,7 +45,7 @@ class LightningCollectives:
     """The collectives of a strategy. All ranks call each method.
 
     Attributes:
-        next_piece: this rank's part of a global batch whose rows the loader has yielded last.
+        next_piece: the part of a global batch that this rank's loader has yielded last.
         piece: the part for which a step of the LightningModule runs; None outside of a step.
         log_weight: weight of this rank in the mean over ranks of a logged value.
     """
@@ -114,7 +114,7 @@ class LightningCollectives:
 
 
 def weigh_log(module: Any) -> None:
-    """Let ``module.log`` weight each rank's value by ``batch_size=``, or by the rank's rows.
+    """Let ``module.log`` weight a value by ``batch_size=``, or else by the rank's number of rows.
 
     Args:
         module: the LightningModule, which is changed in place.

@@ -1,9 +1,9 @@
 """The Trainer of transformers on all ranks of the lab, with the result of one process.
 
-A script imports this Trainer in place of that of transformers, and calls ``motley.join()`` before
-it makes the arguments. The global batch is ``per_device_train_batch_size`` times the number of
-ranks, as with torchrun, so the arguments need no change. Each rank computes its share of the global
-batch::
+A script imports this Trainer in place of the Trainer of transformers, and calls ``motley.join()``
+before it makes the arguments. The global batch is ``per_device_train_batch_size`` times the number
+of ranks, as with torchrun, so the arguments need no change. Each rank computes its share of the
+global batch::
 
     lab = motley.join()
     trainer = Trainer(model=model, args=TrainingArguments(...), train_dataset=rows)
@@ -180,7 +180,7 @@ class MotleyTrainerMixin(TrainerParts):
         return loss * (self._get_label_part(piece) if self._is_sum() else part)
 
     def _get_label_part(self: Any, piece: Piece) -> float:
-        """Return the factor on this rank's loss with which the losses of all ranks add up.
+        """Return the factor on this rank's loss that makes all losses add up to the global loss.
 
         The factor is 1 if the model divides its loss by the number of labels.
         """

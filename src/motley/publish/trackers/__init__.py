@@ -1,7 +1,7 @@
 """Trackers for runs: a module in this package adds trackers by listing them in ``TRACKERS``.
 
-Each is a subclass of :class:`Tracker`. ``--to`` and ``-h`` of plots/publish.py offer all trackers
-in these lists.
+Each tracker is a subclass of :class:`Tracker`. ``--to`` and ``-h`` of plots/publish.py offer all
+trackers in these lists.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ class Published:
     Attributes:
         folder: absolute path of the folder of the run's records.
         project: name by which the tracker groups runs.
-        started: start of the run, seconds since the epoch. For a resumed run, the start of the
+        started: start of the run, seconds since 1970. For a resumed run, the start of the
             launch that was published first.
         parameters: options, versions, hosts and plan of the run.
     """

@@ -149,7 +149,7 @@ class HfOptions(Task):
         return self.named.weights(), str(self.named.path)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """See Task: LoRA's matrices, which weights from outside do not contain."""
+        """See Task: LoRA's matrices, which pretrained weights do not contain."""
         from motley.tasks.hf_model import matrices
 
         return matrices(net)
@@ -407,7 +407,7 @@ class TextTask(HfOptions):
 
     @cached_property
     def _pieces(self) -> dict[bool, Windows | Pieces]:
-        """Return the samples of the training text by key False, of the held-out text by True."""
+        """Return samples by the keys False, for the training text, and True, for held-out text."""
         result: dict[bool, Windows | Pieces] = {}
         for held_out in (False, True):
             part = self.corpus.held_out if held_out else self.corpus.train
