@@ -176,7 +176,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--train-num-samples", "--val-num-samples",
     ),
     "CIFAR is downloaded where it is missing; leave it out": ("--dataset-download",),
-    "classes are sorted by name, and --classes selects some of them; leave it out": (
+    "classes are sorted by name, and --classes selects some of them; leave this option out": (
         "--class-map",
     ),
     "images are read with as many channels as the data set has; leave it out": (
@@ -197,13 +197,13 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "GPUs that compute in 16 bits always use channels last; leave it out": (
         "--channels-last",
     ),
-    "--compile compiles with torch's usual mode; leave it out": (
+    "--compile compiles with torch's usual mode; leave this option out": (
         "--fuser", "--torchcompile-mode", "--torchscript",
     ),
     "Motley's own code adds up gradients and waits for devices; leave it out": (
         "--device-modules", "--no-ddp-bb", "--synchronize-step",
     ),
-    "only --layer-decay sets the rates of layers; leave it out": (
+    "only --layer-decay sets the rates of layers; leave this option out": (
         "--layer-decay-min-scale", "--layer-decay-no-opt-scale",
     ),
     "Motley takes the fastest implementation that a device has; leave it out": ("--opt-foreach",),

@@ -220,7 +220,7 @@ class ModelShards:
         return [known.get(id(each), self._replaced.get(each, each)) for each in parameters]
 
     def find_own(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's shards of the given DTensors, if an optimizer steps them."""
+        """Return this rank's shards of those given DTensors that an optimizer updates."""
         known = {id(whole): own for own, whole in self._pairs()}
         return [known[id(each)] for each in parameters if id(each) in known]
 
@@ -258,7 +258,10 @@ class ModelShards:
                 )
 
     def show_gradients(self) -> None:
-        """Set the gradients of this rank's shards in all optimizers. They may still be scaled."""
+        """Set ``grad`` of this rank's shards, for all optimizers.
+
+        The gradients may still be multiplied by the loss scale.
+        """
         for each in self._sums.values():
             each.shards.with_gradients()
 

@@ -119,7 +119,7 @@ class History:
             self._steps = wider
 
     def drop_from(self, step: int) -> None:
-        """Drop a step and all later steps, and other steps whose mean includes the step."""
+        """Drop a step, all later steps, and earlier entries that average over this step."""
         self._steps = {
             place: total for place, total in self._steps.items()
             if place < step // self._width

@@ -1,12 +1,14 @@
-"""The coordinator, a thread of rank 0 that receives from all ranks.
+"""The coordinator, a thread of rank 0 that receives messages from all ranks.
 
 The coordinator decides which rank failed first. The surviving ranks continue without that rank, or
 the job ends and prints one line.
 
 A job ends in this order: the coordinator records and prints the first cause, has a rank save the
-common state, and orders all ranks to end. A signal to stop comes from the user, whose launcher
-sends it to all ranks at once, or to one rank. A separate thread writes to disk, so that a slow disk
+common state, and orders all ranks to end. A separate thread writes to disk, so that a slow disk
 delays no heartbeat.
+
+The user stops a job by a signal to the launcher, which forwards the signal to all ranks at once, or
+by a signal to one rank.
 """
 
 import contextlib

@@ -75,10 +75,9 @@ class MemoryNeed:
         parameters: the rank's part of the parameters.
         gradients: the rank's part of the gradients.
         optimizer: the rank's part of the optimizer state.
-        gathered: the most that the rank holds at once of other ranks' parts, and of gradients that
-            are being sent.
-        activations: memory that a pass over the largest micro-batch takes beyond the memory between
-            two passes; None: not measured.
+        gathered: peak memory for parts of other ranks and for gradients that are being sent.
+        activations: memory that a pass over the largest micro-batch takes in addition to the memory
+            that is allocated between passes; None: not measured.
         in_host: names of the parts that are in the host's memory and not on the device, out of
             ``parameters``, ``gradients`` and ``optimizer``.
         accumulates: True if gradients of an earlier micro-batch are in memory when a backward pass

@@ -186,7 +186,7 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
 
 
 def _slowest(count: int, seconds: Floats) -> Sequence[int]:
-    """Return the ``count`` ranks that take longest, and all further ranks with an equal time."""
+    """Return the ``count`` slowest ranks, and all ranks that tie with the last of them."""
     if not 0 < count < len(seconds):
         return range(len(seconds) if count else 0)
     least = (1 - 1e-9) * np.partition(seconds, -count)[-count]

@@ -82,16 +82,16 @@ def seat_label(training: Training, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Other:
-    """One of three places that represent all other ranks in the first rank's records.
+    """One of three positions that summarise the other ranks in the records of rank 0.
 
-    The places are: ready first, ready in the middle, and ready last.
+    The positions are: ready first, ready in the middle, and ready last.
 
     See :func:`motley.records.training.others_ready`.
 
     Attributes:
-        label: name of the place, and below it the rank that most often had this place.
-        ready_s: mean seconds until the gradient of the rank in this place was ready.
-        wait_s: mean seconds that the rank in this place waited.
+        label: name of the position, and on a second line the rank that had it most often.
+        ready_s: mean seconds until the gradient of the rank at this position was ready.
+        wait_s: mean seconds that the rank at this position waited.
     """
 
     label: str

@@ -334,7 +334,7 @@ class TokenizerCodec(Codec):
         return result
 
     def sizes(self, samples: Sequence[Encoded] = ()) -> "NDArray[np.float64]":
-        """See Codec: averages, whose sum over ``samples`` is exact except for rounding."""
+        """Return average sizes; see Codec. Summed over ``samples``, they equal the true total."""
         import numpy as np
 
         known = self.size if self.known is None else self.known

@@ -346,9 +346,9 @@ class HfModel:
         pickles = [path.name for each in _PICKLES for path in sorted(self.path.glob(each))]
         if pickles:
             raise MotleyError(
-                f"{self.flag} has its weights as a pickle ({pickles[0]}), which can run any code "
-                "when it is read. Convert it on a machine where you trust it, with transformers "
-                "4: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) writes "
+                f"{self.flag} stores its weights as a pickle ({pickles[0]}), and reading a pickle "
+                "can run any code. If you trust its source, convert the file with transformers 4: "
+                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) writes "
                 "safetensors"
             )
         raise MotleyError(

@@ -314,10 +314,10 @@ def check_scores(
 
 
 def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
-    """Return a phrase on input tensors that explain losses that are not finite.
+    """Return a phrase that names the input tensors that caused non-finite losses.
 
     An input tensor explains the losses if it is not finite in some of the samples ``bad``, and
-    finite in all other samples. A mask that is infinite in other samples too is therefore no cause.
+    finite in all other samples. A mask that is infinite in other samples too is not named.
     The phrase is empty if no input tensor explains the losses.
 
     Args:

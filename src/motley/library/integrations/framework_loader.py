@@ -53,7 +53,7 @@ class FrameworkLoader(LabLoader):
     Args:
         lab: the lab.
         loop: this rank's part in the loop.
-        source: the loader of a script for one machine.
+        source: the script's own DataLoader, as written for one machine.
         train: True for training data, False for held-out data. None: each pass is over training
             data if a prepared model is in training mode when the pass starts.
 
@@ -63,8 +63,8 @@ class FrameworkLoader(LabLoader):
         reads_ahead: True if the caller of :meth:`read` calls :meth:`RankLoop.begin_piece` itself.
         first: number of the global batch with which the next pass starts.
         iteration: number of the next pass, which seeds the random numbers of rows.
-        order_after: state of the sample order that applies after the next training pass has drawn
-            its order. Empty, unless that pass continues the pass of a checkpoint.
+        order_after: random state to set once the next training pass has drawn its order; empty
+            unless that pass continues one from a checkpoint.
     """
 
     def __init__(

@@ -321,7 +321,7 @@ class TextTask(HfOptions):
 
     @cached_property
     def _codec(self) -> Codec:
-        """The encoder of text to tokens, without the alphabet, which needs the training text."""
+        """The encoder of text to tokens. Its alphabet is not set yet."""
         kind = str(self.tokens)
         if kind != TOKENIZER:
             return Codec(kind)
