@@ -45,7 +45,8 @@ LOGINS = {
     "bad.example.net": ("bad.example.net", 22, "", "bad.example.net"),
 }
 TROUBLES = {
-    "gpu2": "through another host, bastion", "gpu3": "through another host, ssh -W", "gpu9": "refuses its own",
+    "gpu2": "through another host, bastion", "gpu3": "through another host, ssh -W",
+    "gpu9": "refuses its own",
 }  # fmt: skip
 
 
