@@ -221,7 +221,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--aug-repeats", "--epoch-repeats",
     ),
     "each sample is augmented once per epoch, and has its own loss; leave it out": (
-        "--aug-splits", "--jsd-loss", "--resplit",
+        "--aug-splits", "--jsd", "--jsd-loss", "--resplit",
     ),
     "crops are random and resized, within --scale and --ratio; leave it out": (
         "--train-crop-mode",

@@ -360,7 +360,6 @@ class LabLoader:
     def _train_pass(self, loop: RankLoop) -> Iterator[Any]:
         for piece, rows in self._read_pass(loop):
             loop.begin_piece(piece)
-            loop.yielded = YieldedRows(rows)
             self._position.mark_rows()
             yield rows
 
@@ -383,6 +382,7 @@ class LabLoader:
                 loop.changed = False
                 for piece, rows in self._pieces.read(batches, epoch, first, position.step):
                     position.batch, position.step = piece.batch + 1, piece.step + 1
+                    loop.yielded = YieldedRows(rows)
                     yield piece, rows
                     if not gate.repeats:
                         gate.end_piece()
