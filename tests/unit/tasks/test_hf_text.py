@@ -161,7 +161,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         TextTask(pretrained=str(tmp_path / "none"), tokens="bytes", length=9).model()
     folder = pretrained_folder(tmp_path, TEXT)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(MotleyError, match=r"a pickle \(pytorch_model.bin\).* Convert it"):
+    with pytest.raises(MotleyError, match=r"a pickle \(pytorch_model.bin\).* convert the file"):
         weights()
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
     for name, changed, says in (
