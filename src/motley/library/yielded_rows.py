@@ -67,7 +67,7 @@ class YieldedRows:
         if now is then:
             return True
         is_alike = isinstance(now, Tensor) and (now.shape, now.dtype) == (then.shape, then.dtype)
-        return is_alike and (not by_value or torch.equal(now.cpu(), then.cpu()))
+        return is_alike and (not by_value or _have_equal_values(now.cpu(), then.cpu()))
 
 
 def move_rows(rows: Any, devices: Mapping[_Path, torch.device], path: _Path = ()) -> Any:
@@ -100,6 +100,12 @@ def _list_leaves(rows: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
             yield from _list_leaves(value, (*path, at))
     else:
         yield path, rows
+
+
+def _have_equal_values(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors of one shape have equal values; NaN counts as equal to NaN."""
+    are_both_nan = (first != first) & (second != second)
+    return bool(((first == second) | are_both_nan).all())
 
 
 def _count_changes(leaf: Any) -> int:

@@ -22,6 +22,8 @@ def test_rows_may_be_copied_and_packed_anew() -> None:
     rows = make()
     yielded = YieldedRows(rows)
     assert yielded.find_devices(rows) == {}
+    rows["x"][1, 1] = float("nan")  # a missing value
+    yielded = YieldedRows(rows)
     copied = UserDict(x=rows["x"].clone(), more=tuple(rows["more"]))
     assert yielded.find_devices(copied) == {}
 
