@@ -28,6 +28,7 @@ from motley.text import typed_command
 
 _PAGE = Path(__file__).with_name("watch.html")
 _MOST_VIEWERS, _REQUEST_S = 32, 30.0
+_CURVES = 8  # newest runs whose curves are drawn; the page has as many colours
 _NAMES = ("localhost", "127.0.0.1", "::1")  # host names of a browser's requests to loopback
 
 
@@ -116,17 +117,17 @@ class Live:
         with self._lock:
             wall, runs = time.time(), self._runs
             names, running = runs.names, runs.running()
+            # Only the list of runs draws curves, and a page that asks for a run shows no list.
+            curves = 0 if name in names else _CURVES
             if name not in names:
                 alone = names if len(names) == 1 else running if len(running) == 1 else []
                 name = "" if name or not alone else alone[0]
-            brief = (
-                "status", "mood", "headline", "step", "last_step", "left_s", "rate", "unit",
-                "losses", "metrics",
-            )  # fmt: skip
+            brief = ("status", "mood", "headline", "step", "last_step", "left_s", "rate", "unit")
             known = [(each, runs.snapshot(each, wall)) for each in names]
             listed = [
-                {"id": each, **{field: getattr(now, field) for field in brief}}
-                for each, now in known if now is not None
+                {"id": each, **{field: getattr(now, field) for field in brief},
+                 **({"losses": now.losses, "metrics": now.metrics} if number < curves else {})}
+                for number, (each, now) in enumerate(known) if now is not None
             ]  # fmt: skip
             shown = runs.snapshot(name, wall, rank=rank)
             run = shown and {"id": name, **shown.as_json()}
