@@ -183,12 +183,12 @@ class PowerSgdReducer(Reducer):
         self._lanes = [_Lane(number, mode, device, self._sums) for number in range(lanes)]
 
     def begin_at_once(self) -> None:
-        """See Reducer."""
+        """Compress from the first step on, without exact steps first. Measurements use it."""
         for lane in self._lanes:
             lane.power.iter = _EXACT_AT_FIRST
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """See Reducer."""
+        """Start to sum a bucket over all ranks, and return a future of ``bucket.flat``."""
         lane = self._lanes[bucket.place % len(self._lanes)]
         if lane.thread is None:
             return self._sum(bucket, lane)
@@ -217,7 +217,7 @@ class PowerSgdReducer(Reducer):
         return future.then(put_back)
 
     def after_step(self, taken: bool, factor: float) -> None:
-        """See Reducer."""
+        """Update the state that is kept between steps. All ranks call it."""
         super().after_step(taken, factor)
         for lane in self._lanes:
             if taken:
@@ -228,13 +228,13 @@ class PowerSgdReducer(Reducer):
             lane.keep()
 
     def close(self) -> None:
-        """See Reducer."""
+        """Free process groups and threads. All ranks call it."""
         super().close()
         for lane in self._lanes:
             lane.close()
 
     def state(self) -> dict[str, Tensor]:
-        """See Reducer."""
+        """Return the state that only this rank holds between steps, on the CPU."""
         state = {"iter": torch.tensor(self._lanes[0].power.iter)}
         for power in (lane.power for lane in self._lanes):
             for place in power.p_memory_dict:

@@ -311,7 +311,7 @@ class SlowRankReducer(Reducer):
         self._flying = Semaphore(_FLYING)
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """See Reducer."""
+        """Start to sum a bucket over all ranks, and return a future of ``bucket.flat``."""
         flat = as_real(bucket.flat)
         dtype = self._dtype
         if dtype == torch.float32:  # exact: nothing is rounded
@@ -389,7 +389,7 @@ class SlowRankReducer(Reducer):
         return pieces[-1]
 
     def close(self) -> None:
-        """See Reducer."""
+        """Free process groups and threads. All ranks call it."""
         self._thread.shutdown()
         self._sending.shutdown()
         for group in (self._up, self._down, self._inner):

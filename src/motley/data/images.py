@@ -379,7 +379,7 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
         super().__init__(root, loader=load_image, allow_empty=True)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """See DatasetFolder."""
+        """Return the sorted names of the classes, and the number of each class by its name."""
         for entry in os.scandir(directory):
             if is_foreign(entry.name):
                 continue
@@ -401,7 +401,7 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
     def make_dataset(
         self, directory: str | Path, class_to_idx: dict[str, int], *_: Any, **__: Any
     ) -> list[tuple[str, int]]:
-        """See DatasetFolder."""
+        """Return the path and the class number of each image."""
         endings, above = image_endings(), {os.path.realpath(directory)}
         return [
             (path, label) for name, label in sorted(class_to_idx.items())

@@ -103,7 +103,7 @@ class BatchesOnGpu(Batches):
         return _used_by(batch, computing)
 
     def read_ahead(self) -> None:
-        """See Batches."""
+        """Read the next micro-batch, and start its copy to the GPU."""
         if self._ready is not None:
             return
         self._stream.synchronize()  # the previous copy has finished long ago
@@ -112,7 +112,7 @@ class BatchesOnGpu(Batches):
                 self._ready = self._slots.take(result)
 
     def close(self) -> None:
-        """See Batches."""
+        """End the pass, and wait until all copies to the GPU have finished."""
         super().close()
         self._stream.synchronize()
 

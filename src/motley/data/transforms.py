@@ -513,11 +513,11 @@ class ResidentImages:
         return self._samples.data(held_out=True) if held_out else self._source.places
 
     def balanced_classes(self) -> Sequence[int] | None:
-        """See Samples."""
+        """Return the class of each training sample if epochs are to be balanced, else None."""
         return self._samples.balanced_classes()
 
     def held_out_sets(self) -> Mapping[str, Source]:
-        """See Samples."""
+        """Return additional held-out data sets by name."""
         return self._samples.held_out_sets()
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
@@ -528,7 +528,7 @@ class ResidentImages:
         return {"cut": (place, *self._shift.draw()), "labels": label}
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
-        """See Samples."""
+        """Return a batch of samples: tensors by name, with one row for each sample."""
         if "cut" not in samples[0]:
             return self._samples.collate(samples)
         return {name: torch.tensor([each[name] for each in samples]) for name in samples[0]}
@@ -549,17 +549,17 @@ class ResidentImages:
         return {"images": images, "labels": batch["labels"]}
 
     def weights(self, batch: Tensors) -> Tensor | None:
-        """See Samples."""
+        """Return the weight of each sample in the mean loss, [n]. None: all weights are equal."""
         return self._samples.weights(batch)
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
-        """See Samples."""
+        """Return the relative compute time of training samples. None: all samples cost the same."""
         return self._samples.costs(indices)
 
     def name_of(self, source: Source, index: int) -> str:
-        """See Samples."""
+        """Return the name of a sample for an error message."""
         return self._samples.name_of(source, index)
 
     def on(self, device: torch.device) -> Samples:
-        """See Samples."""
+        """Return the object that reads samples for a rank with this device."""
         return self

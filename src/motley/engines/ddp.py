@@ -201,7 +201,7 @@ class NoOverlapEngine(ReducingEngine):
         return self._late and not (self.scale.dynamic or self.average or self._may_lack)
 
     def drop_gradients(self) -> None:
-        """See Engine."""
+        """Discard the accumulated gradients, so that the batch can be repeated."""
         self._step_losses, self._own_norms, self._weight = [], [], 0.0
         self._zero_gradients()
         if self._model.statistics:

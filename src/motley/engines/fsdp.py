@@ -300,7 +300,7 @@ class FsdpEngine(SynchronousEngine):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """See Engine."""
+        """Use the average of the parameters as the model's parameters in a ``with`` block."""
         reshard(self._model.net)
         try:
             with super().averaged():
@@ -334,7 +334,7 @@ class FsdpEngine(SynchronousEngine):
         return State(tensors, state.plain)
 
     def get_rows(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
-        """See HoldsParts."""
+        """Return the range of rows of a whole tensor that this rank loads. None: all rows."""
         own = find_parameter(name, self._model.net)
         if not isinstance(own, DTensor) or not is_by_rows(shape, own.shape):
             return None

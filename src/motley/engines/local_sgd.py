@@ -270,7 +270,7 @@ class LocalEngine(StepEngine):
         self._take(self._agreed)  # MADGRAD computes parameters as a mean, with rounding
 
     def reconfigure(self, plan: Plan) -> None:
-        """See Engine."""
+        """Use a new plan from the next step on."""
         self._plan = plan
 
     # -- checkpoints

@@ -501,7 +501,7 @@ class Zero3Engine(ZeroEngine):
         return State(tensors, state.plain)
 
     def get_rows(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
-        """See HoldsParts."""
+        """Return the range of rows of a whole tensor that this rank loads. None: all rows."""
         own: Any = find_parameter(name, self._model.net)
         if not shape or own is None or not is_by_rows(shape, own.ds_shape):
             return None

@@ -202,7 +202,7 @@ class AverageOfParts(ParameterAverage):
                     parameter.copy_(whole)
 
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """See ParameterAverage."""
+        """Return the averaged parameters and the number of updates. All ranks call it."""
         whole = {
             f"ema.{name}": keep(self._gathered(name, each))
             for name, each in self._parameters.items()
@@ -210,7 +210,7 @@ class AverageOfParts(ParameterAverage):
         return super().state(keep) | whole
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See ParameterAverage."""
+        """Load the averaged parameters and the number of updates."""
         own = {
             key: _own_part(tensors[key], each)
             for name, each in self._parameters.items() if (key := f"ema.{name}") in tensors

@@ -144,7 +144,7 @@ def as_batch(
 
 @dataclass(frozen=True)
 class ForecastErrors:
-    """Errors of forecasts, with the constants that all samples on a device share.
+    """A calculator of forecast errors, with the constants that all samples on a device share.
 
     The constants are not buffers of the model, because DDP would broadcast buffers and checkpoints
     would contain them.
@@ -170,7 +170,7 @@ class ForecastErrors:
     def on(
         cls, device: torch.device, grid: Grid, static: Mapping[str, Any], usual: Usual, patch: int
     ) -> Self:
-        """Return the object for a grid, with its tensors on a device.
+        """Return the calculator for a grid, with its tensors on a device.
 
         Args:
             device: device of the tensors.
@@ -216,7 +216,14 @@ class ForecastErrors:
         return {"loss": self._loss(surface, air), **dict(named)}
 
     def noise(self, example: Tensors, count: int) -> Tensors:
-        """Return random values with the usual means and deviations, as a batch for timing."""
+        """Return a batch of random values for timing.
+
+        Each variable has its usual mean and standard deviation.
+
+        Args:
+            example: a batch with the shapes of a sample.
+            count: number of samples.
+        """
         device = example["surface"].device
         dice, made = torch.Generator(device).manual_seed(0), dict[str, Tensor]()
         for name, (mean, deviation, _) in (("surface", self.surface), ("air", self.air)):

@@ -1,7 +1,7 @@
-"""Builders of a task's network, whole or block by block.
+"""Builders of a task's network, as a whole or block by block.
 
-A network that is built block by block has no initial values at first: its tensors are on the
-device ``meta``. No rank then needs memory for the whole model.
+A network that is built block by block has no initial values at first. Its tensors are on the
+device ``meta``, so no rank needs memory for the whole model.
 
 Until a network has its initial values it may be *folded*: all blocks of a kind use the parameters
 of the first block of that kind. A folded network takes as much compute time and activation memory
@@ -50,7 +50,7 @@ class _Held:
 
 
 class BlockByBlock:
-    """Object that fills a network with its initial values, block by block.
+    """A builder that fills a network with its initial values, block by block.
 
     Args:
         net: network built by :func:`motley.tasks.deferred.record`.
@@ -116,7 +116,7 @@ class BlockByBlock:
 
     @contextlib.contextmanager
     def folded(self, device: torch.device) -> Iterator[None]:
-        """Fold the network within the context; see :meth:`fold`."""
+        """Fold the network in a ``with`` block; see :meth:`fold`."""
         self.fold(device)
         try:
             yield
@@ -157,7 +157,11 @@ class BlockByBlock:
             self._threads.shutdown()
 
     def _draw_ahead(self, key: int) -> None:
-        """Start threads that compute the values of a tensor and of the tensors that follow it."""
+        """Start threads that compute the values of a tensor and of the next tensors in the order.
+
+        Args:
+            key: ``id()`` of the tensor.
+        """
         order = list(self._waiting)
         ahead = order[order.index(key) :][: 2 * _THREADS]
         for each in ahead:
@@ -175,7 +179,10 @@ class BlockByBlock:
 
 
 def _ready(value: Tensor, held: _Held, device: torch.device) -> Tensor:
-    """Return values on a device, as a parameter or buffer like the tensor in ``held``."""
+    """Return values on a device, as a parameter if ``held`` is a parameter, else as a buffer.
+
+    A new parameter gets the attributes that the model has set on the old parameter.
+    """
     if not isinstance(held.tensor, nn.Parameter):
         return value.to(device)
     made = nn.Parameter(value.to(device), requires_grad=held.tensor.requires_grad)
@@ -199,14 +206,17 @@ _COUNTED = LARGE // 3  # parameters drawn before all are counted
 
 
 class _Large(BaseException):
-    """A signal that the model has many parameters; a BaseException, so that no task catches it."""
+    """An exception that reports that the model has many parameters.
+
+    The class derives from BaseException, so that a task's ``except Exception`` does not catch it.
+    """
 
 
 def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
-    """Return the task's network, and the object that fills the network with initial values.
+    """Return the task's network, and the builder that fills the network with initial values.
 
-    The second value is None if the network has its values already. ``--build`` selects how the
-    network is built.
+    The builder is None if the network has its values already. The option ``--build`` selects
+    whether the network is built as a whole or block by block.
 
     Raises:
         MotleyError: ``--build blocks`` is given, and the network cannot be built that way.
@@ -242,9 +252,9 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
 
 
 def _begins_with_weights(task: Task, config: Config) -> str:
-    """Return the option, as a user writes it, that names pretrained weights for the task.
+    """Return the option that names pretrained weights for the task, as a user writes the option.
 
-    An empty string means random weights.
+    Return an empty string if the task starts with random weights.
     """
     if config.initial_checkpoint is not None:
         return "--initial-checkpoint"

@@ -74,7 +74,10 @@ class Codec:
         return 0 if self.alphabet.startswith(_END) else None
 
     def encode(self, text: str) -> "Tokens":
-        """Return the tokens of a text, [tokens], in the smallest unsigned dtype; read only."""
+        """Return the tokens of a text, [tokens], in the smallest unsigned dtype.
+
+        The array is read-only.
+        """
         import numpy as np
 
         if self.kind == "bytes":
@@ -132,7 +135,12 @@ class Codec:
 
 
 def make_alphabet(characters: set[str], ends: bool) -> str:
-    """Return the sorted alphabet of a text, with an end-of-document character if ``ends``."""
+    """Return the sorted alphabet of a text.
+
+    Args:
+        characters: the characters of the text.
+        ends: True: add a character that marks the end of a document.
+    """
     return "".join(sorted(characters | {_END} if ends else characters))
 
 
@@ -208,13 +216,13 @@ class TokenizerCodec(Codec):
 
     @property
     def size(self) -> int:
-        """See Codec."""
+        """Number of tokens that a model may write."""
         number: int = self._backend.get_vocab_size(with_added_tokens=True)
         return number if self.known is None else min(number, self.known)
 
     @property
     def end(self) -> int | None:
-        """See Codec: the tokenizer's own end-of-text token."""
+        """End-of-text token of the tokenizer. None: the tokenizer has no such token."""
         result: int | None = self._loaded.eos_token_id
         return result
 
@@ -240,7 +248,7 @@ class TokenizerCodec(Codec):
         return result.astype(np.min_scalar_type(known - 1))
 
     def encode_documents(self, documents: Sequence[Document], ends: bool) -> list[Encoded]:
-        """See Codec: the documents are encoded in parallel, in threads."""
+        """Return the tokens of documents, which threads encode in parallel."""
         marked = [self._mark(each) for each in documents]
         end = [] if self.end is None else [self.end]
         result = []
@@ -328,7 +336,7 @@ class TokenizerCodec(Codec):
         return result
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See Codec."""
+        """Return the text of tokens."""
         result: str = self._backend.decode([int(token) for token in tokens],
                                            skip_special_tokens=False)  # fmt: skip
         return result

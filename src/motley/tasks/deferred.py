@@ -34,7 +34,10 @@ _one_by_one = threading.Lock()  # held by a thread that draws from torch's globa
 
 @dataclass(frozen=True)
 class _Geometry:
-    """The layout of a tensor in its storage. A number identifies the storage."""
+    """The layout of a tensor in its storage: shape, strides and offset.
+
+    A number identifies the storage.
+    """
 
     storage: int
     dtype: torch.dtype
@@ -150,7 +153,7 @@ class Recording:
         return value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
 
     def _needed(self, storage: int) -> set[int]:
-        """Return the indices of the recorded operations on which a storage's values depend."""
+        """Return the indices of the recorded operations on which the values in a storage depend."""
         needed: set[int] = set()
         waiting = [(storage, len(self._done))]
         while waiting:
@@ -165,7 +168,7 @@ class Recording:
         return needed
 
     def _last(self, places: Sequence[int], storage: int) -> Iterator[int]:
-        """Yield the operations on a storage, from the last one back to one that overwrites it.
+        """Yield the operations on a storage backwards, until one overwrites the whole storage.
 
         Modules of torch draw initial values that most models overwrite. Operations before the
         overwrite need not run.
@@ -201,7 +204,7 @@ def _freeze_argument(value: Any) -> Any:
 
 
 def _drawn(func: Any, args: Any, kwargs: dict[str, Any], seed: int) -> Any:
-    """Run an operation. If the operation is random, seed its random numbers."""
+    """Run an operation, and return its result. Seed the random numbers of a random operation."""
     is_known = isinstance(func, torch._ops.OpOverload)
     if is_known and torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs)
@@ -239,9 +242,9 @@ def record(build: Callable[[], Built], seed: int) -> tuple[Built, Recording]:
 
 @contextlib.contextmanager
 def _truncated_later(recording: Recording) -> Iterator[None]:
-    """Record the draw of a truncated normal distribution as one operation.
+    """Record the draw of a truncated normal distribution as one operation in a ``with`` block.
 
-    Torch redraws until no value is too large. Without this context, each comparison would need the
+    Torch redraws until no value is too large. Without this block, each comparison would need the
     values during the recording.
     """
     own: Any = nn.init._no_grad_trunc_normal_
@@ -262,9 +265,9 @@ def _truncated_later(recording: Recording) -> Iterator[None]:
 
 
 class _AsOnCpu(TorchFunctionMode):
-    """A mode that reports the target device for tensors that are still on the meta device.
+    """A mode that reports the device ``cpu`` for tensors that are still on the meta device.
 
-    Many functions of torch do nothing to a tensor without memory.
+    Many initialisation functions skip a tensor on the meta device.
     """
 
     def __init__(self, recording: Recording) -> None:

@@ -80,7 +80,7 @@ def keep_frozen(net: nn.Module) -> None:
 
 
 class _Groups(_BatchNorm):
-    """A batch norm that takes its statistics over groups in training.
+    """A batch norm that computes its statistics over groups of samples in training.
 
     Each class in ``_GROUPED`` has this class as first base, and torch's or timm's batch norm as
     second.
@@ -92,8 +92,9 @@ class _Groups(_BatchNorm):
             model folds tokens into the batch.
         samples: number of samples in the pass.
         calls: number of calls of the layer in this pass so far; _CLOSED outside a pass.
-        sinks: for each call in a pass, a tensor [2, C] with the sums over the groups of mean and
-            unbiased variance, each times the number of samples in the group.
+        sinks: for each call in a pass, a tensor [2, C]. Its rows are the sum of the means and the
+            sum of the unbiased variances of all groups. Each summand is multiplied by the number
+            of samples in the group.
     """
 
     path: str
@@ -234,7 +235,7 @@ class GroupStatistics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not record calls of layers within the context."""
+        """Stop recording the calls of layers in a ``with`` block."""
         calls = [layer.calls for layer in self._all]
         self._close()
         try:
@@ -248,7 +249,7 @@ class GroupStatistics:
             layer.calls = _CLOSED
 
     def take(self, samples: int, n_global: int) -> None:
-        """Add the statistics of the last pass, after its backward pass.
+        """Add the statistics of the last pass to those of the step, after the backward pass.
 
         Args:
             samples: number of samples in the pass.
@@ -307,8 +308,8 @@ class GroupStatistics:
     def _momentum(self, called: Sequence[float]) -> Tensor:
         """Return the momentum of each entry of the statistics, [entries], or [1] if all are equal.
 
-        A layer with ``momentum=None`` weights all steps equally. The momentum is 0 in a layer that
-        was not called.
+        A layer with ``momentum=None`` averages over all steps with equal weights. The momentum is
+        0 in a layer that was not called.
 
         Args:
             called: 1.0 for each layer that was called, else 0.0.
@@ -336,7 +337,7 @@ class GroupStatistics:
         return each.repeat_interleave(self._counts, output_size=sum(self._sizes))
 
     def unite(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Add up the changes of all ranks, and update the layers' buffers; all ranks call it.
+        """Add up the changes of all ranks, and update the layers' buffers. All ranks call it.
 
         Args:
             on_change: function that is called just before the buffers change.
@@ -362,14 +363,18 @@ class GroupStatistics:
         """Return the running statistics of all layers after a change, fp64.
 
         Args:
-            parts: summand of each entry, and the fraction of the old value that it replaces,
-                [2, entries].
+            parts: for each entry, the summand, and the fraction of the old value that the summand
+                replaces, [2, entries].
         """
         own, share = parts.unbind()
         return (1 - share) * (self._buffers() if self._whole is None else self._whole) + own
 
     def _stand_in(self, shares: Tensor) -> Tensor:
-        """Return factors that scale the changes of some ranks to estimate those of all ranks."""
+        """Return the factors by which the changes of some ranks estimate those of all ranks.
+
+        Args:
+            shares: fraction of each old value that the changes of these ranks replace, [entries].
+        """
         return torch.where(shares > 0, self._moved[2] / shares, torch.zeros_like(shares))
 
     def _buffers(self) -> Tensor:
@@ -377,11 +382,14 @@ class GroupStatistics:
         return torch.cat([each for layer in self._layers for each in _running(layer)]).double()
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the fp64 running statistics, which the layers' buffers hold in rounded form."""
+        """Return the running statistics in fp64.
+
+        The layers' buffers hold the same statistics, rounded to their own dtype.
+        """
         return {} if self._whole is None else {"running": self._whole}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of :meth:`own_state`, unless it does not match the buffers."""
+        """Restore the result of :meth:`own_state` if it agrees with the layers' buffers."""
         if (whole := state.get("running")) is None:
             return
         whole, buffers = whole.to(self._like), self._buffers()
@@ -399,9 +407,9 @@ class GroupStatistics:
         return {name: keep(value) for name, value in parts.items()}
 
     def estimate(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Estimate the layers' buffers from the samples of this rank alone.
+        """Return an estimate of the layers' buffers from the samples of this rank alone.
 
-        The result has the buffers by their names in the network.
+        The keys are the names of the buffers in the network.
 
         Args:
             keep: function that copies a tensor.
@@ -423,7 +431,7 @@ class GroupStatistics:
         return result
 
     def go_on(self, state: Mapping[str, Tensor]) -> None:
-        """Update the layers' buffers after ranks were lost; all survivors call it.
+        """Update the layers' buffers after ranks were lost. All surviving ranks call it.
 
         The changes of the survivors are scaled up to replace those of the lost ranks.
 
@@ -515,7 +523,10 @@ class _Normalized(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Groups
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, [rows, C, ...]; mean and biased variance, [1, groups, 1, C, 1, ...]."""
+        """Return the output y, [rows, C, ...], the mean, and the biased variance.
+
+        Mean and variance have the shape [1, groups, 1, C, 1, ...].
+        """
         values, channels = _cut(layer, x), _wide(x)
         over = (0, 2, *range(4, values.dim()))
         variance, mean = torch.var_mean(values, over, correction=0, keepdim=True)
@@ -561,7 +572,7 @@ def _cut(layer: _Groups, x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> tuple[int, ...]:
-    """Return the shape in which values per channel broadcast against :func:`_cut`."""
+    """Return the shape in which one value per channel broadcasts against the result of ``_cut``."""
     return 1, 1, 1, x.shape[1], *[1] * (x.dim() - 2)
 
 

@@ -69,7 +69,9 @@ def add_lora(
 
 
 def merge_lora(net: nn.Module) -> None:
-    """Add the LoRA matrices to their layers' weights, and remove the matrices, in place.
+    """Add the product of the LoRA matrices to each layer's weight, and remove the matrices.
+
+    The network is changed in place.
 
     A layer that shares its weight with another layer first gets a copy of the weight, because only
     one of the two layers has the matrices.
@@ -112,14 +114,14 @@ def save_adapter(net: nn.Module, folder: Path, base: Path) -> None:
 
 
 def matrices(net: nn.Module) -> tuple[str, ...]:
-    """Return the paths of LoRA's own modules."""
+    """Return the paths of the modules that hold LoRA matrices."""
     return tuple(
         path for path, _ in net.named_modules() if path.rsplit(".", 1)[-1].startswith("lora_")
     )
 
 
 def beside_lora(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """Rename the weights of a model without LoRA for the same model with LoRA matrices."""
+    """Return the weights of a model without LoRA, renamed for the model with LoRA matrices."""
     moved = {name.replace(".base_layer.", "."): name for name in net.state_dict()}
     return {moved.get(name, name): tensor for name, tensor in tensors.items()}
 
@@ -254,7 +256,7 @@ class HfModel:
 
     @property
     def longest(self) -> int | None:
-        """Largest context length in tokens; None: any length."""
+        """Largest context length in tokens. None: the model has no limit."""
         result = getattr(self.config, "max_position_embeddings", None)
         return result if isinstance(result, int) else None
 
@@ -406,7 +408,7 @@ def run_packed(net: Any, batch: Mapping[str, Tensor], named: HfModel | None) -> 
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
-    """Set all drop-out rates of a config, whatever their names.
+    """Set all drop-out probabilities of a config, whatever their names.
 
     The rates at which whole layers are dropped become 0, because the parameters of a dropped layer
     would have no gradient.

@@ -23,13 +23,13 @@ _AVERAGES = ("macro", "micro", "weighted")
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric of torchmetrics.
+    """A metric of torchmetrics for classes, labels or values.
 
     Attributes:
         function: name of its function in torchmetrics.functional, without ``multiclass_``.
         kinds: kinds of targets for which the metric is defined.
         more: further arguments of the function.
-        is_better: ``min`` if lower values are better, ``max`` if higher values are better.
+        is_better: ``min`` if smaller values are better, ``max`` if larger values are better.
     """
 
     function: str

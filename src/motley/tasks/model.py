@@ -39,7 +39,7 @@ _RARE = 2  # unplanned sizes in a row that run uncompiled: last batches of an ep
 
 
 class _Way(Enum):
-    """The version of the code that computes a pass: plain or compiled."""
+    """The code that computes a forward pass: plain code, or one of two compiled versions."""
 
     PLAIN = 0
     ONE_COUNT = 1  # compiled for its number of samples
@@ -88,7 +88,11 @@ class Compiled:
             self._put(module, "forward", _of_tensors(self._of_one_size(plain), plain))
 
     def begin_pass(self, samples: int) -> None:
-        """Choose the version that computes the next pass, over ``samples`` samples."""
+        """Choose between the plain and the compiled code for the next forward pass.
+
+        Args:
+            samples: number of samples in this pass.
+        """
         if not self._counts:
             return
         if samples in self._counts:
@@ -110,7 +114,10 @@ class Compiled:
         torch._dynamo.reset()
 
     def _compile(self, plain: Compute) -> Compute:
-        """Return a function that runs the version that :meth:`begin_pass` has chosen."""
+        """Return a function that runs ``plain`` or a compiled version of it.
+
+        :meth:`begin_pass` chooses which code runs.
+        """
         fixed, free = torch.compile(plain, dynamic=False), torch.compile(plain)
 
         def computed(*given: Any, **named: Any) -> Any:
@@ -237,7 +244,8 @@ _EXAMPLES = 2  # samples with which a model is checked and timed
 def common_type(task: Task, precisions: Collection[str]) -> torch.dtype | None:
     """Return the 16-bit dtype in which parameters may be gathered, or None.
 
-    All ranks must compute in this dtype, and no part of the model may have to stay in fp32.
+    The result is a dtype only if all ranks compute in this dtype and the task keeps no part of the
+    model in fp32.
     """
     first, *others = set(precisions)
     return None if others or task.fp32 else AUTOCAST[first]
@@ -246,10 +254,10 @@ def common_type(task: Task, precisions: Collection[str]) -> torch.dtype | None:
 class _Idle(torch.autograd.Function):
     """Autograd function of a pass without samples: no losses, and a zero gradient per parameter.
 
-    A rank without work must still take part in every collective, so its parameters need gradients
-    and their hooks must fire. An empty batch through the network would also do, but costs more, and
-    every task would have to support it. On CUDA, torch 2.11's attention returns None for an empty
-    batch in 16 bits.
+    A rank without samples must still take part in every collective. Its parameters therefore need
+    gradients, and their hooks must fire. An empty batch through the network would have the same
+    effect, but costs more, and every task would have to support an empty batch. On CUDA, torch
+    2.11's attention returns None for an empty batch in 16 bits.
     """
 
     @staticmethod
@@ -282,17 +290,16 @@ class TaskModel(nn.Module):
         samples: number of training samples.
         score_names: names of the scores that :meth:`forward` returns for held-out samples, in
             order.
-        class_pairs: labels and predicted classes of held-out samples. The list has a tensor, int64
-            [2, n], for each batch since it was last emptied.
+        class_pairs: labels and predicted classes of held-out samples: a list with one tensor per
+            batch, int64 [2, n]. The caller empties the list.
         gathered: scores that are gathered instead of averaged; see ``Task.gathered``. The list has
-            the indices of the samples and their scores, on the CPU, for each batch since it was
-            last emptied.
+            the sample indices and the scores of each batch, on the CPU. The caller empties it.
         worst: collector of the held-out samples with the largest loss; None: none are collected.
         gathered_example: the gathered scores of one sample.
         by_blocks: object that fills the network with its initial values, or None if the network has
             all its values. The network is folded until an engine is built; see motley.tasks.build.
-        held_mib: memory in MiB that training needs on the device besides activations. 0: no more
-            than is allocated already.
+        held_mib: memory in MiB that training needs on the device besides activations. 0: training
+            needs no more than the memory that is already allocated.
         statistics: statistics of the batch norms, or None for a model without batch norm.
         sometimes_unused: names of parameters that have no gradient for some samples.
     """
@@ -335,7 +342,7 @@ class TaskModel(nn.Module):
             self._find_rows(self.statistics)
 
     def every_parameter(self) -> list[Tensor]:
-        """Return the network's parameters, one entry per parameter.
+        """Return a list with one entry for each parameter of the network.
 
         While the network is folded, an entry may be a parameter of another block, of the same
         shape.
@@ -383,10 +390,10 @@ class TaskModel(nn.Module):
             return self._losses(data)
 
     def compile_task(self, counts: Collection[int] = ()) -> None:
-        """Compile the computation of a batch at the next pass; see motley.tasks.model.
+        """Compile the network at its next forward pass; see motley.tasks.model.
 
         Args:
-            counts: numbers of samples in the following micro-batches, if these numbers are fixed.
+            counts: numbers of samples in the micro-batches to come, if these numbers are fixed.
         """
         if self._compiled is None:
             whole = self.task.compiles_whole
@@ -397,14 +404,14 @@ class TaskModel(nn.Module):
             )
 
     def compute_plainly(self) -> None:
-        """Undo :meth:`compile_task`."""
+        """Use the plain code again, and discard the code that :meth:`compile_task` compiled."""
         if self._compiled is not None:
             self._compiled.undo()
             self._compiled = None
 
     @property
     def is_compiled(self) -> bool:
-        """True if the model is compiled, or will be compiled at the next batch."""
+        """True if the model is compiled, or will be compiled at its next forward pass."""
         return self._compiled is not None
 
     def _losses(self, data: Tensors) -> Tensor:
@@ -431,15 +438,25 @@ class TaskModel(nn.Module):
         return value.to(self._dtype) if is_float else value
 
     def blank(self) -> Tensors:
-        """Return one sample for passes whose values do not matter, on the model's device."""
+        """Return a batch of one sample for passes whose results are not used.
+
+        The batch is on the model's device.
+        """
         return self.example[:1].data
 
     def noise(self, count: int) -> Tensors:
-        """Return ``count`` samples for timing, always the same, on the model's device."""
+        """Return a batch of ``count`` samples for timing, on the model's device.
+
+        Each call with the same count returns the same values.
+        """
         return self.task.noise(self.example.data, count)
 
     def try_attention(self, kind: str) -> None:
-        """Raise MotleyError if the chosen attention kernel cannot compute this model here."""
+        """Raise MotleyError if an attention kernel cannot compute this model on this device.
+
+        Args:
+            kind: value of ``--attention``.
+        """
         if kind not in ("fused", "efficient"):
             return
         with warnings.catch_warnings(record=True) as text, torch.no_grad():

@@ -44,9 +44,10 @@ def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Mod
 
 
 def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the largest modules with parameters that contain no block, in order.
+    """Return the modules outside of the blocks that have parameters, in order.
 
-    In a vision transformer these are the patch embedding, the last norm and the head.
+    A module in the result is not inside another module without blocks. In a vision transformer,
+    the result is the patch embedding, the last norm and the head.
     """
     result: list[nn.Module] = []
     for part in net.children():

@@ -73,9 +73,13 @@ class States(Protocol):
         """Return the constant fields, [lat, lon] by name."""
 
     def read(self, hours: Sequence[int]) -> tuple[Array, Array]:
-        """Return the fields of :data:`SURFACE` and :data:`AIR` at these hours.
+        """Return the surface fields and the atmospheric fields at these hours.
 
-        Shapes: [times, 4, lat, lon] and [times, 5, levels, lat, lon].
+        The shapes are [times, 4, lat, lon] and [times, 5, levels, lat, lon]. The variables are in
+        the order of :data:`SURFACE` and :data:`AIR`.
+
+        Args:
+            hours: times in hours since 1970.
         """
 
 
@@ -96,7 +100,7 @@ class Made:
         self.hours: Sequence[int] = range(0, count * step, step)
 
     def static(self) -> dict[str, Array]:
-        """See States."""
+        """Return the constant fields, [lat, lon] by name."""
         height = self._waves(1000, 1, [0])[0, 0]
         return {
             "z": np.maximum(height, 0) * 2e4, "lsm": (height > 0).astype(np.float32),
@@ -104,7 +108,7 @@ class Made:
         }  # fmt: skip
 
     def read(self, hours: Sequence[int]) -> tuple[Array, Array]:
-        """See States."""
+        """Return the surface fields and the atmospheric fields at these hours."""
         high, wide = len(self.grid.lat), len(self.grid.lon)
         surface = self._waves(0, len(SURFACE), hours)
         _scale(surface, self._usual.surface)
@@ -160,7 +164,10 @@ def even_grid(text: str, levels: tuple[int, ...]) -> Grid:
 
 
 class Forecasts:
-    """Samples by index: two input states and the state that follows them, ``step`` hours apart.
+    """Training samples or held-out samples, by index.
+
+    A sample has two input states and the state that follows them. The three states are ``step``
+    hours apart.
 
     Args:
         states: source of the states.
@@ -234,12 +241,12 @@ _FAR = 8.0  # a mean this many deviations off must be in another unit
 
 @dataclass(frozen=True)
 class _Variable:
-    """The places of a variable in the files.
+    """A variable of the files, with the file and index at which each of its times is stored.
 
     Attributes:
         name: name of the variable in its files.
-        places: path of the file and index of the time in it, by hour since 1970. The only key of a
-            static variable is 0.
+        places: for each time, the path of the file and the index of the time in the file. The keys
+            are hours since 1970. The only key of a static variable is 0.
         levels: pressure levels of each file in hPa, in the file's order, by the path of the file.
     """
 
@@ -284,7 +291,7 @@ class Files:
         self.grid = Grid(*self._points(), self._levels(levels))
 
     def static(self) -> dict[str, Array]:
-        """See States."""
+        """Return the constant fields, [lat, lon] by name."""
         result = {}
         for name in STATIC:
             variable = self._flat[name]
@@ -299,7 +306,7 @@ class Files:
         return result
 
     def read(self, hours: Sequence[int]) -> tuple[Array, Array]:
-        """See States.
+        """Return the surface fields and the atmospheric fields at these hours.
 
         Raises:
             UnreadableSample: a value is NaN or infinite.
@@ -329,9 +336,9 @@ class Files:
         return surface, air
 
     def check_units(self, usual: Usual) -> None:
-        """Raise MotleyError if a variable is in another unit than Aurora uses.
+        """Raise MotleyError if the unit of a variable differs from the unit that Aurora uses.
 
-        The unit is recognised by the mean of the first state.
+        The mean of the variable in the first state shows the unit.
 
         Args:
             usual: mean and standard deviation of each variable.
@@ -392,7 +399,7 @@ class Files:
     def _points(self) -> tuple[Array, Array]:
         """Return the latitudes from north to south, and the longitudes from 0 in ascending order.
 
-        The files may have another order.
+        The order in the files may be different.
 
         Raises:
             MotleyError: a longitude occurs twice.
@@ -410,9 +417,11 @@ class Files:
         return self._lat[rows].astype(np.float32), lon.astype(np.float32)
 
     def _levels(self, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return pressure levels in hPa, in ascending order.
+        """Return the pressure levels to read in hPa, in ascending order.
 
-        The result has the wanted levels, or the levels that every variable has in every file.
+        Args:
+            wanted: the levels that the user chose. None: return all levels that every variable has
+                in every file.
 
         Raises:
             MotleyError: a variable lacks a wanted level in a file.

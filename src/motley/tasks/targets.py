@@ -78,15 +78,15 @@ class Target(Protocol):
 
 @dataclass
 class ClassTarget(Target):
-    """One class for each image; see Target.
+    """The kind of target with one class for each image.
 
     Attributes:
         smoothing: label smoothing.
         weight: weight of each class, fp32 [classes]; None: 1 each.
         measures: names of further metrics.
         is_binary: True: the training loss is the binary cross-entropy of each class, as in timm.
-        threshold: with ``is_binary``, targets above this number become 1 and all other targets 0.
-            None: targets stay as they are.
+        threshold: if ``is_binary`` is True, targets above this number become 1, and all other
+            targets become 0. None: targets stay as they are.
     """
 
     names: Sequence[str]
@@ -99,15 +99,19 @@ class ClassTarget(Target):
 
     @property
     def gathers(self) -> bool:
-        """See Target."""
+        """True if metrics need the outputs of all held-out images together."""
         return bool(self.measures)
 
     def stack(self, labels: Sequence[Any]) -> Tensor:
-        """See Target."""
+        """Return the labels of a batch as a tensor with one row for each image."""
         return torch.tensor(labels, dtype=torch.int64)
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """See Target. Weighted losses are the summands of torch's weighted cross-entropy."""
+        """Return the training loss of each image, [n].
+
+        With class weights, the losses are the summands of torch's weighted cross-entropy, before
+        their sum is divided by the sum of the weights.
+        """
         weight = None if self.weight is None else self.weight.to(outputs)
         if self.is_binary:
             return self._binary(outputs, self._soft(outputs, labels), self._weigh(labels))
@@ -118,7 +122,10 @@ class ClassTarget(Target):
     def mixed_losses(
         self, outputs: Tensor, labels: Tensor, partners: Tensor, own: Tensor
     ) -> Tensor:
-        """See Target. A threshold applies to mixed targets, as in timm."""
+        """Return the training loss of each mixed image, [n].
+
+        ``threshold`` applies to the targets after mixing, as in timm.
+        """
         if not self.is_binary:
             return super().mixed_losses(outputs, labels, partners, own)
         part, weight = own.unsqueeze(1), self._weigh(labels)
@@ -145,11 +152,14 @@ class ClassTarget(Target):
         return result if weight is None else result * weight
 
     def weights(self, labels: Tensor) -> Tensor | None:
-        """See Target."""
+        """Return the weight of each image in the mean loss, [n], on the CPU. None: 1 each."""
         return None if self.weight is None else self.weight[labels]
 
     def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
-        """See Target; the loss is without smoothing and without weights."""
+        """Return the scores of held-out images by name, [n] each.
+
+        The loss has no label smoothing and no class weights.
+        """
         chances = outputs.softmax(dim=1)
         predicted = outputs.argmax(dim=1)
         result = {
@@ -165,7 +175,7 @@ class ClassTarget(Target):
         return result
 
     def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See Target."""
+        """Return the label and the prediction of an image, given the image's scores."""
         label, predicted = int(scores[LABEL]), int(scores[PREDICTED])
         return {
             LABEL: self.names[label] if self.names else label,
@@ -175,15 +185,18 @@ class ClassTarget(Target):
         }
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """See Target. ``top5`` is included if there are enough classes."""
+        """Return the metrics of an evaluation, with ``top5`` if there are enough classes."""
         return {name: means[name] for name in ("top1", "top5", "loss") if name in means}
 
     def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
-        """See Target."""
+        """Return the metrics that need the outputs of all held-out images together."""
         return compute_measures(self.measures, CLASS, probabilities, targets)
 
     def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
-        """See Target; ``label`` is empty where an image has none."""
+        """Return predictions as the columns of a table.
+
+        The column ``label`` is empty for an image without a label.
+        """
         best = outputs.softmax(dim=1).max(dim=1)
         known: list[int] = labels.tolist()
         predicted: list[int] = best.indices.tolist()
@@ -198,7 +211,7 @@ class ClassTarget(Target):
         return columns
 
     def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
-        """See Target."""
+        """Return a prediction for each image, with the most probable classes first."""
         return [{"classes": each} for each in _rank(outputs.softmax(dim=1), self.names, top_k)]
 
 
@@ -216,10 +229,13 @@ def _rank(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[list[
 
 @dataclass
 class LabelsTarget(Target):
-    """Any number of labels for each image, each with a probability of its own; see Target.
+    """The kind of target with any number of labels for each image.
+
+    The model predicts a separate probability for each label.
 
     Attributes:
-        weight: factor on the loss of images that have the label, fp32 [labels]; None: 1 each.
+        weight: for each label, the factor on the loss of images that have the label, fp32
+            [labels]. None: all factors are 1.
         measures: names of further metrics.
     """
 
@@ -230,11 +246,14 @@ class LabelsTarget(Target):
 
     @property
     def gathers(self) -> bool:
-        """See Target."""
+        """True if metrics need the outputs of all held-out images together."""
         return True
 
     def stack(self, labels: Sequence[Any]) -> Tensor:
-        """See Target. An image whose labels are not known has NO_LABEL in each place."""
+        """Return the labels of a batch, [n, labels].
+
+        An image whose labels are unknown has NO_LABEL for each label.
+        """
         rows = torch.full((len(labels), len(self.names)), float(NO_LABEL))
         for row, label in zip(rows, labels, strict=True):
             if not isinstance(label, int):
@@ -242,18 +261,21 @@ class LabelsTarget(Target):
         return rows
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """See Target: the mean of the binary cross-entropy over the labels."""
+        """Return the mean binary cross-entropy over the labels of each image, [n]."""
         weight = None if self.weight is None else self.weight.to(outputs)
         return functional.binary_cross_entropy_with_logits(
             outputs, labels.to(outputs), pos_weight=weight, reduction="none"
         ).mean(dim=1)
 
     def weights(self, labels: Tensor) -> Tensor | None:
-        """See Target."""
+        """Return the weight of each image in the mean loss, [n], on the CPU. None: 1 each."""
         return None
 
     def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
-        """See Target. ``accuracy`` is the fraction of the labels that are predicted correctly."""
+        """Return the scores of held-out images by name, [n] each.
+
+        The score ``accuracy`` is the fraction of an image's labels that are predicted correctly.
+        """
         losses = functional.binary_cross_entropy_with_logits(
             outputs, labels.to(outputs), reduction="none"
         )
@@ -265,11 +287,14 @@ class LabelsTarget(Target):
         }  # fmt: skip
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """See Target."""
+        """Return the metrics of an evaluation, given the mean of each score."""
         return {name: means[name] for name in ("accuracy", "exact", "loss")}
 
     def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
-        """See Target: ``measures``, and mean average precision over labels with positives."""
+        """Return the metrics in ``measures``, and the mean average precision.
+
+        The mean is over the labels that at least one image has.
+        """
         from sklearn.metrics import average_precision_score  # type: ignore[import-untyped]
 
         known = targets.sum(dim=0) > 0
@@ -281,19 +306,19 @@ class LabelsTarget(Target):
         return result | compute_measures(self.measures, LABELS, probabilities, targets.long())
 
     def _join(self, rows: Tensor) -> list[str]:
-        """Return the names of each row's labels with probability above 0.5, joined by ``|``."""
+        """Return for each row the names of the labels with a value above 0.5, joined by ``|``."""
         return [
             "|".join(name for name, value in zip(self.names, row, strict=True) if value >= _LIKELY)
             for row in rows.tolist()
         ]
 
     def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See Target."""
+        """Return the label and the prediction of an image, given the image's scores."""
         rows = torch.stack([scores[TARGETS], scores[PROBABILITIES]])
         return dict(zip((LABEL, PREDICTED), self._join(rows), strict=True))
 
     def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
-        """See Target; labels are separated by ``|``."""
+        """Return predictions as the columns of a table. Labels are separated by ``|``."""
         probabilities = outputs.sigmoid()
         return {
             "label": self._join(labels), "predicted": self._join(probabilities),
@@ -302,7 +327,7 @@ class LabelsTarget(Target):
         }  # fmt: skip
 
     def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
-        """See Target: the predicted labels, and the ``top_k`` most probable labels."""
+        """Return the predicted labels and the ``top_k`` most probable labels of each image."""
         probabilities = outputs.sigmoid()
         ranked = _rank(probabilities, self.names, top_k)
         return [
@@ -317,7 +342,7 @@ class LabelsTarget(Target):
 
 @dataclass
 class ValueTarget(Target):
-    """One number for each image; see Target.
+    """The kind of target with one number for each image.
 
     Attributes:
         loss: ``mse``, the squared error, or ``l1``, the absolute error.
@@ -331,25 +356,28 @@ class ValueTarget(Target):
 
     @property
     def gathers(self) -> bool:
-        """See Target."""
+        """True if metrics need the outputs of all held-out images together."""
         return bool(self.measures)
 
     def stack(self, labels: Sequence[Any]) -> Tensor:
-        """See Target. An image without a known value has NaN; labels of files are floats."""
+        """Return the values of a batch, [n]. An image without a known value has NaN."""
         known = [label if isinstance(label, float) else math.nan for label in labels]
         return torch.tensor(known, dtype=torch.float32)
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """See Target."""
+        """Return the training loss of each image, [n]."""
         error = outputs[:, 0] - labels
         return error.abs() if self.loss == "l1" else error.square()
 
     def weights(self, labels: Tensor) -> Tensor | None:
-        """See Target."""
+        """Return the weight of each image in the mean loss, [n], on the CPU. None: 1 each."""
         return None
 
     def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
-        """See Target. Sums of squares are in fp64, because R2 subtracts them."""
+        """Return the scores of held-out images by name, [n] each.
+
+        Squares are in fp64, because the computation of R2 subtracts sums of squares.
+        """
         label, error = labels.double(), (outputs[:, 0] - labels).double()
         result = {
             "loss": self.losses(outputs, labels), "mae": error.abs(), "squares": error.square(),
@@ -358,11 +386,11 @@ class ValueTarget(Target):
         return result | ({PROBABILITIES: outputs[:, 0], TARGETS: labels} if self.gathers else {})
 
     def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See Target."""
+        """Return the label and the prediction of an image, given the image's scores."""
         return {LABEL: float(scores["label_sum"]), PREDICTED: float(scores["output"])}
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """See Target. R2 is NaN if all labels are equal."""
+        """Return the metrics of an evaluation. R2 is NaN if all labels are equal."""
         spread = means["label_squares"] - means["label_sum"] ** 2
         return {
             "mae": means["mae"], "rmse": means["squares"] ** 0.5,
@@ -371,11 +399,11 @@ class ValueTarget(Target):
         }  # fmt: skip
 
     def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
-        """See Target."""
+        """Return the metrics that need the outputs of all held-out images together."""
         return compute_measures(self.measures, VALUE, probabilities, targets)
 
     def columns(self, outputs: Tensor, labels: Tensor) -> dict[str, list[Any]]:
-        """See Target."""
+        """Return predictions as the columns of a table."""
         known: list[float] = labels.tolist()
         return {
             "label": ["" if math.isnan(label) else label for label in known],
@@ -383,5 +411,5 @@ class ValueTarget(Target):
         }
 
     def rank(self, outputs: Tensor, top_k: int) -> list[dict[str, Any]]:
-        """See Target."""
+        """Return a prediction for each image, with the most probable classes first."""
         return [{"value": float(f"{value:.6g}")} for value in outputs[:, 0].tolist()]

@@ -41,9 +41,9 @@ class Task:
         noun: name of one sample in messages.
         unit: plural noun that rates count, such as tokens.
         weight: weight of a usual sample, in units. A batch's summed losses are divided by this
-            weight until the true weights of the samples are known.
+            weight until the actual weights of the samples are known.
         grain: number of consecutive samples that depend on each other, such as the samples of one
-            group of a batch norm. They stay together on one rank. A micro-batch interleaves the
+            group of a batch norm. These samples stay on one rank. A micro-batch interleaves the
             samples of its G groups: row k * G + j is sample k of group j. If a smaller last batch
             leaves a shorter group, this group has a micro-batch of its own.
         grain_is: reason for the grain, and the option that sets the grain. An error message puts
@@ -53,12 +53,14 @@ class Task:
         compiles_whole: True: torch.compile compiles the loss as well as the blocks.
         fp32: modules that never compute in 16 bits, by path or by the path's last word.
         keeps: True: runs of the task write checkpoints.
-        head_options: names of the options that decide the classes.
-        recipes: sets of options by the name that ``--recipe`` takes, as a user writes them. Options
-            on the command line override a recipe.
+        head_options: names of the options that determine the classes, and so the model's head.
+        recipes: named sets of options. ``--recipe NAME`` selects a set, which is a text as on the
+            command line. Options on the command line override a recipe.
         sometimes_unused: True: some parameters have no gradient in some steps, such as experts that
-            no sample chose. Set it if the check at the start may not find this.
+            no sample chose. Set this attribute if the check before training may not find these
+            parameters.
         needs_workers: True: reading a sample takes longer than passing it between processes.
+            Loader processes then read the samples.
         class_names: names of the classes by number; empty without classes. A run continues only
             with the same names. Exports and predictions contain them.
         usual: defaults that suit the task, by the name of an option, as a user types them.
@@ -103,9 +105,12 @@ class Task:
         raise NotImplementedError
 
     def data(self, held_out: bool) -> "Source":
-        """Return the items of the training data or of the held-out data.
+        """Return the training data or the held-out data.
 
-        Any object with ``len()`` and ``[index]`` will do.
+        The result is any object with ``len()`` and ``[index]``.
+
+        Args:
+            held_out: True: return the held-out data. False: return the training data.
         """
         raise NotImplementedError
 
@@ -128,7 +133,7 @@ class Task:
         return {}
 
     def prepare(self) -> None:
-        """Download or unpack missing data. One rank of each host calls it."""
+        """Download or unpack missing data. One rank of each host calls this method."""
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """Return the tensors of one item of :meth:`data`, by name.
@@ -179,7 +184,7 @@ class Task:
 
     @property
     def has_weights(self) -> bool:
-        """True if samples may differ in weight. A weight is known when its sample has been read."""
+        """True if samples may differ in weight. A sample must be read to find its weight."""
         return type(self).weights is not Task.weights
 
     def balanced_classes(self) -> Sequence[int] | None:
@@ -193,25 +198,30 @@ class Task:
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
         """Return the relative compute time of training samples.
 
-        Ranks get samples of equal cost. None: all samples cost the same.
+        The split of a batch gives a rank of twice the speed samples of twice the total time. None:
+        all samples take the same time.
+
+        Args:
+            indices: indices of the samples in the training data.
         """
         return None
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """Return the scores of held-out samples by name, [n] each, summed over each sample.
+        """Return the scores of held-out samples by name, [n] each.
 
-        One of the scores is ``loss``. The scores ``label`` and ``predicted``, int64 [n] each, are
-        optional. They are the classes of each sample, and are counted instead of averaged. The last
-        evaluation then writes ``classes.csv`` and ``confusion.csv``. A score that ``gathered``
-        names may have rows of any shape, [n, ...], or be a list of n values such as texts.
+        A score is summed over the tokens or pixels of its sample. One of the scores is ``loss``.
+        The scores ``label`` and ``predicted``, int64 [n] each, are optional. They are the true and
+        the predicted class of each sample, and are counted instead of averaged. The last evaluation
+        then writes ``classes.csv`` and ``confusion.csv``. A score that ``gathered`` names may have
+        rows of any shape, [n, ...], or be a list of n values such as texts.
         """
         return {"loss": self.losses(net, batch)}
 
     def compute_metrics(self, gathered: Mapping[str, Any]) -> Mapping[str, float]:
         """Return metrics that are not means over the held-out samples, such as AUROC.
 
-        Rank 0 calls it after each evaluation, on the CPU. The metrics are added to those of
-        :meth:`summary`.
+        Rank 0 calls this method after each evaluation, on the CPU. The metrics are recorded beside
+        those of :meth:`summary`.
 
         Args:
             gathered: the results of :meth:`scores` that ``gathered`` names, for each sample once,
@@ -234,7 +244,7 @@ class Task:
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
     def optimizer(self, groups: list[dict[str, Any]]) -> "torch.optim.Optimizer":
-        """Return the optimizer, in place of ``--opt``.
+        """Return the optimizer that replaces the one of ``--opt``.
 
         Args:
             groups: groups of parameters with and without weight decay, each with ``params``, ``lr``
@@ -243,7 +253,7 @@ class Task:
         raise NotImplementedError
 
     def schedule(self, step: float, total: int) -> float:
-        """Return the factor of ``--lr`` in a step, in place of ``--sched``.
+        """Return the factor on ``--lr`` in a step. The factor replaces the schedule of ``--sched``.
 
         Args:
             step: number of steps before this step. After a change of the batch size, the number may
@@ -253,7 +263,7 @@ class Task:
         raise NotImplementedError
 
     def after_evaluation(self, net: "nn.Module", folder: Path) -> None:
-        """Use the model after an evaluation, for example to write pictures; rank 0 calls it.
+        """Use the model after an evaluation, for example to write pictures. Rank 0 calls it.
 
         The other ranks wait meanwhile. The method must not change the model.
 
@@ -263,7 +273,7 @@ class Task:
         """
 
     def during_training(self, net: "nn.Module", folder: Path, step: int) -> str:
-        """Use the model between two steps, and return a text for the log; rank 0 calls it.
+        """Use the model between two steps, and return a text for the log. Rank 0 calls it.
 
         The other ranks wait meanwhile. The method must not change the model.
 
@@ -282,9 +292,12 @@ class Task:
         }
 
     def pictures(self, batch: "Tensors") -> "Tensor | None":
-        """Return pictures of held-out samples for the report, uint8 [n, channels, height, width].
+        """Return pictures of the samples for the report, uint8 [n, channels, height, width].
 
         None: the samples have no pictures.
+
+        Args:
+            batch: a batch of held-out samples.
         """
         return None
 
@@ -374,9 +387,9 @@ def acts_after_evaluation(task: Task) -> bool:
 
 
 def name_action(task: Task) -> str:
-    """Return the name of the method or option by which a task uses the model during training.
+    """Return the name of the task's method, or of its option, that uses the model during training.
 
-    The name is empty if the task does not use the model during training.
+    The result is empty if the task does not use the model during training. Errors contain the name.
     """
     if task.acts_every is not None:
         return task.acts_option or f"during_training() of {type(task).__name__}"

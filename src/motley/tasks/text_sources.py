@@ -129,7 +129,9 @@ class Sources:
                 yield self._plain(Path(place))
 
     def fingerprint(self) -> tuple[str, int]:
-        """Return a hash of the content of all places, and its size in bytes; parse no row.
+        """Return a hash of the content of all places, and the size of the content in bytes.
+
+        The method does not parse rows.
 
         Raises:
             MotleyError: a file or data set cannot be read.

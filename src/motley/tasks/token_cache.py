@@ -91,7 +91,10 @@ class TokenizedText:
     characters: tuple[int, int]
 
     def count_bytes(self, tokens: "NDArray[Any]") -> int:
-        """Return the number of bytes of tokens in UTF-8, on average for a tokenizer's tokens."""
+        """Return the number of bytes of tokens in UTF-8.
+
+        For a tokenizer's tokens, the result is an estimate from the average size of each token.
+        """
         return round(float(self.sizes[tokens].sum()))
 
 
@@ -133,7 +136,7 @@ def open_text(spec: TextSpec, folder: Path | None = None) -> TokenizedText:
 
 
 def _write(path: Path, text: TokenizedText) -> None:
-    """Write a file of the cache, completely or not at all."""
+    """Write a cache file atomically."""
     import torch
     from safetensors.torch import save_file
 
@@ -162,7 +165,7 @@ def _hash(arrays: "dict[str, NDArray[Any]]") -> str:
 
 
 def _read(path: Path, spec: TextSpec) -> TokenizedText | None:
-    """Return the text in a file of the cache; None if there is no file, or it is damaged."""
+    """Return the text in a cache file. None: the file is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -222,7 +225,10 @@ class _Builder:
         )  # fmt: skip
 
     def _build_documents(self) -> TokenizedText:
-        """Encode documents. Without a separate held-out text, hold out those with small hashes."""
+        """Encode documents, and divide them into a training part and a held-out part.
+
+        Without a separate held-out text, the documents with the smallest hashes are held out.
+        """
         spec, digest, hashes = self._spec, hashlib.sha256(), list[bytes]()
         characters: set[str] = set()
         for document in self._read_all():
@@ -289,7 +295,7 @@ class _Builder:
         return replace(codec, alphabet=make_alphabet(characters, ends))
 
     def _cut(self, document: Document) -> list[Document]:
-        """Return the paragraphs of a document if ``spec.paragraphs``, else the document."""
+        """Return the paragraphs of a document if ``spec.paragraphs`` is True, else the document."""
         if not self._spec.paragraphs or not isinstance(document, str):
             return [document]
         marks = [match.end() for match in re.finditer(r"\n\s*\n", document)]
@@ -314,7 +320,7 @@ def _canonical(document: Document) -> str:
 
 
 def _join(documents: Sequence[Encoded], with_ends: bool) -> Part:
-    """Return the tokens of documents in one array."""
+    """Return the tokens of documents in one array, with the position at which each one ends."""
     import numpy as np
 
     learnt = [each.learnt for each in documents if each.learnt is not None]

@@ -34,7 +34,7 @@ class WorstSamples:
 
     @torch.no_grad()
     def add(self, indices: Sequence[int], scores: Tensors, pictures: Tensor | None) -> None:
-        """Add a batch, and keep only the samples with the largest loss.
+        """Add the samples of a batch, and keep only the samples with the largest loss.
 
         Args:
             indices: indices of the samples.
@@ -80,7 +80,7 @@ class WorstSamples:
 
 
 def _select_worst(rows: Tensors, most: int) -> Tensors:
-    """Return the rows with the largest loss; among equal losses, the first rows stay."""
+    """Return the rows with the largest loss. Among rows of equal loss, return the first ones."""
     order = rows["score.loss"].float().argsort(descending=True, stable=True)[:most]
     return {name: value[order.to(value.device)] for name, value in rows.items()}
 

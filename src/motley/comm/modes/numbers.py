@@ -26,20 +26,20 @@ class Exact(WireMode):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """See WireMode."""
+        """Return the modes of this kind that are measured without a user's request."""
         return (EXACT,)
 
     @property
     def price(self) -> str:
-        """See WireMode."""
+        """Effect of the mode on the gradient and on accuracy, in words."""
         return "the gradient is exact"
 
     def is_free(self, precisions: Collection[str]) -> bool:
-        """See WireMode."""
+        """Return True if a plan may use the mode without a user's request."""
         return True
 
     def reducer(self, device: Any) -> Any:
-        """See WireMode."""
+        """Return the reducer of this mode for a device. All ranks call it."""
         from motley.comm.reducer import Reducer, RoundingReducer, SlowRankReducer
 
         if self.slow_rank is not None:
@@ -56,21 +56,21 @@ class Bf16(Exact):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """See WireMode."""
+        """Return the modes of this kind that are measured without a user's request."""
         return () if "fp16" in precisions else (BF16,)
 
     @property
     def dtype(self) -> str:
-        """See WireMode."""
+        """Name of the dtype in which numbers are sent."""
         return self.name
 
     @property
     def price(self) -> str:
-        """See WireMode."""
+        """Effect of the mode on the gradient and on accuracy, in words."""
         return "the gradient is rounded to 16 bits on the way"
 
     def is_free(self, precisions: Collection[str]) -> bool:
-        """See WireMode."""
+        """Return True if a plan may use the mode without a user's request."""
         return self.name in precisions
 
 

@@ -39,7 +39,7 @@ class PowerSgd(WireMode):
 
     @classmethod
     def parse(cls, number: str) -> Self:
-        """See WireMode."""
+        """Return the mode for the text that follows ``NAME:`` in ``--wire``."""
         if not (match := re.fullmatch(r"([1-9]\d{0,3})(\+bf16)?", number)):
             raise ValueError(
                 "powersgd needs a rank of 1 or more, as in powersgd:8 or powersgd:8+bf16. A "
@@ -49,17 +49,17 @@ class PowerSgd(WireMode):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """See WireMode."""
+        """Return the modes of this kind that are measured without a user's request."""
         return (cls().in_job(precisions),)
 
     @property
     def dtype(self) -> str:
-        """See WireMode."""
+        """Name of the dtype in which numbers are sent."""
         return "bf16" if self.rounded else "fp32"
 
     @property
     def least_side(self) -> int:
-        """See WireMode."""
+        """Side of the smallest square matrix that the mode compresses like large ones."""
         return 4 * self.rank + 1
 
     @property
@@ -91,13 +91,13 @@ class PowerSgd(WireMode):
         return dataclasses.replace(self, rounded=True) if rounds else self
 
     def reducer(self, device: Any) -> Any:
-        """See WireMode."""
+        """Return the reducer of this mode for a device. All ranks call it."""
         from motley.comm.power_sgd_reducer import PowerSgdReducer
 
         return PowerSgdReducer(self, device)
 
     def __str__(self) -> str:
-        """See WireMode."""
+        """Return the mode as ``--wire`` takes it."""
         return f"{self.name}:{self.rank}{'+bf16' if self.rounded else ''}"
 
 

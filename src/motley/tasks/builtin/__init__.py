@@ -73,7 +73,7 @@ def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
 
 
 def task_class(name: str) -> type[Task]:
-    """Return the class that ``--task`` names.
+    """Return the task class that a value of ``--task`` names.
 
     Raises:
         MotleyError: there is no such task or file, or the file does not define one task.
@@ -97,7 +97,7 @@ _reading: list[str] = []  # files of tasks that are being imported
 
 
 def task_being_read() -> str:
-    """Return the task file that is being imported, or an empty string."""
+    """Return the path of the task file that is being imported, or an empty string."""
     return _reading[-1] if _reading else ""
 
 

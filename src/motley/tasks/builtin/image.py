@@ -73,7 +73,13 @@ def crops(text: str) -> int:
 def _pair(
     flag: str, given: tuple[float, ...] | None, usual: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the two numbers of an option, the smaller one first, or the default."""
+    """Return the two numbers of an option, the smaller one first.
+
+    Args:
+        flag: the option, for errors.
+        given: the numbers that the user gave; None: the option is not given.
+        usual: the default.
+    """
     if given is None:
         return usual
     if len(given) != 2 or given[0] > given[1] or given[0] <= 0:
@@ -325,12 +331,12 @@ class ImageTask(Task):
 
     @cached_property
     def grain(self) -> int:  # type: ignore[override]
-        """See Task."""
+        """Number of consecutive samples that stay together on one rank."""
         return self.bn_group if self.classifier.has_batch_norm else 2 if self._mixes else 1
 
     @property
     def grain_is(self) -> str:  # type: ignore[override]
-        """See Task."""
+        """Reason for the grain, and the option that sets the grain, for errors."""
         if self.classifier.has_batch_norm:
             return "share one batch norm (--bn-group)"
         return "are mixed with one another (--mixup, --cutmix)"
@@ -428,16 +434,19 @@ class ImageTask(Task):
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
-        """See Task."""
+        """True if runs of this task write checkpoints."""
         return find_dataset(self.dataset).keeps
 
     @property
     def needs_workers(self) -> bool:  # type: ignore[override]
-        """See Task."""
+        """True if reading a sample takes longer than passing it between processes."""
         return find_dataset(self.dataset).needs_workers
 
     def on(self, device: "torch.device") -> "Samples":
-        """See Task: a GPU shifts and mirrors images that fit into its memory."""
+        """Return the object that reads samples for a rank with this device.
+
+        If the images fit into the memory of a GPU, they are shifted and mirrored on the GPU.
+        """
         from motley.data.transforms import resident
 
         own = all(
@@ -452,11 +461,11 @@ class ImageTask(Task):
         return known[device]
 
     def prepare(self) -> None:
-        """See Task."""
+        """Download or unpack missing data. One rank of each host calls this method."""
         find_dataset(self.dataset).prepare(Path(self.data_dir))
 
     def model(self) -> "nn.Module":
-        """See Task."""
+        """Return the network, on the CPU."""
         options: dict[str, Any] = {
             "num_classes": self.images.classes, "in_chans": self.images.channels,
         }  # fmt: skip
@@ -469,30 +478,33 @@ class ImageTask(Task):
         return self.classifier.build(**options)
 
     def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
-        """See Task."""
+        """Return the blocks of the network by name, in order."""
         from motley.tasks.classifiers import list_blocks
 
         return list_blocks(net)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """See Task."""
+        """Return the names of the modules whose shape depends on the data."""
         from motley.tasks.classifiers import find_head
 
         return find_head(net)
 
     def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
-        """See Task. Position embeddings are interpolated to another image size."""
+        """Convert weights of another program to the names and shapes of ``net``.
+
+        Position embeddings are interpolated to the image size of ``net``.
+        """
         from motley.tasks.classifiers import adapted
 
         return adapted(tensors, net)
 
     @property
     def begins_with_weights(self) -> bool:
-        """See Task."""
+        """True if a new run may start from pretrained weights."""
         return self.pretrained
 
     def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
-        """See Task."""
+        """Return the pretrained weights by name, and a description of their source, or None."""
         if not self.pretrained:
             return None
         size = {"img_size": self.size} if self.img_size and self.classifier.has_fixed_size else {}
@@ -500,17 +512,17 @@ class ImageTask(Task):
         return net.state_dict(), f"timm's {self.name}"
 
     def save(self, net: "nn.Module", folder: Path) -> None:
-        """See Task: in the format of timm and transformers."""
+        """Save a trained model into a folder, in the format of timm and transformers."""
         from motley.tasks.classifiers import save_classifier
 
         save_classifier(net, folder, self.look, self.class_names)
 
     def data(self, held_out: bool) -> "Source":
-        """See Task."""
+        """Return the training data or the held-out data."""
         return self.images.test if held_out else self.images.train
 
     def held_out_sets(self) -> "Mapping[str, Source]":
-        """See Task."""
+        """Return additional held-out data sets by name."""
         return self._held_out_sets
 
     @cached_property
@@ -537,13 +549,16 @@ class ImageTask(Task):
         return result
 
     def name_of(self, source: "Source", index: int) -> str:
-        """See Task."""
+        """Return the name of a sample for an error message."""
         if any(source is each for each in self._held_out_sets.values()):
             return str(source.samples[index][0])  # type: ignore[attr-defined]
         return self.images.name_of(source, index)
 
     def with_files(self, folder: Path) -> "ImageTask":
-        """See Task; the files have no label."""
+        """Return the task with the files below a folder as its held-out samples.
+
+        These samples have no labels.
+        """
         from motley.data.images import list_images
 
         if not folder.is_dir():
@@ -558,7 +573,7 @@ class ImageTask(Task):
         Args:
             files: the files.
             folder: a common parent folder of the files, which messages leave out of file names.
-            test_crops: number of crops of each image; None: the task's present number.
+                test_crops: number of crops of each image; None: the number that the task has now.
         """
         from motley.data.images import with_files
 
@@ -568,7 +583,7 @@ class ImageTask(Task):
         return changed
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """See Task."""
+        """Return the tensors of one item of :meth:`data`, by name."""
         image, label = item
         if not training:
             return {"images": self._evaluation(image), "labels": label}
@@ -578,7 +593,7 @@ class ImageTask(Task):
         return result | {"drawn": self._mixing.draw()} if self._mixes else result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
-        """See Task."""
+        """Return a batch of samples: tensors by name, with one row for each sample."""
         import torch
 
         from motley.data.transforms import mix
@@ -604,16 +619,16 @@ class ImageTask(Task):
 
     @property
     def has_weights(self) -> bool:
-        """See Task: a training image has the weight of its class."""
+        """True if training images have different weights, which their classes determine."""
         own = type(self).weights is not ImageTask.weights
         return own or (self.class_weights is not None and self.target == CLASS)
 
     def weights(self, batch: "Tensors") -> "Tensor | None":
-        """See Task."""
+        """Return the weight of each sample in the mean loss, [n]. None: all weights are equal."""
         return batch.get("weights")
 
     def balanced_classes(self) -> Sequence[int] | None:
-        """See Task."""
+        """Return the class of each training sample if epochs are to be balanced, else None."""
         if not self.balanced_sampling:
             return None
         from motley.data.labels import labels_to_balance
@@ -654,7 +669,7 @@ class ImageTask(Task):
         return cache[device]
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
-        """See Task."""
+        """Return the loss of each sample, [n]."""
         outputs, target = self.logits(net, batch["images"]), self._target
         if "own" in batch:
             pairs = batch["labels"], batch["partners"], batch["own"]
@@ -662,28 +677,31 @@ class ImageTask(Task):
         return target.losses(outputs, batch["labels"])
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """See Task; the loss is without smoothing and without weights."""
+        """Return the scores of held-out images by name, [n] each.
+
+        The loss has no label smoothing and no class weights.
+        """
         return self._target.scores(self.logits(net, batch["images"]), batch["labels"])
 
     @property
     def gathered(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See Task."""
+        """Names of the scores that are gathered from all ranks instead of averaged."""
         from motley.tasks.targets import PROBABILITIES, TARGETS
 
         return (PROBABILITIES, TARGETS) if self._target.gathers else ()
 
     def compute_metrics(self, gathered: Mapping[str, Any]) -> Mapping[str, float]:
-        """See Task."""
+        """Return the metrics that need the scores of all held-out samples together."""
         from motley.tasks.targets import PROBABILITIES, TARGETS
 
         return self._target.compute_metrics(gathered[PROBABILITIES], gathered[TARGETS])
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task."""
+        """Return the metrics that an evaluation records, given the mean of each score."""
         return self._target.summary(means)
 
     def words(self, metrics: Mapping[str, float]) -> str:
-        """See Task."""
+        """Return the metrics of :meth:`summary` as a text for the progress line."""
         shown = {"top1": "top-1", "top5": "top-5", "map": "mAP", "mae": "MAE", "r2": "R2"}
         as_part = ("top1", "top5", "accuracy", "exact", "map")
         return ", ".join(
@@ -693,16 +711,19 @@ class ImageTask(Task):
         )  # fmt: skip
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
-        """See Task; ``label`` is empty where an image has none."""
+        """Return predictions as the columns of a table, with one row per image.
+
+        The column ``label`` is empty for an image without a label.
+        """
         return self._target.columns(self.logits(net, batch["images"]), batch["labels"])
 
     def pictures(self, batch: "Tensors") -> "Tensor | None":
-        """See Task: the middle crop, if there are several."""
+        """Return the images for the report; of several crops of an image, the middle one."""
         images = batch["images"]
         return images[:, 4] if images.dim() == 5 else images
 
     def describe_scores(self, scores: "Mapping[str, Tensor]") -> Mapping[str, Any]:
-        """See Task."""
+        """Return the values that the report shows for a held-out sample with a large loss."""
         return self._target.describe(scores)
 
     def rank(self, net: Net, batch: "Tensors", top_k: int) -> list[dict[str, Any]]:
@@ -733,27 +754,27 @@ class ImageTask(Task):
         }
 
     def identity(self) -> dict[str, Any]:
-        """See Task."""
+        """Return the values that a run and the checkpoint that it continues must share."""
         known = {"images_sha256": self.images.identity} if self.images.identity else {}
         return {"img_size": self.size, **known}
 
     @property
     def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See Task."""
+        """Names of the classes by number. Empty if the classes have no names."""
         return self.images.class_names
 
     @property
     def account(self) -> str:  # type: ignore[override]
-        """See Task."""
+        """Line about samples that were read and left out. Empty if none was left out."""
         return self.images.account
 
     @cached_property
     def sample_list(self) -> str:  # type: ignore[override]
-        """See Task."""
+        """Text with a fingerprint of the list of samples."""
         return self.images.fingerprint()
 
     def title(self) -> str:
-        """See Task."""
+        """Return one line that describes the task."""
         return f"{self.name} at {self.size} pixels on {self.dataset}"
 
 

@@ -139,29 +139,29 @@ class HfOptions(Task):
 
     @property
     def begins_with_weights(self) -> bool:
-        """See Task."""
+        """True if a new run may start from pretrained weights."""
         return self.named is not None and self.named.with_weights
 
     def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
-        """See Task."""
+        """Return the pretrained weights by name, and a description of their source, or None."""
         if self.named is None or not self.named.with_weights:
             return None
         return self.named.weights(), str(self.named.path)
 
     def head(self, net: "nn.Module") -> tuple[str, ...]:
-        """See Task: LoRA's matrices, which pretrained weights do not contain."""
+        """Return the names of the LoRA matrices, which pretrained weights do not contain."""
         from motley.tasks.hf_model import matrices
 
         return matrices(net)
 
     def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
-        """See Task."""
+        """Convert weights of another program to the names and shapes of ``net``."""
         from motley.tasks.hf_model import beside_lora
 
         return beside_lora(tensors, net)
 
     def save(self, net: "nn.Module", folder: Path) -> None:
-        """Save the model with its tokenizer in the format of transformers. See Task.
+        """Save the model with its tokenizer in the format of transformers.
 
         LoRA's matrices are merged into their layers. If the model's weights come from a folder, the
         subfolder ``adapter/`` has the matrices alone, in the format of peft.
@@ -178,7 +178,7 @@ class HfOptions(Task):
         self.named.save(net, folder)
 
     def with_lora(self, net: "nn.Module") -> "nn.Module":
-        """Return the network, with LoRA matrices added if ``--lora`` is given."""
+        """Add LoRA matrices to the network if ``--lora`` is given, and return the network."""
         if self.lora is None:
             return net
         from motley.tasks.hf_model import add_lora
@@ -358,7 +358,10 @@ class TextTask(HfOptions):
         )
 
     def prepare(self) -> None:
-        """See Task: download files from the Hugging Face hub, and encode the text."""
+        """Download missing files from the Hugging Face hub, and encode the text.
+
+        One rank of each host calls this method.
+        """
         if self.tokenizer is not None:
             self._tokenizer_folder(downloads=True)
         open_text(self._spec(downloads=True), self._cache)
@@ -367,11 +370,14 @@ class TextTask(HfOptions):
 
     @property
     def acts_every(self) -> int | Duration | None:  # type: ignore[override]
-        """See Task."""
+        """Interval between two calls of :meth:`during_training`. None: no calls."""
         return self.sample_every
 
     def during_training(self, net: "nn.Module", folder: Path, step: int) -> str:
-        """See Task: write a text with the model. Each step draws other random numbers."""
+        """Write a text with the model, and return the text for the log.
+
+        The random numbers differ from step to step.
+        """
         writer = self._writer(net)
         parts = writer.write(self.sample_prompt, self.sample_length, Sampling(), seed=step)
         text = self.sample_prompt.lstrip("\n") + "".join(parts)
@@ -402,12 +408,15 @@ class TextTask(HfOptions):
 
     @cached_property
     def codec(self) -> Codec:
-        """The encoder of text to tokens. Only an alphabet needs the training text."""
+        """The encoder of text to tokens, with its alphabet if tokens are characters.
+
+        The alphabet is read from the training text. Other encoders do not need the text.
+        """
         return self.corpus.codec if self.tokens == "characters" else self._codec
 
     @cached_property
     def _pieces(self) -> dict[bool, Windows | Pieces]:
-        """Return samples by the keys False, for the training text, and True, for held-out text."""
+        """Return the training samples by the key False, and the held-out samples by True."""
         result: dict[bool, Windows | Pieces] = {}
         for held_out in (False, True):
             part = self.corpus.held_out if held_out else self.corpus.train
@@ -425,7 +434,7 @@ class TextTask(HfOptions):
         return self.paragraphs or self.pack or self.chat
 
     def _too_short(self, held_out: bool) -> str:
-        """Return the message for a text that makes no sample."""
+        """Return the error message for a text that is too short for one sample."""
         characters = self.corpus.characters[held_out]
         option, names, part = "--text", self.text, "the rest"
         if self.val_text:
@@ -446,7 +455,7 @@ class TextTask(HfOptions):
 
     @property
     def account(self) -> str:  # type: ignore[override]
-        """See Task."""
+        """Line about samples that were read and left out. Empty if none was left out."""
         if not self.chat:
             return ""
         pieces = [each for each in self._pieces.values() if isinstance(each, Pieces)]
@@ -457,12 +466,12 @@ class TextTask(HfOptions):
 
     @property
     def weight(self) -> float:  # type: ignore[override]
-        """See Task."""
+        """Weight of a usual sample, in units such as tokens."""
         pieces = self._pieces[False]
         return float(pieces.sizes.mean()) if isinstance(pieces, Pieces) else float(self.length)
 
     def model(self) -> "nn.Module":
-        """See Task."""
+        """Return the network, on the CPU."""
         if self.named is not None:
             self.check_fits(self.named, self.length, self.codec)
             return self.with_lora(self.named.build(self.dropout, self.pack))
@@ -480,7 +489,10 @@ class TextTask(HfOptions):
         ))  # fmt: skip
 
     def save(self, net: "nn.Module", folder: Path) -> None:
-        """See Task. For the built-in GPT, config.json has its shape and its vocabulary."""
+        """Save the trained model into a folder.
+
+        For the built-in GPT, config.json contains its sizes and its vocabulary.
+        """
         super().save(net, folder)
         if self.tokenizer is not None:
             from motley.tasks.hf_model import copy_tokenizer
@@ -503,11 +515,11 @@ class TextTask(HfOptions):
         return self.vocabulary or self.codec.vocabulary
 
     def data(self, held_out: bool) -> "Source":
-        """See Task."""
+        """Return the training data or the held-out data."""
         return self._pieces[held_out]
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """See Task."""
+        """Return the tensors of one item of :meth:`data`, by name."""
         import numpy as np
         import torch
 
@@ -533,7 +545,10 @@ class TextTask(HfOptions):
         return result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
-        """See Task: samples are padded to the longest one. Padding is a separate document."""
+        """Return a batch of samples, padded to the length of the longest sample.
+
+        In a packed batch, the padding has its own document number. No other token attends to it.
+        """
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -546,11 +561,20 @@ class TextTask(HfOptions):
         return {**result, "bytes": torch.tensor([each["bytes"] for each in samples])}
 
     def weights(self, batch: "Tensors") -> "Tensor | None":
-        """See Task: the number of learnt tokens in each sample."""
+        """Return the number of tokens of each sample that count in the loss, [n].
+
+        None: all samples have the same number of tokens.
+        """
         return (batch["targets"] != _IGNORED).sum(dim=1) if self._is_in_pieces else None
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
-        """See Task: the number of tokens. Attention is cheap at these lengths."""
+        """Return the number of tokens of each sample as its relative compute time.
+
+        None: all samples have the same number of tokens.
+
+
+        Attention, whose time grows with the square of the length, is cheap at these lengths.
+        """
         pieces = self._pieces[False]
         if not isinstance(pieces, Pieces):
             return None
@@ -558,7 +582,7 @@ class TextTask(HfOptions):
         return result
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
-        """See Task: the losses are in nats."""
+        """Return the loss of each sample in nats, summed over its tokens, [n]."""
         from torch.nn import functional
 
         from motley.tasks.hf_model import get_logits, run_packed
@@ -571,11 +595,14 @@ class TextTask(HfOptions):
         return each.view(targets.shape).sum(dim=1)
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """See Task."""
+        """Return the scores of held-out samples by name, [n] each."""
         return {"loss": self.losses(net, batch), "bytes": batch["bytes"]}
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task. ``bits_per_byte`` allows comparisons between models with different tokens."""
+        """Return the metrics that an evaluation records.
+
+        The metric ``bits_per_byte`` allows comparisons between models with different tokens.
+        """
         loss = means["loss"]
         return {
             "bits_per_byte": loss / math.log(2) / means["bytes"],
@@ -583,14 +610,14 @@ class TextTask(HfOptions):
         }  # fmt: skip
 
     def words(self, metrics: Mapping[str, float]) -> str:
-        """See Task."""
+        """Return the metrics of :meth:`summary` as a text for the progress line."""
         return (
             f"{metrics['bits_per_byte']:.4f} bits a byte, perplexity {metrics['perplexity']:.4g}, "
             f"loss {metrics['loss']:.4f}"
         )
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
-        """See Task: random tokens of the usual length."""
+        """Return ``count`` samples of random tokens for timing, of the usual length."""
         import torch
 
         device, length = example["tokens"].device, round(self.weight)
@@ -606,14 +633,14 @@ class TextTask(HfOptions):
         return result
 
     def identity(self) -> dict[str, Any]:
-        """See Task."""
+        """Return the values that a run and the checkpoint that it continues must share."""
         result = {"text_sha256": self.corpus.digest}
         if isinstance(self.codec, TokenizerCodec) and self.tokenizer is not None:
             result["tokenizer_sha256"] = self.codec.digest
         return {**result, **(self.named.identity() if self.named else {})}
 
     def title(self) -> str:
-        """See Task."""
+        """Return one line that describes the task."""
         what = self.named.title() if self.named else f"GPT of {self.depth} blocks of {self.width}"
         if self.lora is not None:
             what += f", LoRA of rank {self.lora},"

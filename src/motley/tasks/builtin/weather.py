@@ -133,18 +133,18 @@ class WeatherTask(Task):
         return split(self.source, self.hours)
 
     def model(self) -> "nn.Module":
-        """See Task."""
+        """Return the network, on the CPU."""
         from motley.tasks.aurora_model import build
 
         _ = self.source  # report errors in the data first
         return build(self.shape, self.hours)
 
     def data(self, held_out: bool) -> "Source":
-        """See Task."""
+        """Return the training data or the held-out data."""
         return self._samples[held_out]
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """See Task."""
+        """Return the tensors of one item of :meth:`data`, by name."""
         import torch
 
         return {
@@ -153,7 +153,7 @@ class WeatherTask(Task):
         }  # fmt: skip
 
     def name_of(self, source: "Source", index: int) -> str:
-        """See Task: the name contains the times of the states."""
+        """Return the name of a sample for an error message, with the times of its states."""
         from motley.tasks.states import Forecasts, format_time
 
         if not isinstance(source, Forecasts):
@@ -174,7 +174,7 @@ class WeatherTask(Task):
         return made[device]
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
-        """Return the mean absolute error of each sample, weighted by area, [n]. See Task.
+        """Return the mean absolute error of each sample, weighted by area, [n].
 
         The error of each variable is divided by its standard deviation, and multiplied by the
         weight of the variable. All samples cover the same area, so each sample has weight 1.
@@ -182,18 +182,21 @@ class WeatherTask(Task):
         return self._errors(batch).losses(net, batch)
 
     def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
-        """See Task: the loss, and the squared error of each variable, averaged over all levels."""
+        """Return the loss and the squared error of each variable, by name, [n] each.
+
+        The squared error of an atmospheric variable is averaged over all levels.
+        """
         return self._errors(batch).scores(net, batch)
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """See Task: the root mean squared error of each variable, in its unit."""
+        """Return the loss, and the root mean squared error of each variable in its own unit."""
         return {
             "loss": means["loss"],
             **{f"rmse_{name}": mean**0.5 for name, mean in means.items() if name != "loss"},
         }
 
     def words(self, metrics: Mapping[str, float]) -> str:
-        """See Task."""
+        """Return the metrics of :meth:`summary` as a text for the progress line."""
         return (
             f"loss {metrics['loss']:.4f}, off by {metrics['rmse_2t']:.3g} K at 2 m, "
             f"{metrics['rmse_msl'] / 100:.3g} hPa, {metrics['rmse_10u']:.3g} m/s of wind to the "
@@ -201,7 +204,7 @@ class WeatherTask(Task):
         )
 
     def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
-        """See Task: the time and the errors of each forecast."""
+        """Return the time and the errors of each forecast as the columns of a table."""
         from motley.tasks.states import format_time
 
         result = self.scores(net, batch)
@@ -214,13 +217,13 @@ class WeatherTask(Task):
         return {"time": when, "loss": result["loss"].tolist(), **columns}
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
-        """See Task: random values with the usual means and deviations."""
+        """Return random values with the usual means and standard deviations, for timing."""
         return self._errors(example).noise(example, count)
 
     def identity(self) -> dict[str, Any]:
-        """See Task: a hash of the grid, the times and the static fields.
+        """Return a hash of the grid, the times and the static fields, to compare data sets.
 
-        The other fields are too large to read.
+        The fields of each time are left out, because reading them all would take too long.
         """
         from motley.tasks.states import STATIC
 
@@ -234,7 +237,7 @@ class WeatherTask(Task):
         }  # fmt: skip
 
     def title(self) -> str:
-        """See Task."""
+        """Return one line that describes the task."""
         own = f"{self.shape.width} wide, {','.join(map(str, self.shape.depths))} blocks"
         kind = f"{self.aurora} Aurora" if not (self.embed_dim or self.depths) else f"Aurora, {own},"
         where = f"{len(self.fields)} files" if self.fields else "made waves"
