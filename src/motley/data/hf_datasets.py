@@ -33,7 +33,7 @@ def is_saved(folder: Path) -> bool:
 def import_datasets(option: str) -> Any:
     """Import the datasets package, and turn off its progress bars and warnings.
 
-    Otherwise every rank would print them.
+    Otherwise every rank would print the bars and warnings.
 
     Args:
         option: option that needs the package, for errors.
@@ -46,10 +46,10 @@ def import_datasets(option: str) -> Any:
 
 @contextmanager
 def hub_access(option: str, allowed: bool) -> Iterator[None]:
-    """Allow or suppress requests to the hub within the context.
+    """Allow or suppress requests to the Hugging Face hub in a ``with`` block.
 
     One rank per host makes the requests for all ranks of the host. Requests may be suppressed
-    already; see motley.registry.import_offline.
+    already before the block; see motley.registry.import_offline.
 
     Args:
         option: option that needs the hub, for errors.

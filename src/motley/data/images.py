@@ -73,15 +73,15 @@ class Images:
         mean: mean of each channel, for pixels scaled to 0..1; None: use the model's usual mean.
         std: standard deviation of each channel, for pixels scaled to 0..1; None: use the model's
             usual value.
-        native_size: pixels per side; None if images differ in size.
+        native_size: side of all images in pixels; None: images differ in size.
         augment: True if a shifted or mirrored image keeps its class. False for digits: one pixel is
             a large shift in an image of 8 pixels, and costs 2 points of accuracy.
         name_of: function that returns the name of the training image with an index, for errors.
         identity: hash of all images; None if it is not known. A run continues only with the same
             hash.
         class_names: names of the classes by label; empty if they have none.
-        account: one line that counts the files of a folder that were read and that were not; empty
-            for other sources.
+        account: one line with the number of files in a folder that were read, and the number of
+            files that were not. Empty for other sources.
         kind: kind of the labels: one class, several labels (fp32 [classes], 0 or 1), or a number.
     """
 
@@ -120,7 +120,7 @@ class Images:
 
 
 class InMemory:
-    """Images in memory, which are repeated to make ``length`` samples.
+    """A source of images in memory. The images are repeated to make ``length`` samples.
 
     Attributes:
         images: uint8 [n, C, H, W].
@@ -146,7 +146,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class _Places:
-    """The image index and the label of each sample of InMemory."""
+    """A sequence with the image index and the label of each sample of InMemory."""
 
     labels: Sequence[int]
     length: int
@@ -187,7 +187,7 @@ class _OfClasses:
 
 
 def select_classes(images: Images, classes: Sequence[int]) -> Images:
-    """Return the images of some classes only, with new labels in this order.
+    """Return only the images of some classes. The new label of a class is its place in ``classes``.
 
     Raises:
         MotleyError: a class does not exist, or there are fewer than two.
@@ -207,7 +207,7 @@ def select_classes(images: Images, classes: Sequence[int]) -> Images:
 
 
 def is_foreign(name: str) -> bool:
-    """Return True for files that operating systems, archivers or file servers create."""
+    """Return True if an operating system, an archiver or a file server creates files of this name."""
     return name.startswith(".") or name.lower() in _FOREIGN
 
 
@@ -257,9 +257,10 @@ def with_files(images: Images, files: Sequence[Path], folder: Path | None = None
 
 
 def open_held_out(images: Images, name: str, folder: Path) -> Source:
-    """Return an additional held-out set from a folder with one folder per class.
+    """Return an additional held-out set from a folder with one subfolder per class.
 
-    The folder may lack classes. Images are resized if all training images have one size.
+    Subfolders of some classes may be missing. If all training images have one size, the images of
+    the set are resized to this size.
 
     Args:
         images: the images that are trained on, with their classes.

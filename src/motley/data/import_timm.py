@@ -1,7 +1,7 @@
-"""The import of timm, without its import of W&B. No other module imports timm.
+"""The import of timm without W&B (Weights & Biases). No other module imports timm.
 
-Only timm's own training script needs W&B. Importing W&B would add half a second to the start of
-each rank.
+timm imports W&B, which only its own training script needs. Importing W&B would add half a second to
+the start of each rank.
 """
 
 import sys

@@ -36,7 +36,7 @@ _TENTH = 10  # one image in so many is held out where the file does not say whic
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the CSV file: line number, name of an image, label, and split."""
+    """A row of the CSV file: its line number, the name of an image, a label and a split."""
 
     line: int
     name: str
@@ -229,7 +229,10 @@ def _find_columns(
 
 
 class _Index:
-    """An index of the images below a folder, by path, by file name, and without endings."""
+    """An index of the images below a folder.
+
+    The keys are the paths and the file names of the images, each with and without the ending.
+    """
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
@@ -249,7 +252,7 @@ class _Index:
                 self._short.setdefault(short, []).append(each)
 
     def find(self, rows: Sequence[_Row], file: Path) -> tuple[list[tuple[_Row, str]], list[_Row]]:
-        """Return the rows whose image exists, each with the image's path, and the other rows.
+        """Return the rows whose image exists, with the image's path, and the rows without an image.
 
         Raises:
             MotleyError: a name matches several images.
@@ -363,15 +366,16 @@ def _cut(text: str, separator: str) -> list[str]:
 
 
 def _sort(names: Collection[str]) -> list[str]:
-    """Return sorted names. Names that are numbers are sorted by their values."""
+    """Return the names in order. If all names are numbers, the order is by value."""
     is_number = all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
     return sorted(names, key=int) if is_number else sorted(names)
 
 
 def _split(found: Sequence[tuple[_Row, str]], file: Path) -> tuple[list[str], str]:
-    """Return the split of each image, or an empty text for an image that is left out.
+    """Return the split of each image, and a note if hashes decide the split.
 
-    The second value is a text that reports a split by hash; empty for any other split.
+    The split is an empty text for an image that is left out. The note is empty if the CSV file or
+    the folders decide the split.
     """
     own = [_MEANS.get(row.split, row.split) for row, _ in found]
     if not any(own):

@@ -53,7 +53,9 @@ from motley.plan.plan import Plan
 
 
 class Batches:
-    """Micro-batches that the training thread reads when it needs them.
+    """An iterator over micro-batches, which the training thread reads when it needs them.
+
+    One object serves one pass: one iteration over the training data or the held-out data.
 
     Attributes:
         closed: True if the pass has ended, or was stopped early.
@@ -70,15 +72,17 @@ class Batches:
         return self._slots.take(next(self._batches))
 
     def read_ahead(self) -> None:
-        """Read the next micro-batch now. Call it while the device still computes queued work."""
+        """Read the next micro-batch now. The caller calls it while the device has queued work."""
 
     def close(self) -> None:
-        """End the pass. No thread reads or copies any more when this method returns."""
+        """End the pass. When this method returns, no thread reads or copies micro-batches."""
         self.closed = True
 
 
 class BatchesOnGpu(Batches):
-    """Micro-batches that the training thread reads, and a separate stream copies to the GPU.
+    """An iterator over micro-batches, which the training thread reads.
+
+    A separate CUDA stream copies each micro-batch to the GPU.
 
     Args:
         batches: iterator of the micro-batches.
@@ -118,7 +122,9 @@ class BatchesOnGpu(Batches):
 
 
 class PrefetchedBatches(Batches):
-    """Micro-batches that a thread takes from loader processes and copies to the device.
+    """An iterator over micro-batches, which a thread takes from loader processes.
+
+    The thread also copies each micro-batch to the device.
 
     The thread starts to take the next micro-batch when the training thread calls
     :meth:`read_ahead`, because the device then has queued work. At an earlier time, the thread's
@@ -160,11 +166,11 @@ class PrefetchedBatches(Batches):
         return _used_by(batch, torch.cuda.current_stream(self._stream.device))
 
     def read_ahead(self) -> None:
-        """See Batches. The method returns at once."""
+        """Request the next micro-batch from the thread, and return at once."""
         self._exchange.ask()
 
     def close(self) -> None:
-        """See Batches. The thread finishes and discards its current batch."""
+        """End the pass. The thread finishes and discards its current micro-batch."""
         super().close()
         self._exchange.stop()
         self._thread.join()
@@ -173,7 +179,8 @@ class PrefetchedBatches(Batches):
 class _Exchange:
     """A queue through which the prefetching thread passes micro-batches to the training thread.
 
-    None ends the pass. An error of the prefetching thread is raised in the training thread.
+    The item None means that the pass has ended. :meth:`get` raises an error of the prefetching
+    thread in the training thread.
     """
 
     def __init__(self) -> None:
@@ -202,7 +209,10 @@ class _Exchange:
             self._changed.notify_all()
 
     def is_wanted(self) -> bool:
-        """Wait for a request while no micro-batch is ready. Return False if the thread must end."""
+        """Wait until the training thread requests a micro-batch and the queue is empty.
+
+        Return False if the prefetching thread must end, else True.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or (self._asked and not self._ready))
             self._asked = False
@@ -233,10 +243,10 @@ def _prefetch(
     stream: torch.cuda.Stream | None,
     exchange: _Exchange,
 ) -> None:
-    """Pass all micro-batches to the training thread; this is the prefetching thread's body.
+    """Pass all micro-batches to the training thread. The prefetching thread runs this function.
 
-    A loader process overwrites a slot after the next batch is requested. This thread therefore
-    waits for the copy from a slot before it requests the next batch.
+    A loader process may overwrite a slot of shared memory after the next batch is requested. The
+    thread therefore waits for the end of the copy from a slot before it requests the next batch.
     """
     try:
         while exchange.is_wanted():
@@ -268,7 +278,7 @@ _KEPT = 2**28  # freed bytes that a process reuses: it reads 256 images 1.2 time
 
 
 class Loader:
-    """Source of one rank's micro-batches, which loader processes read ahead.
+    """The source of one rank's micro-batches, which loader processes read ahead.
 
     Args:
         samples: the object that reads samples.
@@ -277,11 +287,12 @@ class Loader:
         device: device of the rank.
         example: batch whose samples have the usual size; None: do not check the memory.
         micro_batch: largest number of samples in a micro-batch of this rank.
-        readers: measured number of processes that keep the device busy; None: not measured.
+        readers: measured number of loader processes that read as fast as the device computes.
+            None: not measured.
 
     Attributes:
-        note: reason why there are fewer loader processes than usual, or more than cores; empty if
-            neither is the case.
+        note: reason why the number of loader processes is smaller than usual, or larger than the
+            number of cores. Empty: the number is as usual.
         workers: current number of loader processes.
         most_workers: largest number of loader processes that the cores of this rank allow.
     """
@@ -330,7 +341,13 @@ class Loader:
         )
 
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
-        """Return the steps of one epoch that follow its first ``consumed`` samples."""
+        """Return the remaining global batches of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            consumed: number of samples of the epoch that training has used already.
+            plan: division of each global batch among the ranks.
+        """
         prepared, self._prepared = self._prepared, None
         if prepared and prepared[0] == (epoch, consumed, plan):
             return prepared[1]
@@ -373,12 +390,12 @@ class Loader:
     def test_batches(
         self, plan: Plan, then: tuple[int, int] | None = None, part: str = ""
     ) -> Iterator[Batch]:
-        """Return this rank's share of the held-out samples.
+        """Return the batches of this rank's share of the held-out samples.
 
         All ranks together read each sample once.
 
         Args:
-            plan: the shares of the ranks.
+            plan: division of the samples among the ranks.
             then: position at which training continues with this plan: the epoch, and the number of
                 its consumed samples. Loader processes read ahead from this position, and the next
                 call of :meth:`steps` uses these samples unless another pass has started since.
@@ -400,7 +417,7 @@ class Loader:
     def set_workers(self, workers: int) -> None:
         """Change the number of loader processes, as far as memory allows.
 
-        Call it between two global batches. The new processes start with the next global batch.
+        The caller calls it between two global batches. The new processes start with the next one.
         """
         workers, _ = self._that_fit(workers)
         if workers == self.workers:
@@ -412,7 +429,10 @@ class Loader:
         self._loader = self._make_loader()
 
     def _that_fit(self, workers: int) -> tuple[int, str]:
-        """Return the number of processes that fit into memory; see :func:`workers_that_fit`."""
+        """Return the number of processes that fit into memory, and a message if fewer than wanted.
+
+        See :func:`workers_that_fit`.
+        """
         return workers_that_fit(
             workers, self._sample, self._micro_batch, lambda: free_memory(ranks_here())
         )
@@ -465,8 +485,8 @@ class Steps:
 
     Args:
         plans: plan of each global batch.
-        list_keys: function that lists the keys of this rank's micro-batches after a given number of
-            global batches.
+        list_keys: function that lists the keys of this rank's micro-batches. Its argument is the
+            number of global batches to skip.
         read: function that starts a pass over micro-batches.
         rank: number of this rank in the process group.
     """
@@ -482,7 +502,7 @@ class Steps:
         self._begun: Batches | None = None
 
     def begin(self, batches: Batches) -> None:
-        """Use a pass that is already running for the first iteration."""
+        """Make the first iteration use a pass whose micro-batches are already being read."""
         self._begun = batches
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
@@ -508,9 +528,9 @@ def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]
 def samples_on(samples: Samples, config: Config, device: torch.device) -> Samples:
     """Return the object that reads samples for a rank with this device.
 
-    If a core is free for loader processes, they do all the work. Otherwise the GPU does a part of
-    the work, which takes 1 % of the GPU's time (ViT-B/16, 256 images of 224 pixels, H200). A single
-    core that is shared with the training thread would take much longer.
+    If a core is free for loader processes, these processes do all the work of reading. Otherwise
+    the GPU does a part of this work in 1 % of its time (ViT-B/16, 256 images of 224 pixels, H200).
+    A core that loader processes share with the training thread would take much longer.
     """
     return samples if config.workers or spare_cores() >= 1 else samples.on(device)
 
@@ -518,13 +538,14 @@ def samples_on(samples: Samples, config: Config, device: torch.device) -> Sample
 def count_workers(
     samples: Samples, config: Config, device: torch.device, readers: int | None = None
 ) -> int:
-    """Return the number of loader processes of this rank, before memory is considered.
+    """Return the number of loader processes of this rank, without regard to memory.
 
     Args:
         samples: the object that reads samples.
         config: the options.
         device: device of this rank.
-        readers: number of processes that keep the device busy; None: not measured.
+        readers: number of loader processes that read as fast as the device computes. None: not
+            measured.
     """
     if config.workers is not None:
         return config.workers
@@ -534,7 +555,7 @@ def count_workers(
 
 
 def spare_cores() -> int:
-    """Return the number of this rank's cores, less the core of its training thread."""
+    """Return the number of this rank's CPU cores, minus the one core for its training thread."""
     return cores_per_rank(ranks_here()) - 1
 
 

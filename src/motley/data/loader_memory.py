@@ -5,9 +5,9 @@ for the whole run. The module limits the number of processes by the free memory 
 raises the number during a run if needed.
 
 New shared memory for each batch would cost more than a copy of the batch. The system would have to
-zero the pages, map them twice and free them. The rank would do this while holding the GIL, so that
-no thread of the rank could launch a kernel meanwhile. On a host with an H100, it took 30 ms to pass
-256 images of 224 pixels that way, and 5.4 ms to free their memory. A copy takes 6.7 ms.
+zero the pages, map them twice and free them. The rank would hold the GIL during this time, so no
+thread of the rank could launch a kernel. On a host with an H100, passing 256 images of 224 pixels
+in new shared memory took 30 ms, and freeing the memory took 5.4 ms. A copy takes 6.7 ms.
 
 The number of processes grows during training, because a trial of a fraction of a second before
 training says little about the hours that follow.
@@ -100,7 +100,9 @@ class Slots:
         weakref.finalize(self, _unpin, self._pins).atexit = False
 
     def put(self, batch: Batch) -> Passed | Batch:
-        """Copy a batch into a slot and return its places; a loader process calls it.
+        """Copy a batch into a slot, and return the positions of its tensors.
+
+        A loader process calls this method.
 
         If the slot is too small, return the batch in separate shared memory. Errors in the batch
         are raised here. The thread that sends the batch would only print an error, and the rank
@@ -125,11 +127,10 @@ class Slots:
         )  # fmt: skip
 
     def take(self, found: Passed | Batch) -> Batch:
-        """Return a batch on the device, copied from its slot if it has one.
+        """Return a batch on the device, copied from its slot if the batch lies in a slot.
 
-        The process of the rank calls this method.
-
-        On a GPU the copy is asynchronous. Request the next batch only after the copy has finished.
+        The rank's own process calls this method. The copy to a GPU is asynchronous. The rank
+        must request the next batch only after the copy has finished.
         """
         if isinstance(found, Batch):
             batch = found.to(self._device)
@@ -167,7 +168,10 @@ class Slots:
 def _shared(size: int) -> mmap.mmap | None:
     """Return memory that this process and its children share, or None if memory is short.
 
-    If the result is None, each batch gets separate shared memory.
+    Without this memory, each batch is passed in separate shared memory.
+
+    Args:
+        size: size of the memory in bytes.
     """
     try:
         return mmap.mmap(-1, size)
@@ -176,7 +180,11 @@ def _shared(size: int) -> mmap.mmap | None:
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
-    """Give each tensor the next place in a slot; return the places and their total bytes."""
+    """Assign each tensor the next place in a slot.
+
+    Returns:
+        The places, and their total size in bytes.
+    """
     places, end = list[Place](), 0
     for tensor in tensors:
         shape = tuple(tensor.shape)
@@ -217,7 +225,11 @@ def count_bytes(batch: Batch) -> float:
 
 
 def held(workers: int) -> int:
-    """Return the number of micro-batches in memory at once with this many loader processes."""
+    """Return the number of micro-batches that are in memory at once.
+
+    Args:
+        workers: number of loader processes.
+    """
     return (OF_EACH + _MADE) * workers + _TOGETHER if workers else _ALONE
 
 
@@ -263,10 +275,10 @@ def workers_that_fit(
 
 @contextlib.contextmanager
 def explain_workers(workers: int) -> Iterator[None]:
-    """Convert torch's error about a loader process that died or had no room into a MotleyError.
+    """Convert torch's error about a failed loader process into a MotleyError.
 
-    A signal reports that a process died. Torch therefore raises the error at any line of the main
-    thread.
+    The process has died, or shared memory was full. A signal reports the death of a process, so
+    torch may raise the error at any line of the main thread.
 
     Args:
         workers: number of loader processes of this rank.
@@ -308,7 +320,7 @@ class Growth:
 
     Attributes:
         workers: requested number of processes.
-        waited: fraction of the time in which the rank waits for samples.
+        waited: fraction of its time that the rank waits for samples.
     """
 
     workers: int
@@ -322,10 +334,10 @@ class LoaderGrowth:
     ends if an addition has not shortened the wait for samples.
 
     Args:
-        workers: present number of processes.
-        most: largest number of processes.
-        idle_cores: function that returns how many of the rank's cores were idle since its last
-            call.
+        workers: current number of loader processes.
+        most: largest number of loader processes.
+        idle_cores: function that returns the mean number of the rank's cores that were idle since
+            the function's last call.
     """
 
     def __init__(
@@ -378,7 +390,7 @@ class LoaderGrowth:
 
 
 def _idle_cores() -> float:
-    """Return how many of this process's cores were idle since the last call."""
+    """Return the mean number of this process's cores that were idle since the last call."""
     own = os.sched_getaffinity(0)
     used = enumerate(psutil.cpu_percent(percpu=True))
     return sum(1 - percent / 100 for core, percent in used if core in own)

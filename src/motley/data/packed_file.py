@@ -6,8 +6,8 @@
 
 A row has the offset of an image, its size in bytes, height, width and label. An image that could
 not be read when it was packed has 0 bytes, and the JSON has the reason. The first 64 bytes are
-written last, and a file gets its name when it is complete. No content of the file is executed or
-unpickled.
+written last. The file has a temporary name until it is complete. No content of the file is executed
+or unpickled.
 
 PIL decodes the images. An image that is not shrunk has the same pixels as with ``--dataset
 folder``, and gives the same samples.
@@ -53,10 +53,10 @@ class About:
 
     Attributes:
         kept: form of the images, ``pixels`` or ``jpeg``.
-        longest: limit of the longest side in pixels; None: images have their original size.
+        longest: limit on the longer side of an image in pixels; None: no limit.
         classes: names of the classes, by label.
         train: number of training images, which come first. All later images are held out.
-        unreadable: reason why an image has no bytes, by the image's number.
+        unreadable: for each image that could not be read, the reason by the image's index.
         source: path of the folder that was packed.
         files: fingerprint of the paths, sizes and modification times of the image files.
         folders: modification times of the folders in ns, by their paths in ``source``.
@@ -95,7 +95,7 @@ class Packed:
 
 
 def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
-    """Write the tail behind the images, then the first 64 bytes."""
+    """Write the tail after the images, then the first 64 bytes of the file."""
     header = json.dumps(asdict(about)).encode()
     tail = _LENGTH.pack(len(header)) + header + rows.astype("<i8").tobytes()
     begin = file.seek(0, 2)
@@ -106,7 +106,7 @@ def finish(file: IO[bytes], about: About, rows: NDArray[np.int64]) -> None:
 
 
 def is_packed(path: Path) -> bool:
-    """Return True if a file is a packed file of any version, complete or not.
+    """Return True if a file is a packed file of any version, even an incomplete one.
 
     Raises:
         OSError: the file is unreadable.
@@ -232,7 +232,7 @@ class Keep:
 
     Attributes:
         kind: ``pixels`` or ``jpeg``.
-        longest: limit of the longest side in pixels; None: images keep their size.
+        longest: limit on the longer side of an image in pixels; None: no limit.
     """
 
     kind: str = PIXELS
@@ -387,7 +387,7 @@ def pack(
 
 
 def _take(file: IO[bytes], part: Path) -> None:
-    """Lock a file. Truncate the file if a killed process has left it incomplete.
+    """Lock a file, and truncate the file if it has content that a killed process left behind.
 
     Raises:
         MotleyError: another process has locked the file.

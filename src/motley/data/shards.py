@@ -24,7 +24,7 @@ _MOST_CLASSES = 1 << 24  # a larger number is not a class
 
 
 class Shards:
-    """Images of .tar files, in the order of the files and within them.
+    """Images of .tar files, in the order of the files and of the members of each file.
 
     A sample consists of the members whose paths are equal up to the first dot of the file's name:
     an image, and its label in ``.cls``, or in ``.json`` as ``label``. Members without an image form
@@ -103,9 +103,9 @@ def _places(path: Path, label_key: str) -> NDArray[np.int64]:
 
 
 def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
-    """Return for each sample its members by their endings.
+    """Return the tar members of each sample, by the sample's name and the member's ending.
 
-    A later member replaces an earlier one of the same name.
+    A later member replaces an earlier member of the same name.
     """
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member in tar:
@@ -121,7 +121,7 @@ def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
 def _label(
     tar: tarfile.TarFile, parts: dict[str, tarfile.TarInfo], key: str, name: str
 ) -> int | None:
-    """Return the label of a sample, or None if it is below 0 under an explicit ``key``.
+    """Return the label of a sample. None: ``key`` is given, and the label is below 0.
 
     Raises:
         MotleyError: there is no valid label.

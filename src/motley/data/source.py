@@ -1,6 +1,7 @@
 """Samples: their global order, the reading of single samples, and micro-batches.
 
-Every rank reads its own share of the order. Any process can read the sample of a key.
+Every rank reads its own share of the order. A key identifies a sample and the seed of its
+augmentation, so any process can read the sample of a key.
 
 An epoch is a permutation of the samples, drawn from (seed, epoch). A step takes the next N entries
 of the permutation, and each rank takes a consecutive slice of the N entries. Augmentation draws
@@ -76,11 +77,11 @@ class Order:
         return [chosen[at] for at in self._permutation(len(chosen), self.seed, epoch)]
 
     def _balance(self, chosen: list[int], classes: Sequence[int], epoch: int) -> list[int]:
-        """Return as many samples as ``chosen`` has, with equally many of each class.
+        """Return the sample indices of a balanced epoch, with as many samples as ``chosen`` has.
 
-        The numbers of samples of two classes differ by one at most. A small class repeats all of
-        its samples before it repeats one of them again. A large class leaves out different samples
-        in each epoch.
+        The numbers of samples of two classes differ by one at most. All samples of a small class
+        are used equally often, up to a difference of one. The samples of a large class that are
+        left out differ from epoch to epoch.
         """
         members: dict[int, list[int]] = {}
         for index in chosen:
@@ -105,9 +106,9 @@ class Order:
 def slices(order: Sequence[int], plan: Plan, rank: int) -> list[list[int]]:
     """Return this rank's micro-batches of one global batch, as lists of indices.
 
-    If samples stay together in groups of g, the groups are interleaved: row k * G + j is sample k
-    of group j. The shape [g, G * channels, ...] is then a view, and one call computes all groups'
-    statistics.
+    If samples stay together in groups of g, the G groups of a micro-batch are interleaved: row
+    k * G + j is sample k of group j. A view of the shape [g, G * channels, ...] then allows one
+    call to compute the statistics of all groups.
 
     Args:
         order: indices of the global batch.
@@ -153,7 +154,7 @@ class Batch:
         return float(len(self)) if self.weights is None else float(self.weights.sum())
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the batch, the weights last."""
+        """Return all tensors of the batch. The tensor of weights is the last one."""
         return [*self.data.values(), *([] if self.weights is None else [self.weights])]
 
     def to(self, device: torch.device) -> "Batch":
@@ -169,7 +170,7 @@ class Batch:
         )  # fmt: skip
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory; DataLoader calls it."""
+        """Return the batch in page-locked memory. Torch's DataLoader calls this method."""
         return self._changed(Tensor.pin_memory)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -226,7 +227,10 @@ class Samples(Protocol):
         """Return an object that reads the same samples for a rank with this device."""
 
     def complete(self, batch: Tensors) -> Tensors:
-        """Do the work on a batch that :meth:`collate` leaves to the device; return the batch."""
+        """Complete a batch on the device, if :meth:`collate` has left work to the device.
+
+        Return the complete batch.
+        """
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
         """Return the relative compute time of training samples; None: all samples cost the same."""
@@ -288,7 +292,7 @@ class Answer:
 
 
 class Keyed(Dataset[Answer]):
-    """A data set that reads and augments the samples of keys, each with the key's own seed.
+    """A data set that reads and augments the sample of each :class:`Key`, with the key's seed.
 
     In training, the next readable sample replaces an unreadable one, so that the global batch keeps
     its size. In evaluation an unreadable sample is left out.

@@ -14,7 +14,7 @@ between them.
 
 A rank that shares one core with other ranks cannot read as fast as its GPU computes. If images in
 memory are only shifted and mirrored, the GPU can do this work instead. The host draws three numbers
-per image, and the GPU copies the pixels. The result is equal to that of the host, bit by bit.
+per image, and the GPU copies the pixels. The pixels are equal to those from the host, bit by bit.
 """
 
 import math
@@ -90,7 +90,7 @@ class Look:
 
     @property
     def _changes_enlarged(self) -> bool:
-        """True if images are enlarged to the model's size before augmentation."""
+        """True if images are enlarged to the model's size before they are augmented."""
         return bool(self.auto or self.jitter or self.erase or self.boxes)
 
     def for_training(self, images: Images) -> Transform:
@@ -110,7 +110,7 @@ class Look:
         return seeded(whole) if self.auto or self.erase else whole
 
     def for_evaluation(self, images: Images) -> Transform:
-        """Return the transform of a held-out image: timm's own, bit by bit.
+        """Return the transform of a held-out image, with the same result as timm's, bit by bit.
 
         Small images of a known size are only converted to tensors.
         """
@@ -276,7 +276,12 @@ class ShiftAndFlip:
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:
-    """Return the target slice and the source slice for copying a shifted row of pixels."""
+    """Return the target slice and the source slice that copy a row of pixels with a shift.
+
+    Args:
+        shift: number of pixels by which the row is shifted.
+        size: number of pixels in the row.
+    """
     return (
         slice(max(0, shift), size + min(0, shift)),
         slice(max(0, -shift), size - max(0, shift)),
@@ -446,7 +451,7 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, 
 
 
 def _exchange_box(one: Tensor, other: Tensor, weight: float, y: float, x: float) -> float:
-    """Exchange a box between two images, in place; return the fraction of each image that stays."""
+    """Exchange a box between two images, in place, and return the fraction of pixels that stay."""
     height, width = one.shape[-2:]
     side = math.sqrt(1 - weight)
     rows, columns = _span(y, side, height), _span(x, side, width)
@@ -483,7 +488,7 @@ def resident(
 
 
 class ResidentImages:
-    """The samples of an image task whose training images lie on one GPU; see Samples.
+    """The samples of an image task whose training images lie in the memory of one GPU.
 
     Args:
         samples: the task, which reads the held-out samples.
@@ -509,7 +514,10 @@ class ResidentImages:
             torch.cuda.synchronize(device)
 
     def data(self, held_out: bool) -> Source:
-        """See Samples. The item of a training sample is the index of its image, and its label."""
+        """Return the source of the training samples or of the held-out samples.
+
+        The item of a training sample is the pair of the image's index and its label.
+        """
         return self._samples.data(held_out=True) if held_out else self._source.places
 
     def balanced_classes(self) -> Sequence[int] | None:
@@ -521,7 +529,11 @@ class ResidentImages:
         return self._samples.held_out_sets()
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """See Samples. ``cut`` is the image's index, shift down, shift right, and 1 if mirrored."""
+        """Return the tensors of an item of the source.
+
+        A training item has ``cut``: the image's index, the shifts down and to the right in pixels,
+        and 1 if the image is mirrored, else 0.
+        """
         if not training:
             return self._samples.sample(item, training)
         place, label = item

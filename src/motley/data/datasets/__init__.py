@@ -125,7 +125,7 @@ def dataset_name(text: str) -> str:
 
 
 def held_out_split(splits: Collection[str], where: str) -> str:
-    """Return the name of the split to hold out.
+    """Return the name of the split whose samples are held out.
 
     Args:
         splits: names of the splits.

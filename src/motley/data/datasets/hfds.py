@@ -102,7 +102,7 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
 
 
 def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> str:
-    """Return the name of the column that timm would read, or of the only column of a kind.
+    """Return the name of the column that timm would read, or else of the only column of its kind.
 
     Raises:
         MotleyError: timm's column is missing, and there is not exactly one column of the kind.
@@ -119,7 +119,7 @@ def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> 
 
 
 def _classes(part: _Split, known: int | None, option: str) -> int:
-    """Return the number of classes, by their names or by the highest label of this split.
+    """Return the number of classes, from their names or from the highest label of this split.
 
     Raises:
         MotleyError: a label is not the number of a class.

@@ -16,7 +16,7 @@ _STALE = "MOTLEY_STALE_PACK"
 
 
 class _Part:
-    """A range of the images of a packed file."""
+    """A source that reads a range of the images of a packed file."""
 
     def __init__(self, packed: "Packed", begin: int, end: int) -> None:
         self._packed, self.begin = packed, begin

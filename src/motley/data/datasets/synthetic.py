@@ -1,6 +1,6 @@
 """50,000 training images: copies of 64 random images in memory, without disk access or decoding.
 
-The number of images is that of an epoch in Motley's benchmarks.
+An epoch in Motley's benchmarks has this number of images.
 """
 
 from pathlib import Path

@@ -115,7 +115,7 @@ def _read_sizes(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
 
 
 def _by_name(folder: Path) -> dict[str, _Split]:
-    """Return the shards of each split, by the first name of a split in a shard's path.
+    """Return the shards by the name of their split, which is a part of a shard's path.
 
     For example, ``flowers-train-0007.tar`` belongs to the split ``train``.
     """
