@@ -263,7 +263,7 @@ _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # fields that a c
 def resume(
     engine: Engine, folders: list[Path], config: Config, now: dict[str, Any], device: torch.device
 ) -> tuple[TrainState, list[str]]:
-    """Continue from the first intact checkpoint of ``folders``; all ranks call it.
+    """Continue from the first intact checkpoint of ``folders``. All ranks call it.
 
     Rank 0 reads the checkpoint and broadcasts it, so the folders need to exist only on rank 0's
     disk. A checkpoint in parts is read by each rank, if the engine can load rows and all ranks see
@@ -362,7 +362,7 @@ def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str,
 def _broadcast_state(
     engine: Engine, tensors: dict[str, Tensor], progress: dict[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
-    """Load rank 0's tensors into the engines of all ranks; return this rank's own tensors."""
+    """Load rank 0's tensors into the engines of all ranks, and return this rank's own tensors."""
     own = _scatter_own(tensors, progress["ranks"])
     shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
     engine.load_state(Scope.GLOBAL, State(spread(shared, device), progress.get("optimizer", {})))
@@ -370,7 +370,7 @@ def _broadcast_state(
 
 
 def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
-    """Load each rank's rows; return an error message, or an empty text.
+    """Load each rank's rows, and return an error message, or an empty text.
 
     If a rank cannot read its rows, no rank loads anything, and all ranks return the error of the
     first such rank.

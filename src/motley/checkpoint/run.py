@@ -298,7 +298,7 @@ class Run:
         return []
 
     def _make_folder(self) -> None:
-        """Create the folder on all machines, and lock it on rank 0; all ranks call it."""
+        """Create the folder on all machines, and lock it on rank 0. All ranks call it."""
         world = self._world
         if self.unnamed:
             self.folder.path = world.from_first(lambda: new_folder(self.folder.path))
@@ -341,7 +341,7 @@ class Run:
         return all(seen)
 
     def check_leader(self, leader: int) -> None:
-        """Raise MotleyError unless rank ``leader`` sees rank 0's disk; all ranks call this method.
+        """Raise MotleyError unless rank ``leader`` sees rank 0's disk. All ranks call this method.
 
         The leader writes and reads checkpoints. ``leader`` is a number in the launch.
         """
@@ -379,7 +379,7 @@ class Run:
         record_fault(self.folder, fault)
 
     def record_result(self, result: Mapping[str, Any]) -> None:
-        """Record the run's result; the first rank that trains calls it."""
+        """Record the run's result. The first rank that trains calls it."""
         self.event("finished", **result)
 
     def finish(self) -> None:

@@ -443,7 +443,7 @@ class KeptState:
 def save(
     engine: Engine, checkpoints: Checkpoints, position: TrainState, config: dict[str, Any]
 ) -> None:
-    """Save a checkpoint while training continues; all ranks call this function.
+    """Save a checkpoint while training continues. All ranks call this function.
 
     Rank 0 writes the checkpoint. If ranks shard the model and see the disk of rank 0, each rank
     writes its part.

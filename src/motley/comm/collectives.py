@@ -125,7 +125,7 @@ _LEFT: deque[tuple[float, Any]] = deque()  # time of leaving, and the group
 
 
 def leave_group(group: Any = None) -> None:
-    """Leave a process group and destroy it; all of its ranks call this function.
+    """Leave a process group and destroy it. All of its ranks call this function.
 
     Args:
         group: the group; None: the default group, which is destroyed with all other groups.

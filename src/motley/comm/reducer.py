@@ -74,7 +74,7 @@ class Sums:
         self._works: list[Any] = []
 
     def begin(self, whole: Tensor, dtype: torch.dtype | None, group: Any = None) -> Future[Tensor]:
-        """Start to sum a tensor over all ranks, in place; return a future of the tensor.
+        """Start to sum a tensor over all ranks, in place, and return a future of the tensor.
 
         Args:
             whole: the tensor.
@@ -135,7 +135,7 @@ class Reducer:
         self._sums.release()
 
     def close(self) -> None:
-        """Free process groups and threads; all ranks call it."""
+        """Free process groups and threads. All ranks call it."""
         self._sums.release()
 
     def state(self) -> dict[str, Tensor]:
@@ -334,7 +334,7 @@ class SlowRankReducer(Reducer):
         return flat
 
     def _begin(self, part: Tensor, into: Tensor) -> Callable[[], Tensor]:
-        """Start the operations that can start at once; return a function that finishes the sum.
+        """Start the operations that can start at once, and return a function that finishes the sum.
 
         Args:
             part: this rank's part of the sum.
@@ -379,7 +379,7 @@ class SlowRankReducer(Reducer):
         return finish
 
     def _go_up(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Send the slow rank's pieces, with a limit on pending sends; return the last piece."""
+        """Send the slow rank's pieces, with a limit on pending sends, and return the last piece."""
         works = list[Any]()
         for piece in pieces:
             self._flying.acquire()

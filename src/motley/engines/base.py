@@ -36,7 +36,7 @@ from motley.tasks.task import LABEL, PREDICTED
 
 @contextlib.contextmanager
 def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
-    """Set all gradients of passes within the context to zero, if the rank has no samples.
+    """Set all gradients of passes in a ``with`` block to zero, if the rank has no samples.
 
     The gradients are replaced by zeros. Multiplying by 0 would turn values that are not finite into
     NaN.
@@ -178,7 +178,7 @@ class EngineBase:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Report within the context that the state changes outside of a step."""
+        """Report in a ``with`` block that the state changes outside of a step."""
         self.on_change()
         yield
         self.on_same()

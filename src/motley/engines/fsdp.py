@@ -81,7 +81,7 @@ class LocalShards:
 
     @contextlib.contextmanager
     def put_together(self) -> Iterator[None]:
-        """Give the optimizer its DTensors within the context, to save or load its state."""
+        """Give the optimizer its DTensors in a ``with`` block, to save or load its state."""
         self._exchange(self.own, self.whole)
         try:
             yield
@@ -361,7 +361,7 @@ class FsdpEngine(SynchronousEngine):
         return rows_as(value.to(own.device), own)
 
     def _put_together(self) -> contextlib.AbstractContextManager[None]:
-        """Give the optimizer its DTensors within the context."""
+        """Give the optimizer its DTensors in a ``with`` block."""
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:

@@ -157,7 +157,7 @@ class EarlySum:
                 return
 
     def _send(self) -> bool:
-        """Send the next bucket; return False if sending fails, as after a lost rank."""
+        """Send the next bucket, and return False if sending fails, as after a lost rank."""
         place = len(self._sent)
         group = self._groups[place]
         try:
@@ -266,7 +266,7 @@ def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor]) -> None:
-    """Copy rank 0's values to all ranks, in place; all ranks call it."""
+    """Copy rank 0's values to all ranks, in place. All ranks call it."""
     for group in grouped(tensors, _BUCKET):
         flat = torch.cat([tensor.flatten() for tensor in group])
         dist.broadcast(flat, src=0)

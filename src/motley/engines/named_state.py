@@ -453,7 +453,7 @@ class ParameterAverage:
             state[model], state[ema] = state[ema], state[model]
 
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the tensors ``ema.<name>`` and ``ema_numbers.updates``; all ranks must call it.
+        """Return the tensors ``ema.<name>`` and ``ema_numbers.updates``. All ranks must call it.
 
         Args:
             keep: function that returns the value to store for each tensor.

@@ -202,7 +202,7 @@ class Engine(Protocol):
         """
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Use :attr:`average` as the model's parameters in the context; all ranks call it."""
+        """Use :attr:`average` as the model's parameters in the context. All ranks call it."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the sums of scores of held-out samples; see motley.engines.base."""
@@ -217,7 +217,7 @@ class Engine(Protocol):
         """
 
     def load_state(self, scope: Scope, state: State) -> list[str]:
-        """Restore a result of :meth:`state` with the same scope; all ranks call it.
+        """Restore a result of :meth:`state` with the same scope. All ranks call it.
 
         Args:
             scope: GLOBAL: the same state on all ranks. REPLICATED: the state of another rank. ROWS:

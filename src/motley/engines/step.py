@@ -191,7 +191,7 @@ class StepEngine(EngineBase):
         return config.clip_grad if config.clip_mode == "norm" else None
 
     def _clip_parts(self, parameters: Sequence[Tensor], shares: bool = True) -> None:
-        """Clip the unscaled gradient by ``--clip-mode value`` or ``agc``; all ranks call it.
+        """Clip the unscaled gradient by ``--clip-mode value`` or ``agc``. All ranks call it.
 
         Args:
             parameters: the tensors that the optimizer changes.
@@ -318,7 +318,7 @@ class StepEngine(EngineBase):
         return math.fsum(weights) if self._weighs else None
 
     def _find_oom_ranks(self, ranks: Sequence[float]) -> dict[int, str]:
-        """Return :attr:`StepResult.oom_ranks`; all ranks call it.
+        """Return :attr:`StepResult.oom_ranks`. All ranks call it.
 
         Args:
             ranks: one flag per rank, nonzero if the rank ran out of memory.

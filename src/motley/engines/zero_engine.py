@@ -348,7 +348,7 @@ class ZeroEngine(StepEngine):
         return state if first else State()
 
     def _put_together(self, keep: Callable[[Tensor], Tensor]) -> State:
-        """Return :meth:`state` at stage 1 and above; all ranks call it.
+        """Return :meth:`state` at stage 1 and above. All ranks call it.
 
         Args:
             keep: function that returns the value that this rank stores for each tensor.
@@ -419,7 +419,7 @@ def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to a device's index within the context.
+    """Set LOCAL_RANK to a device's index in a ``with`` block.
 
     DeepSpeed shards on the GPU whose index is LOCAL_RANK. This index is wrong if each rank sees
     only its own GPU.
@@ -456,7 +456,7 @@ def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> b
 
 @contextlib.contextmanager
 def true_shapes(net: nn.Module) -> Iterator[None]:
-    """Give sharded parameters their true shape within the context, without memory.
+    """Give sharded parameters their true shape in a ``with`` block, without memory.
 
     By the shape, an optimizer distinguishes matrices, which have weight decay, from vectors.
     """

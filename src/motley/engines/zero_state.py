@@ -129,7 +129,7 @@ def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
 
 
 def _gather_parameter(parameter: nn.Parameter) -> Tensor:
-    """Return a whole parameter of stage 3; all ranks call it."""
+    """Return a whole parameter of stage 3. All ranks call it."""
     if parameter.requires_grad:
         whole: Tensor = utils.safe_get_full_fp32_param(parameter)
         return whole

@@ -354,7 +354,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
-    """Open the model, compute missing shards, and merge all shards; return the exit code."""
+    """Open the model, compute missing shards, and merge all shards, and return the exit code."""
     import torch  # imported here: the waiting process does not need it
 
     from motley.checkpoint.read import open_checkpoint

@@ -148,7 +148,7 @@ def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
 
 
 def draw_marks(ax: "Axes", row: Row, place: int, shown: dict[str, str]) -> float:
-    """Draw marks at a bar's mean and limit; return the position of the last mark.
+    """Draw marks at a bar's mean and limit, and return the position of the last mark.
 
     Args:
         ax: the axes.
@@ -302,7 +302,7 @@ def draw_old(runs: Sequence[OldRun]) -> "Figure":
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
-    """Draw every matrix, and one picture of all old logs; return the exit code."""
+    """Draw every matrix, and one picture of all old logs, and return the exit code."""
     folders = {file.parent: BaselineFolder(file.parent)
                for path in paths for file in sorted(path.rglob("matrix.json"))}  # fmt: skip
     old = old_runs(paths)
@@ -325,5 +325,5 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", draw)

@@ -326,7 +326,7 @@ def machine_panels(name: str, series: list[Series]) -> "Iterator[tuple[str, Figu
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
-    """Draw every folder that holds logs; return the exit code."""
+    """Draw every folder that holds logs, and return the exit code."""
     folders: dict[Path, list[Path]] = defaultdict(list)
     for log in find_gpu_logs(paths):
         folders[log.parent].append(log)
@@ -342,5 +342,5 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", draw)

@@ -210,7 +210,7 @@ def read_losses(trainings: Iterable[Training]) -> dict[str, Losses]:
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
-    """Draw all runs together; return the exit code."""
+    """Draw all runs together, and return the exit code."""
     runs = read_losses(filter(None, map(read_or_say, find_runs(paths))))
     if not runs:
         raise command.nothing("run", paths)
@@ -224,5 +224,5 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", draw)

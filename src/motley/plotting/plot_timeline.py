@@ -186,7 +186,7 @@ def read_steps(text: str) -> tuple[int, int]:
 
 
 def draw(paths: list[Path], out: Path | None, steps: tuple[int, int] | None) -> int:
-    """Draw every run; return the exit code."""
+    """Draw every run, and return the exit code."""
     runs = {folder.path: folder for folder in find_runs(paths)}
     if not runs:
         raise command.nothing("run", paths)
@@ -206,5 +206,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", draw, add_options)

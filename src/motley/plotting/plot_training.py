@@ -255,7 +255,7 @@ def _panel(height: float, fill: "Callable[[Axes], object]") -> "Figure":
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
-    """Draw every run; return the exit code."""
+    """Draw every run, and return the exit code."""
     runs = {folder.path: folder for folder in find_runs(paths)}
     if not runs:
         raise command.nothing("run", paths)
@@ -266,5 +266,5 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", draw)

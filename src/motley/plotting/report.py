@@ -475,7 +475,7 @@ def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float
 
 
 def draw(paths: list[Path], out: Path | None, co2: float) -> int:
-    """Write the page; return the exit code."""
+    """Write the page, and return the exit code."""
     colours = style.colours_under(paths)
     matrices = [file.parent for path in paths for file in sorted(path.rglob("matrix.json"))]
     alone = [run for run in find_runs(paths)
@@ -510,5 +510,5 @@ def draw(paths: list[Path], out: Path | None, co2: float) -> int:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", draw, add_co2)

@@ -66,7 +66,7 @@ def format_value(value: Any) -> str:
 
 
 def print_differences(paths: list[Path]) -> int:
-    """Print the differences of all runs under the paths; return the exit code."""
+    """Print the differences of all runs under the paths, and return the exit code."""
     # In the order of the command line, and each once.
     folders = list({folder.path: folder for path in paths for folder in find_runs([path])}.values())
     if len(folders) < 2:
@@ -91,5 +91,5 @@ def print_differences(paths: list[Path]) -> int:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", print_differences, draws=False)

@@ -18,7 +18,7 @@ from motley.records.run_folder import find_runs
 
 
 def print_verdicts(paths: list[Path], json_lines: bool, co2: float) -> int:
-    """Print the verdict of every run; return the exit code."""
+    """Print the verdict of every run, and return the exit code."""
     code = 2
     for folder in find_runs(paths):
         if (training := read_or_say(folder)) is None:
@@ -51,5 +51,5 @@ def add_co2(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", print_verdicts, add_options, draws=False)

@@ -43,7 +43,7 @@ def merge_run(run: RunFolder, out: Path | None) -> None:
 
 
 def merge_all(paths: list[Path], out: Path | None) -> int:
-    """Merge the traces of every run; return the exit code.
+    """Merge the traces of every run, and return the exit code.
 
     After a run that cannot be merged, the remaining runs are still merged.
     """
@@ -64,5 +64,5 @@ def merge_all(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     return command.run_script(__doc__ or "", merge_all)

@@ -33,7 +33,7 @@ _NAMES = ("localhost", "127.0.0.1", "::1")  # host names of a browser's requests
 
 
 def serve(runs: Runs, where: str, collector: Collector) -> int:
-    """Serve the page until it is interrupted; return the exit code."""
+    """Serve the page until it is interrupted, and return the exit code."""
     host, port = parse_address(where)
     with open_server(host, port) as server:
         server.live = Live(runs, collector)
@@ -95,7 +95,7 @@ class Live:
         self._lock = threading.Lock()
 
     def await_look(self, seen: int) -> int:
-        """Wait for a new reading of the records; return the number of readings so far.
+        """Wait for a new reading of the records, and return the number of readings so far.
 
         Args:
             seen: number of readings that the caller has seen.

@@ -1,7 +1,7 @@
 """Faults after which training continues.
 
 The faults are unreadable samples, losses that are not finite, exhausted memory, and ranks whose
-state differs. Changes of the split are handled here too.
+state differs. The module also changes the split of a batch among the ranks.
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ class Agreement:
         self._round = False  # True once devices are known to round differently
 
     def check(self, position: TrainState) -> TrainState:
-        """Compare the replicated state of all ranks, and repair differences; all ranks call it.
+        """Compare the replicated state of all ranks, and repair differences. All ranks call it.
 
-        If the engine shards all state over the ranks, there is nothing to compare.
+        If the engine shards all state over the ranks, the method compares nothing.
 
         Returns:
             The position to continue from: ``position``, or that of a checkpoint.
@@ -102,11 +102,11 @@ class Agreement:
         )  # fmt: skip
 
     def _difference(self, wrong: Sequence[int], right: int = 0) -> str:
-        """Return a sentence that names the state in which some ranks differ; all ranks call it.
+        """Return a sentence that names the tensors in which some ranks differ. All ranks call it.
 
         Args:
-            wrong: the ranks that differ.
-            right: the rank to compare with.
+            wrong: the ranks whose state differs.
+            right: the rank whose state is compared with that of ``wrong``.
         """
         names = differing(all_gather_object(fingerprints(self._job.engine)), wrong, right)
         return (
@@ -119,7 +119,7 @@ class Agreement:
         return ", ".join(f"rank {worker.rank} on {worker.host}" for worker in workers)
 
     def _take(self, right: int, wrong: list[int], position: TrainState, why: str) -> None:
-        """Broadcast the state of rank ``right`` to all ranks, and report why."""
+        """Broadcast the state of rank ``right`` to all ranks, and report the reason ``why``."""
         engine = self._job.engine
         difference = self._difference(wrong, right)
         state = engine.state(Scope.REPLICATED)
@@ -148,7 +148,11 @@ class Agreement:
         return back
 
     def saved(self, position: TrainState) -> None:
-        """Note that all ranks had equal state at a new checkpoint."""
+        """Record that all ranks had equal state at a new checkpoint.
+
+        Args:
+            position: position of the training at the checkpoint.
+        """
         if self._back_at is not None and position.step > self._back_at:
             self._back_at = None
 
@@ -158,7 +162,7 @@ class Agreement:
 
 
 def digests(engine: Engine) -> list[str]:
-    """Return a hash of each rank's replicated state, by rank; all ranks call it."""
+    """Return one hash per rank of the state that all ranks replicate. All ranks call it."""
     digest = hashlib.sha256()
     for name, text in fingerprints(engine).items():
         digest.update(f"{name} {text}".encode())
@@ -195,7 +199,7 @@ def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) 
 
 
 def arithmetic(device: torch.device) -> list[int]:
-    """Run the same optimizer steps several times on this device; return a hash of each result.
+    """Run the same optimizer steps several times on this device, and return a hash of each result.
 
     A sound device returns equal hashes, and all ranks run the same steps.
     """
@@ -219,7 +223,7 @@ def unsound(told: Sequence[Sequence[int]]) -> list[int]:
     whose result differs from the most frequent result.
 
     Args:
-        told: result of :func:`arithmetic` of each rank. All devices are of one kind.
+        told: result of :func:`arithmetic` of each rank. All devices are of the same model.
     """
     shaky = [rank for rank, numbers in enumerate(told) if len(set(numbers)) > 1]
     most = Counter(numbers[0] for numbers in told).most_common(1)[0][0]
@@ -242,7 +246,7 @@ def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
 
 
 def _unlike(workers: Sequence[Rank]) -> bool:
-    """Return True if the devices are of several kinds. CPUs of two hosts count as different."""
+    """Return True if the devices differ in model. CPUs of two hosts count as different models."""
     kinds = {worker.device.partition(" ")[2] or f"{worker.device} {worker.host}"
              for worker in workers}  # fmt: skip
     return len(kinds) > 1
@@ -297,7 +301,7 @@ def check_scores(
 ) -> None:
     """Raise NotFiniteError if scores are not finite because of values in the held-out data.
 
-    Every evaluation would have such scores.
+    Every later evaluation would have these scores, too, because it reads the same data.
 
     Args:
         scores: scores of each of this rank's batches, [batches, ...].
@@ -317,11 +321,11 @@ def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
     """Return a phrase that names the input tensors that caused non-finite losses.
 
     An input tensor explains the losses if it is not finite in some of the samples ``bad``, and
-    finite in all other samples. A mask that is infinite in other samples too is not named.
-    The phrase is empty if no input tensor explains the losses.
+    finite in all other samples. A mask that has infinite values in other samples, too, is therefore
+    not named. The phrase is empty if no input tensor explains the losses.
 
     Args:
-        batches: the batches with these samples.
+        batches: the batches that contain the samples.
         bad: indices of the samples without a finite loss.
     """
     result: dict[str, list[int]] = {}
@@ -343,7 +347,7 @@ def _shown(indices: Sequence[int]) -> str:
 def check_numbers(
     job: Job, plan: Plan, state: TrainState, result: StepResult, indices: list[int]
 ) -> None:
-    """Raise NotFiniteError if a loss is not finite, or if no loss scale keeps gradients finite.
+    """Raise NotFiniteError if a loss is not finite, or if gradients overflow at every loss scale.
 
     Args:
         job: the objects of the training.
@@ -370,9 +374,9 @@ def check_numbers(
 def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> MotleyError:
     """Return an error that names the layer that overflows, and the samples.
 
-    The caller uses it when lowering the loss scale has not helped. All ranks compute the step again
-    and get the same error. If the engine's ranks can compute a batch only together, the error names
-    no layer.
+    The caller uses this function if gradients overflow at a lower loss scale, too. All ranks
+    compute the step again, and get the same error. If the engine shards the parameters, so that all
+    ranks must compute each batch together, the error names no layer.
 
     Args:
         job: the objects of the training.
@@ -415,7 +419,7 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
 
 
 def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: TrainState) -> Plan:
-    """Return the plan with the proposed shares, and record what changed and why."""
+    """Return the plan with the proposed shares, and record the change and its reason."""
     changed = dataclasses.replace(plan, shares=proposal.counts)
     if proposal.taken_back:
         expected, measured = proposal.taken_back

@@ -60,7 +60,10 @@ def find_metric(config: Config, model: TaskModel) -> Metric | None:
 
 
 def list_metrics(model: TaskModel, config: Config) -> list[str]:
-    """Return the names of the metrics of an evaluation; empty if they cannot be known yet."""
+    """Return the names of the metrics of an evaluation.
+
+    The list is empty if the names are not known before the first evaluation.
+    """
     try:
         own = list(model.task.summary(dict.fromkeys(model.score_names, 1.0)))
     except (ArithmeticError, LookupError, TypeError, ValueError):  # these means are made up
@@ -97,9 +100,9 @@ class BestEvaluation:
         score: best value of the metric so far; NaN before the first evaluation.
         step: step of the best evaluation; None before the first evaluation.
         since: number of evaluations since the best one.
-        saved: value of the best evaluation whose checkpoint is in the run's folder; NaN if there is
-            none.
-        saved_step: step of that checkpoint; None if there is none.
+        saved: metric of the best evaluation whose checkpoint is in the run's folder. NaN: the
+            folder has no checkpoint of an evaluation.
+        saved_step: step of this checkpoint, or None.
         found_steps: steps of the checkpoints that were in the run's folder at the start.
     """
 
@@ -121,7 +124,7 @@ class BestEvaluation:
         evaluations: Iterable[Mapping[str, Any]],
         saved_steps: Sequence[int],
     ) -> "BestEvaluation":
-        """Find the best of all recorded evaluations; all ranks call this method.
+        """Find the best of all recorded evaluations. All ranks call this method.
 
         Args:
             metric: see the class.
@@ -142,7 +145,7 @@ class BestEvaluation:
         return found
 
     def add(self, evaluation: EpochRecord) -> bool:
-        """Add an evaluation; all ranks call this method.
+        """Add an evaluation. All ranks call this method.
 
         Returns:
             True if the evaluation is better than all evaluations whose checkpoints are in the run's
@@ -184,7 +187,7 @@ class BestEvaluation:
 
     @property
     def stops(self) -> bool:
-        """True if the run ends here, because it no longer improves."""
+        """True if the last ``patience`` evaluations brought no improvement. The run then ends."""
         return self.patience is not None and self.since >= self.patience
 
     def describe(self) -> str:
@@ -194,7 +197,7 @@ class BestEvaluation:
         return f"the best {self.metric.name} is {self.score:.6g}, after step {self.step:,}"
 
     def as_json(self) -> dict[str, float | int | bool]:
-        """Return the best evaluation as entries of the run's result."""
+        """Return the best evaluation as entries for the run's result in run.json."""
         if self.step is None:
             return {"stopped_early": self.stops}
         return {"best_step": self.step, "best_score": self.score, "stopped_early": self.stops}

@@ -1,7 +1,7 @@
 """The command line of the training scripts, with all registered options.
 
-The module also makes the command line that continues a run. The line is complete and quoted, so
-that a user can paste it.
+The module also makes the command line that continues a run. A user can paste this line, because
+it is complete and quoted.
 """
 
 import os
@@ -64,7 +64,8 @@ def make_words(
     Args:
         task: a task, its class, or its name as in ``--task``.
         options: values of further options by name.
-        package: TORCH or ZERO, for their strategies; None: accept no strategy.
+        package: TORCH or ZERO: accept the strategies of torch or of DeepSpeed. None: accept no
+            strategy.
 
     Raises:
         MotleyError: an option is unknown or its value is not valid, or the class of the task is not
@@ -117,12 +118,12 @@ _called: list[str] = []
 
 
 def check_call(name: str) -> None:
-    """Raise MotleyError if a script starts the ranks while it is imported for its task.
+    """Raise MotleyError if a script starts a training while it is imported for its task.
 
-    If a script starts the ranks a second time, the process ends with a usage error.
+    If a script starts a second training, the process ends with a usage error.
 
     Args:
-        name: name of the function that starts the ranks, for the message.
+        name: name of the function that starts the training, for the message.
     """
     if file := task_being_read():
         raise MotleyError(
@@ -152,8 +153,9 @@ def config_from(saved: Mapping[str, Any]) -> Config:
 def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
     """Return the options of a run that continues from a checkpoint.
 
-    An option that the user did not type gets the checkpoint's value, unless the option concerns a
-    single launch. Options of a recipe count as typed only if the checkpoint has another recipe.
+    An option that the user did not type gets the checkpoint's value, unless the option applies to a
+    single launch. The options of a recipe (``--recipe``) count as typed only if the checkpoint has
+    another recipe.
 
     Args:
         config: the options of this launch.
@@ -218,7 +220,7 @@ def options_to_save(config: Config) -> dict[str, Any]:
 
 
 def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``saved`` that are fields of a group of options."""
+    """Return the entries of ``saved`` whose names are fields of a class of options."""
     registered, result = _registered({}), dict[str, Any]()
     for field, declared in get_options(group).items():
         if declared.name in saved:
@@ -257,7 +259,7 @@ def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]
 def read_config(
     parser: OptionParser, arguments: Sequence[str] | None = None, strict: bool = True
 ) -> Config:
-    """Return the options of a training script's command line. Errors end the process.
+    """Return the options of a training script's command line. End the process on an error.
 
     Args:
         parser: the parser with all options of the script.
@@ -284,8 +286,8 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     """Add the options of the task that the command line names to a parser.
 
     Returns:
-        The command-line words that ``--recipe`` stands for. The caller puts them before the user's
-        words.
+        The command-line words of the recipe that ``--recipe`` names. The caller puts these words
+        before the user's words.
 
     Raises:
         MotleyError: the task or the recipe is unknown.
@@ -339,12 +341,12 @@ def make_resume_line(folder: RunFolder) -> str:
 
 
 def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
-    """Return True if a word of the launcher's line starts the ranks.
+    """Return True if a word of the launcher's command line is the program that each rank runs.
 
     Args:
         command: subcommand of ``motley`` that runs this process; empty for a script.
         word: the word.
-        rest: words after ``word``.
+        rest: the words that follow ``word``.
     """
     if Path(word).name == _COMMAND:
         return list(rest[:1]) == [command or RUN]
@@ -352,7 +354,7 @@ def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
 
 
 def _without_place(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words without ``--run``, ``--resume`` and ``--logs`` and their values."""
+    """Yield the words without the options ``--run``, ``--resume``, ``--logs`` and their values."""
     before = ""
     for word in words:
         is_value = before in _REPLACED and not word.startswith("-")  # --resume needs no value
@@ -362,7 +364,10 @@ def _without_place(words: Sequence[str]) -> Iterator[str]:
 
 
 def _launcher_line() -> list[str]:
-    """Return the user's line of mpirun or keep_training.sh; an empty list if there is none."""
+    """Return the words of the user's command line of mpirun or keep_training.sh.
+
+    The list is empty if neither program is a parent of this process.
+    """
     line: list[str] = []
     try:
         for parent in psutil.Process().parents():

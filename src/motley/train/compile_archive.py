@@ -1,4 +1,4 @@
-"""The archive of compiled code, for later runs and for nodes whose disk lacks it.
+"""The archive of compiled code, for later runs and for nodes whose disk lacks the code.
 
 The archive has the content of Motley's cache folder: the files of TorchInductor, Triton and MIOpen,
 and DeepSpeed's extensions. (torch.compiler.save_cache_artifacts returns only the files that
@@ -8,14 +8,14 @@ TorchInductor made in one process, without libraries for a CPU.) A folder holds
                             "triton/XW3.../kernel.cubin": 5120, ...}}
     <kind>-<hash>.tar.gz   the same files, in the order in which they were written
 
-TorchInductor unpickles the files of its cache, so a user with write access here could make others
-run code. See motley.cluster.account. Compilers name a file by a hash of its source, so an existing
-file is never replaced.
+TorchInductor unpickles the files of its cache. A user with write access to the archive could
+therefore make other users run code; see motley.cluster.account. Compilers name a file by a hash of
+its source, so an existing file is never replaced.
 
-The archive lies beside the folders of the runs, because the next run needs the same code. One rank
-of each kind of node writes the archive after the first steps, so that a run that is killed later
-leaves one, too. The rank writes it again at the end, with the code for evaluations and for other
-batch sizes.
+The archive lies beside the folders of the runs, because the next run needs the same code. Nodes are
+of one kind if they can run the same compiled code. One rank of each kind of node writes the archive
+after the first steps, so that even a run that is killed later leaves an archive. The rank writes
+the archive again at the end, with the code for evaluations and for other batch sizes.
 """
 
 import contextlib
@@ -100,10 +100,10 @@ class Index:
 
 
 def hash_node_kind(node: NodeFacts) -> str:
-    """Return a hash of all properties of a node that compiled code depends on.
+    """Return a hash of all properties of a node on which compiled code depends.
 
-    These include the features of the CPU, which compiled code uses, and the paths of folders, which
-    Triton's files contain.
+    Two of these properties are the features of the CPU, which compiled code uses, and the paths of
+    folders, which Triton's files contain.
     """
     fits = {
         "packages": {name: version(name) for name in _PACKAGES},
@@ -129,8 +129,8 @@ class CompileArchive:
         place: folder of the archive.
         kind: name of the kind of node.
         folder: the node's own folder of compiled code.
-        below: folders in ``folder`` where compilers keep their files.
-        is_damaged: True: replace the present archive without reading it.
+        below: subfolders of ``folder`` in which compilers keep their files.
+        is_damaged: True: replace the current archive without reading it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class CompileArchive:
                 *self._below)  # fmt: skip
 
     def unpack(self) -> Carried | None:
-        """Unpack the files that the node lacks, and return a summary; None: no file is missing.
+        """Unpack the files that the node lacks, and return a summary. None: no file is missing.
 
         Raises:
             OSError: the disk is full or not writable. Files unpacked before the error stay.
@@ -182,9 +182,9 @@ class CompileArchive:
     def _put(self, file: io.BufferedReader, missing: Mapping[str, int]) -> None:
         """Extract the files ``missing``, in the order in which compilers wrote them.
 
-        Triton's list of a kernel's files thus comes after these files. The files are extracted one
-        by one, because Python 3.11.0 to 3.11.3 have no filters for tarfile. Also, the filter "data"
-        accepts links, and names that the index lacks.
+        Triton's list of a kernel's files is thus written after these files. The method extracts the
+        files one by one, because Python 3.11.0 to 3.11.3 have no filters for tarfile. Also, the
+        filter "data" accepts links, and accepts names that are not in the index.
 
         Args:
             file: the opened archive.
@@ -209,15 +209,15 @@ class CompileArchive:
     def has_newer(self, since: float) -> bool:
         """Return True if the node compiled any file after ``since``, in seconds since 1970.
 
-        A new file changes the time of its folder. Only folders are examined: to examine thousands
-        of files would hold the GIL while the training thread launches kernels.
+        A new file changes the modification time of its folder. Only folders are examined, because a
+        look at thousands of files would hold the GIL while the training thread launches kernels.
         """
         return any(_has_newer(self._folder / part, since, _DEPTH) for part in self._below)
 
     def save(self, since: float = 0.0) -> Carried | None:
-        """Replace the archive by the node's present files, and return a summary.
+        """Replace the archive by the node's current files, and return a summary.
 
-        None: no file is new, so that the archive stays.
+        None: no file is new, and the archive is unchanged.
 
         Args:
             since: time in seconds since 1970. Only files that were compiled later count as new,
@@ -242,7 +242,11 @@ class CompileArchive:
         return Carried(len(result), size, time.monotonic() - started)
 
     def _list_saved(self, place: int) -> Index:
-        """Return the sizes of the files in the saved archive; empty if the archive is damaged."""
+        """Return the index of the saved archive, or an empty index if the archive is damaged.
+
+        Args:
+            place: descriptor of the folder of the archive.
+        """
         try:
             return Index() if self._is_damaged else self._index(place)
         except DAMAGE:
@@ -321,8 +325,8 @@ def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below
 def _list_complete_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
     """Return the complete files by name, up to the size limit of an archive.
 
-    Temporary files, and folders that are being written to, are left out. Folders that were written
-    to last come first.
+    Temporary files are left out, and so are folders to which a compiler is still writing. Recently
+    changed folders come first.
     """
     folders = _folders(folder, below)
     if any(map(_is_fresh, folders.values())):  # this run wrote there, and may be done by then
@@ -367,7 +371,10 @@ def _has_newer(folder: Path, since: float, depth: int) -> bool:
 
 
 def _folders(folder: Path, below: Sequence[str]) -> dict[str, dict[str, os.stat_result]]:
-    """Return the files of each folder below ``folder``, by their relative paths."""
+    """Return the files of each folder below ``folder``, by the path of the folder.
+
+    The files of a folder are listed by their paths relative to ``folder``.
+    """
     folders: defaultdict[str, dict[str, os.stat_result]] = defaultdict(dict)
     for part in below:
         for here, inner, names in os.walk(folder / part):
@@ -436,13 +443,14 @@ class CompileKeeper:
         self._failed = bool(troubles)  # mostly a fault of the folder; the notes report it
 
     def take_notes(self) -> list[str]:
-        """Return the notes on the unpacked code, equal on all ranks, and clear them."""
+        """Return the notes on the unpacked code, and clear them. All ranks have equal notes."""
         notes, self._notes = self._notes, []
         return notes
 
     def _take(self) -> tuple[str, Carried | None, str] | None:
-        """Unpack on this node; return its host, the unpacked files, and an error.
+        """Unpack the archive on this node.
 
+        Return the node's host name, a summary of the unpacked files, and a text about an error.
         The result is None if there is nothing to report.
         """
         try:
@@ -475,7 +483,7 @@ class CompileKeeper:
             self._thread.start()
 
     def end(self) -> None:
-        """Save the present code at the end of the run."""
+        """Save the compiled code in the archive at the end of the run."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join(_LAST_S)

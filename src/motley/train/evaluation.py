@@ -1,7 +1,7 @@
 """Evaluation of each held-out sample once, divided among all ranks.
 
 Metrics are computed from sums over all samples, or from results of all samples that rank 0 gathers.
-They therefore do not depend on the number of ranks or on the shares.
+Metrics therefore do not depend on the number of ranks or on the ranks' shares of the samples.
 """
 
 import math
@@ -31,10 +31,11 @@ from motley.train.setup import Job
 
 
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
-    """Return the task's metrics of the held-out samples, split among ranks as in ``plan``.
+    """Evaluate the held-out samples on all ranks, and return the task's metrics.
 
-    If there is an average of the parameters, it is evaluated too, and its metrics are named
-    ``ema_...``. The name of an additional held-out set is a prefix, as in ``night/loss``.
+    The plan divides the samples among the ranks. If the engine keeps an average of the parameters,
+    the average is evaluated too, and its metrics are named ``ema_...``. The name of an additional
+    held-out set is a prefix of its metrics, as in ``night/loss``.
     """
     start = time.monotonic()
     world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
@@ -70,17 +71,17 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
 def _evaluate_set(
     world: World, job: Job, plan: Plan, part: str, then: TrainState | None
 ) -> tuple[dict[str, float], int]:
-    """Return the metrics of all samples of a held-out set, and their number.
+    """Return the metrics of a held-out set, and the number of its samples.
 
-    Means are computed from sums and weights over all ranks, never from a mean of means.
+    A mean is the sum over all ranks divided by the total weight, never a mean of the ranks' means.
 
     Args:
         world: the ranks.
         job: the objects of the training.
-        plan: the shares of the ranks.
+        plan: division of the samples among the ranks.
         part: name of an additional held-out set; empty: the task's usual held-out data.
-        then: position at which training continues. The first samples from this position are read
-            while the device still evaluates. None: read no samples in advance.
+        then: position at which training continues. The loader reads the first samples from this
+            position while the device still evaluates. None: read no samples in advance.
     """
     parts, indices = list[Tensor](), list[tuple[int, ...]]()
     model, task = job.model, job.model.task
@@ -120,9 +121,13 @@ def _evaluate_set(
 
 
 def _gather_turn(own: Sequence[GatheredRows], turn: int) -> list[GatheredRows]:
-    """Return the rows of one batch of each rank, on rank 0; all ranks call this function.
+    """Gather the rows of one batch of each rank on rank 0. All ranks call this function.
 
     Gathering one batch at a time limits the memory that the messages need.
+
+    Args:
+        own: the rows of this rank's batches.
+        turn: index of the batch to gather.
     """
     result: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own[turn] if turn < len(own) else None, result)
@@ -148,7 +153,7 @@ def order_rows(parts: Sequence[GatheredRows]) -> Gathered:
 def _compute_on_first(
     task: Task, parts: Sequence[GatheredRows], device: torch.device
 ) -> dict[str, float]:
-    """Return the metrics that rank 0 computes from gathered rows; all ranks call it."""
+    """Return the metrics that rank 0 computes from gathered rows. All ranks call it."""
     outcome: dict[str, float] | str = ""
     cause: MotleyError | None = None
     if dist.get_rank() == 0:
@@ -163,10 +168,11 @@ def _compute_on_first(
 
 
 def write_last_evaluation(job: Job) -> None:
-    """Write the counts of classes and the worst samples of the last evaluation, on rank 0.
+    """Write the class counts and the worst samples of the last evaluation, on rank 0.
 
-    All ranks call this function. Counts are written only if the task has classes. If an earlier
-    launch made the last evaluation, nothing is written.
+    The class counts are the numbers of correct and wrong predictions of each class. The worst
+    samples are those with the largest loss. All ranks call this function. Nothing is written if an
+    earlier launch made the last evaluation.
     """
     own_worst = [] if job.model.worst is None else job.model.worst.describe(job.model.task)
     worst = merge(all_gather_object(own_worst), job.config.worst)

@@ -14,15 +14,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 class GroupRebuild:
-    """The steps by which the survivors of a lost rank form a new group.
+    """The steps by which the surviving ranks form a new process group after a rank was lost.
 
-    All ranks create such an object.
+    All ranks create an object of this class.
 
     Args:
         world: the launched ranks.
 
     Attributes:
-        world: all ranks except lost ranks. Ranks that were left out of training are included.
+        world: all ranks that are not lost. Ranks that take no part in training are included.
     """
 
     def __init__(self, world: World) -> None:
@@ -39,8 +39,8 @@ class GroupRebuild:
 
         Args:
             group: process group of the ranks that train.
-            keep: function that copies the state to memory that needs no process group; see
-                Supervisor.
+            keep: function that copies the training state out of the engine. The copy remains
+                usable when the process group is destroyed. See Supervisor.
             without_first: result of :meth:`can_lose_first`.
         """
         self._group = group
@@ -53,7 +53,8 @@ class GroupRebuild:
     def can_lose_first(self, shared: bool) -> bool:
         """Return True if rank 1 can replace rank 0.
 
-        Rank 1 must see the disk of rank 0, and no fixed address may be set for the process group.
+        Rank 1 must see the disk of rank 0. The user must not have set a fixed address for the
+        process group.
 
         Args:
             shared: True if all ranks see the disk that the run is recorded on.
@@ -65,12 +66,13 @@ class GroupRebuild:
         """Return the survivors to continue with after an error.
 
         The job ends if no rank is lost, or if the survivors cannot continue. The error may hold
-        objects of the old group. Release them before calling :meth:`leave_lost`.
+        references to objects of the old group. The caller must release the error before it calls
+        :meth:`leave_lost`.
         """
         return self.world.supervisor.get_survivors(error)
 
     def leave_lost(self, survivors: Survivors) -> list[int]:
-        """Leave the process group of the lost rank; return the survivors' ranks in that group.
+        """Leave the process group with the lost rank, and return the survivors' ranks in it.
 
         All survivors call this method, and then :meth:`join`.
         """
@@ -85,6 +87,6 @@ class GroupRebuild:
         return stay
 
     def join(self) -> ProcessGroup:
-        """Join the process group of the survivors, and return it; all survivors call it."""
+        """Join the process group of the survivors, and return it. All survivors call it."""
         self._group = reconnected(self.world, self._group)
         return self._group

@@ -49,14 +49,14 @@ from motley.train.setup import Job
 
 
 class ClockTimer:
-    """A timer of checkpoints or evaluations that are due by rank 0's clock.
+    """A timer of checkpoints or evaluations, which all ranks make at a time of rank 0's clock.
 
     Between two checkpoints, the ranks receive the time of rank 0's clock about ten times. Each
     exchange takes place when half of the remaining time should have passed.
 
     Args:
-        every: a Duration between two checkpoints or evaluations. Any other type: none is due by the
-            clock.
+        every: a Duration between two checkpoints or evaluations. An object of another type turns
+            the timer off.
         step: step of the last checkpoint or evaluation.
     """
 
@@ -69,11 +69,14 @@ class ClockTimer:
         self._step, self._time, self._ask_at = step, time.monotonic(), step + 1
 
     def asks(self, step: int) -> bool:
-        """Return True if :meth:`due` communicates with the other ranks at this step."""
+        """Return True if :meth:`due` exchanges the time with the other ranks at this step."""
         return self._every_s is not None and step >= self._ask_at
 
     def due(self, step: int) -> bool:
-        """Return True if the time has passed; all ranks call it, after the same step."""
+        """Return True if a checkpoint or an evaluation is due.
+
+        All ranks call this method after the same step.
+        """
         if not self.asks(step):
             return False
         assert self._every_s is not None
@@ -86,7 +89,7 @@ class ClockTimer:
 
 @contextmanager
 def _evaluating(model: TaskModel) -> Iterator[None]:
-    """Set the model to evaluation mode without gradients within the context."""
+    """Set the model to evaluation mode without gradients in a ``with`` block."""
     model.eval()
     try:
         with torch.no_grad():
@@ -100,7 +103,7 @@ class _Unread:
     """A step that was launched on the device, and whose outcome the host has not read yet.
 
     Attributes:
-        batch: plan of the step's batch.
+        batch: plan of the step's batch: its division among ranks and micro-batches.
         launched: the step on the device.
         indices: indices of this rank's samples.
         before: position of the training before the step.
@@ -122,8 +125,8 @@ class Loop:
         job: the objects of the training.
         recorder: the recorder of the run.
         state: position of the training at the start.
-        rescue: object that is informed of each change of the state, to save or copy the state
-            after a rank is lost.
+        rescue: object that can save or copy the state after a rank is lost. The loop informs this
+            object of each change of the state.
         profiler: profiler of the steps.
     """
 
@@ -154,7 +157,7 @@ class Loop:
         job.engine.clock.on_phase, job.engine.clock.at_once = self._enter, recorder.at_once
 
     def run(self) -> EpochRecord:
-        """Train to the end; return the last evaluation."""
+        """Train to the end, and return the last evaluation."""
         with explain_workers(self._job.loader.workers):
             evaluated = self._evaluation_before()
             while not self._ended():
@@ -165,11 +168,11 @@ class Loop:
         return evaluated
 
     def _ended(self) -> bool:
-        """Return True if the run is complete, or ends because it no longer improves."""
+        """Return True if the run is complete, or if its evaluations no longer improve."""
         return self._job.length.ended(self._state) or (self.best is not None and self.best.stops)
 
     def _epoch(self) -> bool:
-        """Train on the rest of the epoch, or until an evaluation or a new plan interrupts it.
+        """Train until the epoch ends, or until an evaluation or a new plan interrupts the epoch.
 
         Returns:
             True if an evaluation is due.
@@ -194,7 +197,10 @@ class Loop:
         return self._evaluation_due
 
     def _accumulate(self, batch: Plan, micro_batches: Iterator[tuple[Batch, bool]]) -> list[int]:
-        """Compute this rank's gradient of one global batch; return the indices of its samples."""
+        """Compute this rank's gradient of one global batch.
+
+        Return the indices of this rank's samples.
+        """
         job, indices = self._job, list[int]()
         self._profiler.before(self._state.step)
         if self._unread is None:
@@ -217,7 +223,8 @@ class Loop:
         """Do the host's pending work, and then launch one step of all ranks on the device.
 
         Returns:
-            True if the next step is to be accumulated before the outcome is read.
+            True if the host may queue the next forward and backward pass before it reads the
+            outcome of this step. False: the host must read the outcome first.
         """
         job, before = self._job, self._state
         # The host has time: the device is still computing.
@@ -235,8 +242,9 @@ class Loop:
         return late
 
     def _may_read_late(self) -> bool:
-        """Return True if nothing before the next step depends on the outcome of this step.
+        """Return True if the host may start the next step before it reads this step's outcome.
 
+        The value is False if an evaluation, a checkpoint or a new split comes before the next step.
         All ranks return the same value.
         """
         job, state = self._job, self._state
@@ -296,14 +304,14 @@ class Loop:
         self._proposal = None  # it assumed larger micro-batches
 
     def _judge(self) -> None:
-        """Decide by the ranks' times in the last step whether to propose another split."""
+        """Propose another split if the ranks' times in the last step show that it is faster."""
         timed, self._timed, self._proposal = self._timed, None, None
         if timed is None or timed.plan.global_batch not in self._job.length.full_batches:
             return  # a smaller batch cannot be compared
         self._proposal = self._job.watch.step(timed.ready_s, timed.plan.counts, self._plan.counts)
 
     def _replan(self) -> bool:
-        """Change the split if another split was proposed; return True if it changed."""
+        """Change the split if another split was proposed, and return True if it changed."""
         if self._proposal is None:
             return False
         self._plan = rebalance(self._plan, self._proposal, self._recorder, self._state)
@@ -314,7 +322,7 @@ class Loop:
     def _add_loaders(self) -> None:
         """Add loader processes if this rank waits for its samples and has cores for more.
 
-        The decision is independent of the other ranks.
+        Each rank decides this on its own.
         """
         record, loader = self._recorder.last, self._job.loader
         growth = self._growth.step(record) if record else None
@@ -333,7 +341,7 @@ class Loop:
         )  # fmt: skip
 
     def _save(self, asked: bool = False) -> bool:
-        """Compare the state of all ranks, and save it if a checkpoint is due.
+        """Compare the state of all ranks, and save a checkpoint if one is due.
 
         A checkpoint is due by its interval, or if ``asked`` is True. The state is also compared at
         the end of the run.
@@ -396,7 +404,10 @@ class Loop:
             model.task.after_evaluation(model.net, self._job.run.folder.path)
 
     def _acts_after(self, step: int) -> bool:
-        """Return True if the task uses the model after this step by its interval in steps."""
+        """Return True if the task's :meth:`during_training` is due after this step.
+
+        The result is False if the interval ``acts_every`` of the task is not a number of steps.
+        """
         every = self._job.model.task.acts_every
         return isinstance(every, int) and step % every == 0
 
@@ -417,7 +428,7 @@ class Loop:
 
         Args:
             best: the best evaluation. The evaluation at ``step`` was added last.
-            step: the present step.
+            step: number of finished steps.
         """
         job = self._job
         gains = best.is_to_be_saved and job.config.keep_best is not None and step > 0
@@ -435,7 +446,7 @@ class Loop:
             )  # fmt: skip
 
     def _restore_best(self) -> BestEvaluation | None:
-        """Return the best recorded evaluation, and link its checkpoint; all ranks call it.
+        """Return the best recorded evaluation, and link its checkpoint. All ranks call it.
 
         The result is None if no option needs the best evaluation.
         """
@@ -456,7 +467,10 @@ class Loop:
         return best
 
     def closing_line(self) -> str:
-        """Return a line that explains an early end of the run; empty without an early end."""
+        """Return a line that explains an early end of the run.
+
+        The line is empty if the run did not end early.
+        """
         if self.best is None or not self.best.stops or self._job.length.ended(self._state):
             return ""
         link = self._job.checkpoints.path / BEST

@@ -1,11 +1,12 @@
-"""Show how a step would be split among the ranks, and how fast it would be; nothing is trained.
+"""Show how a step would be split among the ranks, and how fast the step would be.
 
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/plan_vit.py
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/plan_vit.py --batch-size 512
 
-Takes the options of train_vit.py, except for --strategy and --offload. Measures each rank's speed
-(remembered between runs) and one all-reduce, splits the batch, and predicts the speed of this split
-and of others.
+The command trains nothing. The options are those of train_vit.py, without --strategy and --offload.
+The command measures each rank's speed and the time of one all-reduce. Measured speeds are stored
+for later runs. Then the command splits the batch, and predicts the speed of this split and of
+other splits.
 """
 
 import sys
@@ -42,7 +43,9 @@ def plan_shares(
     arguments: Sequence[str] | None = None,
     **options: Any,
 ) -> "Planned":
-    """Measure all ranks and plan how many samples of a step each computes; nothing is trained.
+    """Measure all ranks, and plan how many samples of a step each rank computes.
+
+    The function trains nothing.
 
     Every rank of ``mpirun -np 2 motley run SCRIPT.py`` calls it once::
 
@@ -55,8 +58,8 @@ def plan_shares(
         **options: as in :func:`motley.train_model`, without ``shares``.
 
     Returns:
-        The plan: samples of each rank in ``plan.counts``, seconds per step in ``forecast.step_s``,
-        ``forecast.samples_per_s``, and sentences in ``advice``.
+        The plan. Its ``plan.counts`` is the number of samples of each rank, ``forecast.step_s`` the
+        seconds per step, ``forecast.samples_per_s`` the speed, and ``advice`` a list of sentences.
 
     A wrong option ends the process with status 2 and a line that names the option.
     """

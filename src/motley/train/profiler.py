@@ -1,8 +1,9 @@
 """The option ``--profile``: torch's profiler on some ranks in some steps.
 
 The traces of all profiled ranks can be shown on one time axis, although the clocks of ranks differ.
-An all-gather ends on no rank before it has begun on every other rank. This bounds the offset of
-each pair of clocks from both sides. Shorter exchanges give tighter bounds.
+An all-gather ends on no rank before it has begun on every other rank. The start and end times of an
+all-gather therefore bound the offset between two clocks from both sides. Shorter exchanges give
+tighter bounds.
 """
 
 import json
@@ -36,7 +37,7 @@ _JUDGED_BY = 20  # steps whose median finds the slowest rank, even if one step i
 
 
 def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
-    """Raise MotleyError if ``--profile`` or ``--profile-ranks`` names a missing step or rank.
+    """Raise MotleyError if ``--profile`` names a missing step, or ``--profile-ranks`` a missing rank.
 
     Args:
         config: the options.
@@ -105,7 +106,7 @@ class StepProfiler:
             self._close()
 
     def before(self, step: int) -> None:
-        """Mark the beginning of a step; all ranks call it."""
+        """Mark the beginning of a step in the trace. All ranks call it."""
         steps = self._steps
         if steps is None:
             return
@@ -124,13 +125,13 @@ class StepProfiler:
             self._phase.enter_context(record_function(phase.key))
 
     def after(self, timed: Timed | None) -> Timed | None:
-        """End a step, and return the previous step unless profiling has disturbed its times.
+        """Mark the end of a step in the trace, and discard times that profiling has disturbed.
 
         Args:
-            timed: the previous step, with the times of all ranks.
+            timed: the previous step, with the times of all ranks; None: the times are not known.
 
         Returns:
-            ``timed``, or None if profiling has made some ranks slower in that step.
+            ``timed``, or None if profiling has made some ranks slower in the previous step.
         """
         self._close_spans()
         disturbed, self._disturbed = self._disturbed, bool(self._chosen)
@@ -169,7 +170,7 @@ class StepProfiler:
         self._step.close()
 
     def _end(self) -> None:
-        """Write the traces, and report where they are; all ranks call it."""
+        """Write the traces, and report where they are. All ranks call it."""
         if not self._chosen or self._steps is None:
             return
         first, last = self._steps.first + 1, self._steps.end  # users count steps from 1
@@ -215,11 +216,11 @@ class StepProfiler:
 
 
 def compare_clocks() -> tuple[TraceClock, int]:
-    """Estimate the offset of this rank's clock from rank 0's; all ranks call it.
+    """Estimate the offset of this rank's clock from rank 0's. All ranks call it.
 
     Returns:
-        The offset with its error. Second value: the zero point of all times, which is a whole
-        second of rank 0's clock, in nanoseconds.
+        The offset with its error, and the zero point of all times in the traces. The zero point is
+        a whole second of rank 0's clock, in nanoseconds.
     """
     base_ns = int(all_gather_floats([time.time_ns() // 10**9])[0][0]) * 10**9
     own: list[tuple[float, float]] = []

@@ -50,7 +50,7 @@ _WRONG = 3.0  # factor of error that shows that the figures were disturbed while
 class FirstSteps:
     """A comparison of the time of a run's first steps with the forecast.
 
-    If the times agree, the measured link speeds behind the forecast are stored for the next start.
+    If the times agree, the link speeds that the forecast uses are stored for the next start.
 
     Args:
         memory: store of the measured link speeds; None: nothing is compared.
@@ -153,7 +153,7 @@ class Reporter:
             self._bar.start()
 
     def begin(self, done_steps: int) -> None:
-        """Start to report from the position after ``done_steps`` steps."""
+        """Start to report progress, with ``done_steps`` steps as finished."""
         self._first, self._started = done_steps, time.monotonic()
 
     def step(self, record: StepRecord) -> None:
@@ -234,7 +234,8 @@ class Timed:
 
     Attributes:
         plan: plan of the step's batch.
-        ready_s: for each rank, seconds for data and compute until its own gradient was ready.
+        ready_s: for each rank, the seconds that reading and computing took until the rank's own
+            gradient was ready.
     """
 
     plan: Plan
@@ -243,11 +244,11 @@ class Timed:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A step whose times are not read yet.
+    """A step whose times the host has not read yet.
 
     Attributes:
         record: the step's record, without times.
-        laps: times of the step on this rank's device.
+        laps: measured times of the parts of the step on this rank's device.
         plan: plan of the step's batch.
         unsound: ranks, numbered as launched, whose own gradient was not finite.
     """
@@ -265,7 +266,7 @@ class Recorder:
 
     Attributes:
         progress: progress of the training, for the GPU log.
-        at_once: True if no rank has a GPU. The times of a step are then known when the step ends.
+        at_once: True if no rank has a GPU. The times of a step are then known as soon as it ends.
         last: record of this rank's last step with known times; None before the first such step.
     """
 
@@ -286,7 +287,7 @@ class Recorder:
         diverges: bool = False,
         silent: bool = False,
     ) -> None:
-        """Start at ``done`` of ``total`` steps.
+        """Create a recorder that starts after ``done`` of ``total`` steps.
 
         Args:
             run: the run, whose folder gets the records.
@@ -333,7 +334,7 @@ class Recorder:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds within which some rank should make progress in a step; see detector.py."""
+        """Seconds after which a step without progress on any rank counts as stuck."""
         # First steps build kernels, and a compiled model is built again for each batch size. The
         # time of a local step does not predict that of a step with an all-reduce.
         if self._compiles or self._local or len(self._seconds) < 3:
@@ -343,11 +344,11 @@ class Recorder:
     def step(self, state: TrainState, lr: float, plan: Plan, result: StepResult) -> Timed | None:
         """Add a step that was just launched on the device, and complete the previous step.
 
-        A step's record is complete when the next step is added. By then the device has finished the
-        step, so reading its times does not block. The times of other ranks have arrived with the
-        exchange of the next step. :meth:`write` writes the record later. A rank on a CPU writes the
-        record at once, because its next backward pass may wait for a slow rank. If no rank has a
-        GPU, the added step itself is complete at once.
+        The record of a step is completed when the next step is added. By then the device has
+        finished the step, so reading the times of the step does not block. The times of other ranks
+        have arrived with the exchange of the next step. :meth:`write` writes the record later. A
+        rank on a CPU writes the record at once, because its next backward pass may wait for a slow
+        rank. If no rank has a GPU, the added step itself is completed at once.
 
         Args:
             state: position before the step.
@@ -356,7 +357,7 @@ class Recorder:
             result: outcome of the step.
 
         Returns:
-            The last step whose times are known now, or None if there is no such step.
+            The step that was completed, with the times of all ranks. None: no step was completed.
         """
         timed = None if self.at_once else self._complete(result.ready_s)
         self._local |= result.loss_sum is None
@@ -379,13 +380,13 @@ class Recorder:
         return timed
 
     def flush(self) -> None:
-        """Write the last step; all ranks call it."""
+        """Write the last step. All ranks call it."""
         own = self._pending.laps.ready_s if self._pending else 0.0
         self._complete(tuple(ready for (ready,) in all_gather_floats([own])))
         self.write()
 
     def last_words(self) -> None:
-        """Write all steps so far at an abnormal end, without the times of other ranks.
+        """Write all steps so far when the run ends abnormally, without the times of other ranks.
 
         Another thread calls this method, while the training thread may be writing or be blocked by
         a disk.
@@ -461,7 +462,7 @@ class Recorder:
         self._reporter.epoch(record)
 
     def evaluation_at(self, step: int) -> EpochRecord | None:
-        """Return the recorded evaluation after ``step`` steps, or None; all ranks call it.
+        """Return the recorded evaluation after ``step`` steps, or None. All ranks call it.
 
         The record may come from the run that this run continues.
         """
@@ -471,7 +472,10 @@ class Recorder:
         return known and EpochRecord.from_json(known)
 
     def evaluations(self, step: int) -> list[JsonDict]:
-        """Return the recorded evaluations up to a step, also of the run that this run continues."""
+        """Return the recorded evaluations up to a step.
+
+        The result includes the evaluations of the run that this run continues.
+        """
         return [record for record in self._run.read_evaluations() if record["step"] <= step]
 
     def _open(self, done: int) -> None:
@@ -489,13 +493,13 @@ class Recorder:
             self._epochs.close()
 
     def go_back(self, done: int) -> None:
-        """Go back to the position after ``done`` steps."""
+        """Remove the records after the first ``done`` steps, and continue after these steps."""
         self._close()
         self._open(done)
         self._reporter.begin(done)
 
     def note(self, kind: str, text: str, **content: Any) -> None:
-        """Record and print a note that is the same on all ranks; only rank 0 writes it."""
+        """Record and print a note that is the same on all ranks. Only rank 0 writes it."""
         if self._rank == 0:
             self._run.event(kind, text=text, **content)
             self._reporter.print_line(text)

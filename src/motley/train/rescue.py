@@ -3,10 +3,11 @@
 The surviving ranks hold this whole state. They save it, or continue with it without a restart.
 
 After a loss the training thread is blocked in a collective that never ends, so the thread that
-watches the ranks reads the state. The copy is consistent if the training thread changes nothing
+watches the ranks copies the state. The copy is consistent if the training thread changes nothing
 meanwhile. The training thread therefore has a version counter, which is odd while a change is in
-progress. If the training thread is not blocked, as in Local SGD, it waits for the reader before its
-next step. The survivors repeat the unfinished step with the same samples.
+progress. In Local SGD the training thread is not blocked. The training thread then waits before its
+next step until the copy is complete. The survivors repeat the unfinished step with the same
+samples.
 """
 
 import contextlib
@@ -99,7 +100,7 @@ class Rescue:
             pass
 
     def mark_unchanged(self) -> None:
-        """Mark the end of a change after which the state is as before :meth:`changing`."""
+        """Mark the end of a change that has left the state as it was before :meth:`changing`."""
         self._version += 2 - self._version % 2
 
     def save(self) -> str:
@@ -124,7 +125,10 @@ class Rescue:
         return f"saved as of step {saved.state.step}"
 
     def keep(self) -> None:
-        """Replace the engine by a copy of its state. The watching thread calls it."""
+        """Copy the engine's state to :attr:`kept`, and release the engine.
+
+        The watching thread calls this method.
+        """
         if self.kept is None:
             self.kept = self._take()
             self._engine = None  # frees memory for the next engine
@@ -161,7 +165,10 @@ class Rescue:
         raise MotleyError("it was not finished in time")
 
     def _was_taken(self) -> bool | None:
-        """Return :attr:`LaunchedStep.taken` of the step whose outcome is not read yet, or None."""
+        """Return True if the device has taken the launched step, and False if it has skipped it.
+
+        None: the outcome is not known yet, or no step is launched.
+        """
         launched = self._launched
         return launched[1].taken() if launched else None
 
@@ -173,7 +180,7 @@ class Rescue:
 
 @contextlib.contextmanager
 def beside_training(device: torch.device) -> Iterator[None]:
-    """Use a new CUDA stream in the context, since the usual stream waits for the lost rank."""
+    """Use a new CUDA stream in a ``with`` block, since the usual one waits for the lost rank."""
     if device.type != "cuda":
         yield
         return
@@ -202,14 +209,14 @@ def arm_rescue(world: World, begun: StartedJob, shared: bool) -> Rescue:
 def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -> None:
     """Save a checkpoint, and end the job after a whole step. All ranks call it.
 
-    All ranks have agreed to end after this step, because a host leaves or is to be added again.
+    All ranks have agreed to end after this step, because a host leaves the job or returns to it.
 
     Args:
         world: the ranks.
         job: the objects of the training.
         state: position of the training.
-        save: function that saves at ``state``. If it returns False, all ranks have gone back to an
-            earlier checkpoint, and the job does not end.
+        save: function that saves a checkpoint at ``state``. If the function returns False, all
+            ranks have gone back to an earlier checkpoint, and the job does not end.
     """
     text = ""
     if job.length.save_every == 0:
@@ -255,7 +262,7 @@ class JobRebuild(GroupRebuild):
     def ready(
         self, group: ProcessGroup, planned: Planned, rescue: Rescue | None, shared: bool
     ) -> None:
-        """Declare that this rank can continue if another rank is lost; all ranks call it.
+        """Declare that this rank can continue if another rank is lost. All ranks call it.
 
         Args:
             group: process group of the ranks that train.
@@ -271,9 +278,9 @@ class JobRebuild(GroupRebuild):
         self.offer(group, rescue.keep if rescue else lambda: None, without_first)
 
     def go_on(self, survivors: Survivors) -> Continuation:
-        """Make a process group of the survivors; all survivors call it.
+        """Make a process group of the surviving ranks. All of these ranks call this method.
 
-        If a further rank is lost meanwhile, the remaining ranks call this method again.
+        If another rank is lost meanwhile, the remaining ranks call this method again.
         """
         stay = self.leave_lost(survivors)
         self.config = config_for_survivors(self.config, stay)
@@ -288,7 +295,7 @@ class JobRebuild(GroupRebuild):
 
 
 def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:
-    """Return the plan in which only the ranks ``stay`` share the batch, by the same speeds."""
+    """Return a plan that splits the batch among the ranks ``stay`` in the ratio of their shares."""
     wire = replace(plan.wire, slow_rank=None) if len(stay) > 1 else EXACT
     shares = [plan.shares[rank] for rank in stay]
     sizes = [plan.max_micro_batch[rank] for rank in stay]
@@ -299,7 +306,7 @@ def plan_for_survivors(plan: Plan, stay: list[int]) -> Plan:
 
 
 def config_for_survivors(config: Config, stay: list[int]) -> Config:
-    """Return the options with the per-rank values of only the ranks ``stay``."""
+    """Return the options, with values per rank reduced to those of the ranks ``stay``."""
     names = ("shares", "micro_batch", "precision")
     changes: dict[str, Any] = {
         name: value.only(stay) for name in names if (value := getattr(config, name)) is not None

@@ -1,12 +1,12 @@
 """The search for the loss scale before step 1, and for the cause of an overflow.
 
-The loss scale is the largest scale that does not overflow, less a margin. If gradients overflow
-later and a lower scale does not help, the run ends with an error that names the layer and the
-samples.
+The loss scale is the largest scale that does not overflow, reduced by a margin. If gradients
+overflow later and a lower scale does not help, the run ends with an error. The error names the
+layer and the samples.
 
-If the scale is too high, steps are skipped at the start, about fourteen from a scale of 2^32. If
-the scale is too low, small gradients become zero. The search therefore tries scales on the first
-batches of the training data.
+If the first scale is too high, steps are skipped until the scale is low enough. From a scale of
+2^32, about fourteen steps are skipped. If the scale is too low, small gradients become zero. The
+search therefore tries scales on the first batches of the training data.
 """
 
 import itertools
@@ -55,7 +55,7 @@ class Overflow:
 
 
 def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> Overflow | None:
-    """Compute micro-batches again; return the first layer with values that are not finite.
+    """Compute micro-batches again, and return the first layer with values that are not finite.
 
     None: all values are finite.
 
@@ -157,7 +157,7 @@ def find_scale(
     fp16: bool,
     wire: bool = False,
 ) -> float:
-    """Return the scale that all ranks start with; all ranks of the group call this function.
+    """Return the scale that all ranks start with. All ranks of the group call this function.
 
     Parameters and random state are left unchanged.
 
@@ -165,7 +165,7 @@ def find_scale(
         model: the model.
         batches: this rank's first micro-batches, each with the factor on a sample's loss without
             the loss scale.
-        fp16: True if this rank computes or sends in fp16. A rank without fp16 tries no scales.
+        fp16: True if this rank computes or sends in fp16. A rank that does neither tries no scales.
         wire: True if this rank sends gradients in fp16.
     """
     power = HIGHEST

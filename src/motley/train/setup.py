@@ -1,6 +1,7 @@
 """The setup of the objects that training needs.
 
-These objects are the data, length, budget of disk space, model, engine and schedule.
+These objects are the loader, the length of the run, the budget of time and disk space, the model,
+the engine and the schedule.
 """
 
 import dataclasses
@@ -77,7 +78,7 @@ class Budget:
         return self.checkpoint * min(self.saves, max(1, self.keep + 1 - self.there))
 
     def check(self) -> None:
-        """Raise MotleyError if the disk is too small."""
+        """Raise MotleyError if the free space of the disk is too small for the checkpoints."""
         if self.needed <= self.free:
             return
         fewer = replace(self, keep=1).needed < self.needed
@@ -89,7 +90,7 @@ class Budget:
         )
 
     def sentence(self) -> str:
-        """Return a sentence on the remaining time and the disk space, for the log."""
+        """Return a sentence on the remaining time and the needed disk space, for the log."""
         if not self.steps:
             return (
                 "all steps are done; for more, give a larger --epochs or --max-steps. "
@@ -115,7 +116,9 @@ def make_budget(
     step_s: float | None,
     keeps_best: bool = False,
 ) -> Budget:
-    """Return the budget of the rest of a run, from ``state``, on the rank that writes.
+    """Return the budget of the rest of a run, from ``state``.
+
+    The rank that writes checkpoints calls this function.
 
     Args:
         checkpoints: checkpoints of the run.
@@ -199,7 +202,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class JobParts:
-    """The parts of a job that are made before its engine; see :class:`Job`."""
+    """The parts of a job that are made before its engine. See :class:`Job` for their meaning."""
 
     config: Config
     plan: Plan
@@ -220,7 +223,7 @@ class JobParts:
         return result and self.length.at(result)
 
     def budget(self, state: TrainState, planned: Planned) -> Budget:
-        """Return the budget of the rest of the run, on the rank that writes.
+        """Return the budget of the rest of the run. The rank that writes checkpoints calls it.
 
         Raises:
             MotleyError: the disk is too small.
@@ -238,7 +241,7 @@ class JobParts:
 def make_ready(
     run: Run, group: ProcessGroup, planned: Planned, config: Config, model: TaskModel
 ) -> JobParts:
-    """Make the parts of a job that need no engine; every rank that trains calls it."""
+    """Make the parts of a job that need no engine. Every rank that trains calls it."""
     assert group.rank is not None
     plan = planned.plan
     most = max(plan.micro_batches[group.rank], default=0)
@@ -327,7 +330,7 @@ class Job:
     metric: Metric | None = None
 
     def resume(self, folders: list[Path]) -> tuple[TrainState, list[str]]:
-        """Continue from the first intact checkpoint of ``folders``; all ranks call it.
+        """Continue from the first intact checkpoint of ``folders``. All ranks call it.
 
         Returns:
             The position of the training, and notes for the user.
@@ -357,7 +360,7 @@ class StartedJob:
     first_steps: FirstSteps
 
     def take_over(self, shared: bool) -> None:
-        """Use the run's folder for checkpoints, and rename checkpoints of later steps in it.
+        """Use the run's folder for checkpoints, and rename its checkpoints of later steps.
 
         Args:
             shared: True if all ranks see the disk of the folder.
@@ -455,7 +458,7 @@ def assemble(
     """Wrap the model in an engine, and make the other objects of the training.
 
     Args:
-        ready: options, plan, loader and sizes of the run.
+        ready: the parts of the job that need no engine.
         run: the run.
         group: process group of the ranks that train.
         planned: the plan.

@@ -52,7 +52,7 @@ from motley.train.summary import make_records, print_summary, print_verdict
 
 
 def train_or_continue(world: World, given: Config, strategies: Mapping[str, Strategy]) -> Path:
-    """Train, or continue from a checkpoint; return the folder of the records.
+    """Train, or continue from a checkpoint, and return the folder of the records.
 
     A continued run has the checkpoint's options, except for options that the user typed.
 
@@ -73,7 +73,7 @@ def train_or_continue(world: World, given: Config, strategies: Mapping[str, Stra
 
 
 def check_optimization(config: Config) -> None:
-    """Raise MotleyError if options of the optimization contradict each other or do nothing."""
+    """Raise MotleyError if options of the optimizer contradict each other or have no effect."""
     check_optimizer(config)
     check_schedule(config)
     typed = config.typed_names - config.continued_names
@@ -96,7 +96,7 @@ def train(
     monitor: MonitorFactory = ReplanMonitor,
     run: Run | None = None,
 ) -> None:
-    """Train one model on all ranks of ``world``; every rank calls it with the same config.
+    """Train one model on all ranks of ``world``. Every rank calls it with the same config.
 
     Args:
         world: the ranks.
@@ -104,7 +104,7 @@ def train(
         engine_factory: factory of the engine.
         make_model: factory of the module that wraps the network.
         monitor: factory of the monitor that proposes another split.
-        run: the run; None: find the run by the options.
+        run: the run; None: create the run that the options describe.
     """
     check_optimization(config)
     run = run or Run.find(world, config)
@@ -134,7 +134,7 @@ def train_with(
 
     Args:
         survivor: the object by which this rank continues after another rank is lost.
-        survivors: the survivors of the last group; None: no rank is lost.
+        survivors: the surviving ranks of the previous process group; None: no rank is lost.
         run: the run.
         keeper: keeper of compiled code.
         engine_factory: factory of the engine.
@@ -196,7 +196,7 @@ def train_begun(
     begun: StartedJob,
     rescue: Rescue,
 ) -> None:
-    """Train a job to its end, and record it; every rank that trains calls it."""
+    """Train a job to its end, and record it. Every rank that trains calls it."""
     release_groups()  # groups that were used for measurements
     job = begun.job
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
@@ -234,7 +234,7 @@ def train_begun(
 
 
 def memory_peaks(job: Job) -> list[float]:
-    """Return the peak memory of each rank in MiB; all ranks that train call it.
+    """Return the peak memory of each rank in MiB. All ranks that train call it.
 
     The result is empty if no peak was predicted.
     """
@@ -244,7 +244,7 @@ def memory_peaks(job: Job) -> list[float]:
 
 
 def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
-    """Write this rank's records and its checkpoint, as far as they are not on the disk yet."""
+    """Write the records and the checkpoint of this rank that are not on the disk yet."""
     try:
         recorder.last_words()
     finally:
@@ -281,7 +281,7 @@ def how_to_continue(
 
 
 def record_from(begun: StartedJob, run: Run, group: ProcessGroup) -> Recorder:
-    """Make the recorder of the following steps, and write the notes of the setup with it."""
+    """Make the recorder of the steps to come, and record the notes of the setup."""
     job, state = begun.job, begun.state
     recorder = Recorder(
         run, job.model.task, group, job.config, tells_sync=not job.engine.equal_micro_steps,

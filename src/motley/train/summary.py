@@ -51,8 +51,8 @@ def make_records(
 ) -> dict[str, Any]:
     """Return the entries of run.json on the ranks, the plan and the options.
 
-    If links were not measured at this start, the entry ``links_of_earlier_run`` is the time of the
-    measurement, in seconds since 1970.
+    If the speeds of the links come from an earlier run, the entry ``links_of_earlier_run`` is the
+    time of their measurement, in seconds since 1970.
 
     Args:
         world: the ranks.
@@ -61,8 +61,7 @@ def make_records(
         plan: the plan in use.
         planned: the plan with its measurements.
         traits: traits of the engine.
-        job: the objects of the training; None on a rank that is left out and does not write the
-            file.
+        job: the objects of the training; None on a rank that takes no part in training.
         last_step: number of the run's last step.
     """
     task = get_task(config)
@@ -103,7 +102,7 @@ def make_records(
 
 
 def print_verdict(run: Run) -> None:
-    """Print the speed that a run reached, and faster alternatives; rank 0 calls it."""
+    """Print the speed that a run reached, and faster alternatives. Rank 0 calls it."""
     try:
         files = run.folder.step_files().values()
         is_long = sum(path.stat().st_size for path in files) > _MUCH  # takes seconds to read

@@ -5,7 +5,7 @@
     mpirun -np 5 --hostfile hosts.txt motley train --task mine.py --stage 3
     mpirun -np 5 --hostfile hosts.txt motley train --resume auto
 
-Options of a task are listed with --task NAME --help-all.
+To list the options of a task, add --task NAME --help-all.
 """
 
 import sys
@@ -36,7 +36,7 @@ def train_model(
     arguments: Sequence[str] | None = None,
     **options: Any,
 ) -> Path:
-    """Train a task on all ranks, as ``motley train`` does; every rank calls it once.
+    """Train a task on all ranks, as ``motley train`` does. Every rank calls it once.
 
     Start the script with ``mpirun -np 2 motley run SCRIPT.py``, or with ``python SCRIPT.py`` for
     one rank::
@@ -77,7 +77,7 @@ def train_model(
 
 
 def train_script(package: str, description: str, words: Sequence[str] | None = None) -> Path:
-    """Train with the options on the command line; return the folder of the records.
+    """Train with the options on the command line, and return the folder of the records.
 
     Args:
         package: motley.engines.strategies.TORCH or ZERO, whose strategies the script offers.
