@@ -183,7 +183,7 @@ class PowerSgdReducer(Reducer):
         self._lanes = [_Lane(number, mode, device, self._sums) for number in range(lanes)]
 
     def begin_at_once(self) -> None:
-        """Compress from the first step on, without exact steps first. Measurements use it."""
+        """Skip the exact steps with which PowerSGD begins. Measurements call this method."""
         for lane in self._lanes:
             lane.power.iter = _EXACT_AT_FIRST
 

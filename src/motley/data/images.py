@@ -207,7 +207,7 @@ def select_classes(images: Images, classes: Sequence[int]) -> Images:
 
 
 def is_foreign(name: str) -> bool:
-    """Return True if an operating system, an archiver or a file server creates files of this name."""
+    """Return True for a file name that an operating system, archiver or file server creates."""
     return name.startswith(".") or name.lower() in _FOREIGN
 
 

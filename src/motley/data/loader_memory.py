@@ -180,7 +180,7 @@ def _shared(size: int) -> mmap.mmap | None:
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
-    """Assign each tensor the next place in a slot.
+    """Give each tensor the next place in a slot.
 
     Returns:
         The places, and their total size in bytes.

@@ -38,8 +38,7 @@ from motley.tasks.task import LABEL, PREDICTED
 def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
     """Set all gradients of passes in a ``with`` block to zero, if the rank has no samples.
 
-    The gradients are replaced by zeros. Multiplying by 0 would turn values that are not finite into
-    NaN.
+    Each gradient is replaced by zeros. A multiplication by 0 would turn infinite values into NaN.
 
     Args:
         net: the network.
@@ -89,9 +88,10 @@ def name_types(dtypes: Iterable[torch.dtype]) -> str:
 
 @torch.no_grad()
 def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
-    """Return the sums of the task's scores, in order of ``model.score_names``, float64 [k + 2].
+    """Return the sums of the task's k scores over a batch, float64 [k + 2].
 
-    The last two entries are the total weight and the number of the samples.
+    The scores are in the order of ``model.score_names``. The last two entries are the total weight
+    of the samples and the number of samples.
 
     Args:
         model: the model.
@@ -136,7 +136,7 @@ class EngineBase:
 
     @cached_property
     def average(self) -> ParameterAverage | None:
-        """Moving average of the parameters; None without ``--model-ema``. See :class:`Engine`.
+        """Moving average of the parameters. None without the option ``--model-ema``.
 
         The average is created at the first access, because an engine may still replace the
         parameters' tensors while it is built.
@@ -154,17 +154,20 @@ class EngineBase:
         return {name: each.detach() for name, each in self._trained.items()}
 
     def sync_parameters(self) -> None:
-        """See :class:`Engine`. Only the statistics of batch norms differ between ranks here."""
+        """Make the running statistics of batch norms equal on all ranks.
+
+        The parameters of these engines are equal on all ranks after every step.
+        """
         if self._model.statistics:
             self._model.statistics.unite(self.on_change)
             self.on_same()
 
     def unite(self) -> None:
-        """See :class:`Engine`."""
+        """Set the parameters to their mean over all ranks, if they differ between ranks."""
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """See :class:`Engine`."""
+        """Use :attr:`average` as the model's parameters in a ``with`` block. All ranks call it."""
         self._exchange()
         try:
             yield
@@ -178,13 +181,19 @@ class EngineBase:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Report in a ``with`` block that the state changes outside of a step."""
+        """Report the start and the end of a ``with`` block that changes the state between steps.
+
+        The context manager calls :attr:`on_change` before the block, and :attr:`on_same` after it.
+        """
         self.on_change()
         yield
         self.on_same()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See :class:`Engine`. If memory runs out, the batch is evaluated in halves."""
+        """Return the sums of the scores of held-out samples; see :func:`score`.
+
+        If memory runs out, the method evaluates the batch in halves.
+        """
         if not self.replicated:
             return self._evaluate_together(batch)
         if not len(batch):
@@ -204,7 +213,7 @@ class EngineBase:
         return torch.zeros(count, dtype=torch.float64, device=self._context.device)
 
     def state(self, scope: Scope, keep: Callable[[Tensor], Tensor] = snapshot) -> State:
-        """See :class:`Engine`."""
+        """Return a part of the training state; see :meth:`Engine.state`."""
         match scope:
             case Scope.GLOBAL:
                 return self._global_state()
@@ -222,7 +231,7 @@ class EngineBase:
                 return State(self._estimate_buffers(keep))
 
     def load_state(self, scope: Scope, state: State) -> list[str]:
-        """See :class:`Engine`."""
+        """Restore a part of the training state; see :meth:`Engine.load_state`."""
         match scope:
             case Scope.GLOBAL:
                 self._load_global(state)
@@ -251,7 +260,7 @@ class EngineBase:
         self._go_on_beside(state)
 
     def _go_on_beside(self, state: State) -> None:
-        """Load all state except the parameters, which must be loaded already."""
+        """Load all state except the parameters. The caller has loaded the parameters already."""
         if self._model.statistics:
             self._model.statistics.reset()
         if self.average:
@@ -302,4 +311,4 @@ class EngineBase:
         return []
 
     def reconfigure(self, plan: Plan) -> None:
-        """See :class:`Engine`. Nothing to do, since :meth:`accumulate` gets a plan's values."""
+        """Do nothing. The values of a new plan reach the engine by :meth:`accumulate`."""

@@ -1,13 +1,13 @@
 """Engines of ``--strategy ddp``: DistributedDataParallel, and an engine without overlap.
 
-Both support unequal shares. DistributedDataParallel sends the gradient while the backward pass
-still runs. The engine without overlap sends the gradient after the last backward pass, or not at
-all.
+Both engines support unequal shares. DistributedDataParallel sends the gradient while the backward
+pass still runs. The engine without overlap sends the gradient after the last backward pass. On a
+single rank, the engine without overlap sends nothing.
 
 DDP's gradients are views of its buckets. The buckets are filled with zeros before a step, and each
 gradient is added by its own kernel. This takes 0.9 ms of a step of 73 ms for ViT-B/16 on an H200.
-Without overlap, a gradient is the tensor that the backward pass creates. Its memory is free between
-two steps, and one kernel copies many gradients into the message.
+Without overlap, a gradient is the tensor that the backward pass creates. The memory of the gradient
+is free between two steps, and one kernel copies many gradients into the message.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ def _sum_bucket(
 
 
 class DdpEngine(ReducingEngine):
-    """The engine that wraps DistributedDataParallel; an implementation of Engine.
+    """The engine that wraps DistributedDataParallel.
 
-    DDP's own average over ranks is not used, because it is wrong for unequal shares.
+    DDP's own average over ranks is not used, because it is wrong for unequal shares of the batch.
     """
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
@@ -85,10 +85,10 @@ class DdpEngine(ReducingEngine):
         self._fix_buckets()
 
     def sum_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Add up one of DDP's buckets over all ranks while the backward pass continues.
+        """Start to sum one of DDP's buckets over all ranks, while the backward pass continues.
 
         Returns:
-            A future with the sum.
+            A future of the sum.
         """
         own = Bucket(bucket.index(), bucket.buffer(), bucket.gradients(), bucket.is_last())
         if own.final:
@@ -131,9 +131,10 @@ class DdpEngine(ReducingEngine):
         return losses.detach()
 
     def _without(self) -> list[str]:
-        """Return the names of the parameters for whose gradients the next bucket waits.
+        """Return the names of the parameters that delay the next bucket.
 
-        The gradients of these parameters, which are views of DDP's bucket, are still zero.
+        The backward pass has not computed the gradients of these parameters. Their gradients, which
+        are views of DDP's bucket, are still zero.
         """
         places = {grad.data_ptr() for grad in self._buckets[self._sent].grads}
         return [
@@ -168,7 +169,7 @@ class DdpEngine(ReducingEngine):
 
 
 class NoOverlapEngine(ReducingEngine):
-    """The engine that sends gradients after the last backward pass; implements Engine."""
+    """The engine that sends gradients after the last backward pass of a step."""
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context, "no_overlap")
@@ -193,10 +194,10 @@ class NoOverlapEngine(ReducingEngine):
 
     @property
     def reads_late(self) -> bool:
-        """True if the outcome of a step may be read after the next step has started. See Engine.
+        """True if the host may read the outcome of a step after the next step has started.
 
-        The value is False if the host must know the outcome at once. This is so for a dynamic loss
-        scale, for a moving average, and for parameters that may have a gradient on no rank.
+        The value is False if the host must know the outcome at once. The host must know it for a
+        dynamic loss scale, a moving average, or parameters that may have a gradient on no rank.
         """
         return self._late and not (self.scale.dynamic or self.average or self._may_lack)
 
@@ -231,7 +232,13 @@ class NoOverlapEngine(ReducingEngine):
             self._own_norms.append(gradient_norm(parameters))
 
     def _room(self, place: int) -> Bucket:
-        """Return memory for a bucket. If memory runs out, free the gradients first."""
+        """Return a bucket with memory for its gradients.
+
+        If memory runs out, free this rank's gradients and try again. No rank then takes the step.
+
+        Args:
+            place: number of the bucket.
+        """
         for _ in range(2):
             try:
                 return self._sum.make_bucket(place, self._reducer.dtype)

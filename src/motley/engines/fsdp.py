@@ -4,8 +4,8 @@ Each rank keeps a shard of every parameter, of its gradient and of the optimizer
 parameters of blocks are gathered before the blocks compute, and their gradients are
 reduce-scattered afterwards. Every micro-batch therefore communicates, and all ranks have the same
 number of micro-batches. The optimizer steps this rank's shard of each parameter as a plain tensor.
-For a DTensor, Python dispatches each operation. For a ViT-B this takes ten times as long as the
-step of AdamW itself (pytorch#134191).
+For a DTensor, Python dispatches each operation. For a ViT-B, this dispatch takes ten times as long
+as the step of AdamW itself (pytorch#134191).
 """
 
 import contextlib
@@ -53,8 +53,8 @@ class LocalShards:
     """Plain tensors that replace the DTensors of an optimizer, and share their memory.
 
     Args:
-        optimizer: optimizer whose step of an element, or of a row, does not depend on the rest of
-            the tensor.
+        optimizer: an optimizer that steps each element, or each row, independently of the rest of
+            its tensor.
 
     Attributes:
         whole: the DTensors.
@@ -68,7 +68,7 @@ class LocalShards:
         self._exchange(self.whole, self.own)
 
     def with_gradients(self) -> Sequence[Tensor]:
-        """Return this rank's shards, each with its gradient."""
+        """Return this rank's shards as plain tensors, whose ``grad`` is this rank's gradient."""
         with torch.no_grad():  # makes to_local() of a DTensor cheap
             for whole, own in zip(self.whole, self.own, strict=True):
                 own.grad = None if whole.grad is None else own_rows(whole.grad)
@@ -103,7 +103,15 @@ class LocalShards:
 
 
 def _like(value: Any, old: Tensor, new: Tensor) -> Any:
-    """Convert a tensor of the optimizer's state from a plain shard to a DTensor, or back."""
+    """Convert a value of the optimizer's state from a plain shard to a DTensor, or back.
+
+    Values that are not shaped like the parameter stay as they are.
+
+    Args:
+        value: a value of the optimizer's state for one parameter.
+        old: the parameter in the form of ``value``.
+        new: the parameter in the form of the result.
+    """
     if not isinstance(value, Tensor) or not is_by_rows(value.shape, old.shape):  # such as a step
         return value
     return rows_as(value, new) if isinstance(new, DTensor) else own_rows(value)
@@ -141,16 +149,17 @@ def shard_net(
     wire: torch.dtype | None,
     **options: Any,
 ) -> Callable[[nn.Module], object]:
-    """Divide a network among the ranks: its blocks, a few at a time, and then the other modules.
+    """Split a network into shards: first the blocks, a few at a time, then the other modules.
 
     Args:
         net: the network.
         blocks: blocks of the network, in order.
-        fill: function that gives the parameters of modules their values. The modules to be sharded
-            next are its arguments.
+        fill: function that gives the parameters of some modules their values. Its arguments are the
+            modules that are sharded next.
         wire: dtype in which gradients are reduce-scattered; None: float64 for float64 parameters,
             else float32.
-        options: arguments of torch's fully_shard, and ``param_dtype`` of its MixedPrecisionPolicy.
+        options: arguments for torch's fully_shard, and ``param_dtype`` for its
+            MixedPrecisionPolicy.
 
     Returns:
         A function that shards another module in the same way.
@@ -174,7 +183,7 @@ def shard_net(
 
 
 def share_tensor(value: Tensor, own: Tensor | None) -> Tensor:
-    """Return this rank's shard of a whole tensor, which is sharded like a parameter.
+    """Return this rank's shard of a whole tensor, cut in the same way as a parameter.
 
     Args:
         value: the whole tensor, equal on all ranks.
@@ -195,7 +204,9 @@ def reshard(net: nn.Module) -> None:
 
 
 class BlockCalls:
-    """A record of the blocks that a pass has called. All ranks must gather each block together.
+    """A record of the blocks that a forward pass has called.
+
+    All ranks must gather each block together, so a rank must not leave out a block.
 
     Args:
         blocks: the blocks by name.
@@ -214,16 +225,16 @@ class BlockCalls:
         self._called.add(name)
 
     def start(self) -> None:
-        """Start a pass."""
+        """Start to record the calls of a new forward pass."""
         self._called.clear()
 
     def list_left_out(self) -> list[str]:
-        """Return the names of the blocks that the pass has not called so far."""
+        """Return the names of the blocks that the forward pass has not called so far."""
         return [name for name in self._names if name not in self._called]
 
 
 class FsdpEngine(SynchronousEngine):
-    """The engine that wraps torch's fully_shard; implements Engine and HoldsParts.
+    """The engine that wraps torch's fully_shard.
 
     FSDP averages gradients over W ranks, so each loss has a factor W/N for N samples. Gradients are
     reduce-scattered in the wire mode's dtype. Parameters are gathered in 16 bits if all ranks
@@ -282,7 +293,10 @@ class FsdpEngine(SynchronousEngine):
         return losses.detach()
 
     def _check_called(self) -> None:
-        """Raise MotleyError if the pass left out a block, which all ranks must gather together."""
+        """Raise MotleyError if the forward pass has not called a block of the model.
+
+        All ranks must gather each block together.
+        """
         if left_out := self._blocks.list_left_out():
             raise found_unused(self._model, "--strategy fsdp", left_out)
 
@@ -355,7 +369,10 @@ class FsdpEngine(SynchronousEngine):
             self.memory.load(shared(("optimizer",)))
 
     def _as_held(self, value: Tensor, own: Tensor | None) -> Tensor:
-        """Return rows as a DTensor if this rank holds their parameter as a DTensor."""
+        """Return a tensor in the form in which this rank holds its parameter.
+
+        If the parameter ``own`` is a DTensor, the rows ``value`` become a DTensor, too.
+        """
         if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.to_local().shape):
             return value
         return rows_as(value.to(own.device), own)

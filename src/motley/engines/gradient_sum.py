@@ -1,4 +1,4 @@
-"""The sum of gradients over all ranks, sent after the last backward pass of a step or during it."""
+"""The sum of gradients over all ranks, sent during or after the last backward pass of a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,9 +51,9 @@ class GradientSum:
 
         Args:
             room: function that returns memory for the bucket of a given number; None:
-                :meth:`make_bucket`.
+                use :meth:`make_bucket`.
             note: function that is called with the parameters of each bucket while the bucket is
-                sent. Their gradients are still this rank's own.
+                sent. The gradients of these parameters are then still this rank's own.
 
         Returns:
             The indices of the parameters that had no gradient on this rank.
@@ -78,7 +78,7 @@ class GradientSum:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A bucket whose sum has begun.
+    """A bucket whose sum over the ranks has started.
 
     Attributes:
         bucket: the bucket.
@@ -95,8 +95,8 @@ class EarlySum:
     """The sum of some parameters' gradients over all ranks, sent while a backward pass computes.
 
     All ranks send the buckets in one order, from the last parameter to the first. A bucket is sent
-    when the bucket and all earlier buckets are complete. The gradients themselves stay unchanged
-    until :meth:`take`, so that :meth:`forget` can discard a sum.
+    when all gradients of this bucket and of all earlier buckets are computed. The gradients
+    themselves stay unchanged until :meth:`take`, so that :meth:`forget` can discard a sum.
 
     Args:
         parameters: the parameters, equal on all ranks.
@@ -104,7 +104,7 @@ class EarlySum:
 
     Attributes:
         parameters: the parameters, in the order of their indices.
-        is_late: True if a gradient has changed after its bucket was sent.
+        is_late: True if a gradient has changed after its bucket was sent. The sum is then wrong.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class EarlySum:
             hook.remove()
 
     def forget(self) -> None:
-        """Discard a sum that has begun. This rank keeps its own gradients."""
+        """Discard a sum that has started. This rank keeps its own gradients."""
         self._sent: list[_Sent] = []
         self._missing = list(map(len, self._groups))  # gradients that each bucket waits for
         self._is_open = self.is_late = False
@@ -138,15 +138,18 @@ class EarlySum:
 
     @property
     def has_begun(self) -> bool:
-        """True after :meth:`open`, until :meth:`take` or :meth:`forget` is called."""
+        """True from the call of :meth:`open` to the call of :meth:`take` or :meth:`forget`."""
         return self._is_open or bool(self._sent)
 
     def open(self) -> None:
-        """Send each bucket during the next backward pass, which completes the gradients."""
+        """Make the next backward pass send each bucket as soon as the bucket is complete.
+
+        The caller calls it before the last backward pass of a step.
+        """
         self._is_open = True
 
     def _note(self, parameter: Tensor) -> None:
-        """Send each bucket that a new gradient completes; autograd calls it."""
+        """Send each bucket that the gradient of a parameter completes. Autograd calls it."""
         if not self._is_open:
             return
         place = self._place[id(parameter)]
@@ -197,16 +200,20 @@ class EarlySum:
         return [each for sent in self._sent for each in sent.bucket.grads]
 
     def take(self) -> None:
-        """Replace each gradient by its sum. Every parameter has a gradient afterwards."""
+        """Replace each gradient by its sum over the ranks.
+
+        Afterwards every parameter has a gradient.
+        """
         for group, sent in zip(self._groups, self._sent, strict=True):
             _take(group, sent.bucket.grads)
         self.forget()
 
 
 def drop_absent(parameters: Sequence[Tensor], absent: Sequence[int], wire: torch.device) -> None:
-    """Set each parameter's gradient to None if no rank has computed it. All ranks call it.
+    """Set the gradient of each parameter to None if no rank has computed the gradient.
 
-    Momentum and weight decay then do not change these parameters, just as on one host.
+    Momentum and weight decay then do not change these parameters, just as in training on one host.
+    All ranks call this function.
 
     Args:
         parameters: the parameters, equal on all ranks.
@@ -226,7 +233,7 @@ def wire_device(device: torch.device) -> torch.device:
 
 
 def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Copy the parameters' gradients into tensors, with zeros for missing gradients.
+    """Copy the parameters' gradients into tensors. A missing gradient counts as zeros.
 
     Args:
         places: tensors to write to.
@@ -245,7 +252,7 @@ def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     """Set each parameter's gradient to its sum over the ranks.
 
     A sum in the parameter's dtype becomes the gradient itself, without a copy. A sum in another
-    dtype, as after a 16-bit wire, is copied into the existing gradient.
+    dtype, such as the 16 bits in which gradients were sent, is copied into the existing gradient.
 
     Args:
         parameters: the parameters.

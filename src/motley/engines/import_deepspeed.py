@@ -1,11 +1,11 @@
-"""The import of DeepSpeed, without the messages of DeepSpeed. No other module imports it.
+"""The import of DeepSpeed without its messages. No other module imports DeepSpeed.
 
-By default DeepSpeed prints warnings that do not apply here, and does so on every rank. On a CPU,
-DeepSpeed also compiles code for inference. This takes half a minute, and needs headers that a host
-may lack.
+By default DeepSpeed prints warnings on every rank that do not apply here. On a CPU, DeepSpeed also
+compiles code for inference. The compilation takes half a minute, and needs headers that a host may
+lack.
 
-Importing this module raises MotleyError if DeepSpeed is absent, or is a version that trains
-wrongly.
+Importing this module raises MotleyError if DeepSpeed is not installed, or if its version is known
+to train wrongly.
 """
 
 import importlib.metadata

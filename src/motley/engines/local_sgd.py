@@ -1,16 +1,17 @@
 """Local SGD: each rank takes its own optimizer steps, and parameters are averaged at intervals.
 
-In an averaging round, each rank sends its progress since the last round, weighted by the samples
-that it has used. The sum travels while the next steps are computed. In the next averaging round,
-the sum replaces the rank's own progress. With z the parameters on which all ranks agree, d_i the
-progress of rank i and n_i its samples,
+The progress of a rank is the change of its parameters since the last averaging round. In a round,
+each rank sends its progress, weighted by the number of samples that the rank has used. The ranks
+compute the next steps during the all-reduce of this sum. In the next round, the mean replaces the
+rank's own progress. Let z be the parameters that are equal on all ranks, x_i the parameters of
+rank i, d_i its progress, and n_i its number of samples. Then
 
-    x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one averaging round later,
+    x_i = z + d_i,    and one averaging round later    z <- z + sum_i n_i d_i / sum_i n_i
 
-The transfer costs no time if it takes no longer than the steps between two rounds. A rank that is
+The all-reduce costs no time if it takes no longer than the steps between two rounds. A rank that is
 late by less than this time does not delay the other ranks. Losses and times are sent with the
-progress. A gradient is computed from a rank's own samples alone, so the result differs from
-training on one host.
+progress. A rank computes a gradient from its own samples alone, so the result differs from training
+on one host.
 """
 
 import math
@@ -37,7 +38,7 @@ _TOLD = 4  # numbers that each rank sends at an averaging round
 
 
 class LocalEngine(StepEngine):
-    """The engine for Local SGD; implements Engine."""
+    """The engine for Local SGD."""
 
     traits = EngineTraits(additions=(Addition.LOCAL_STEPS,), spares_slow_rank=False)
     loss_weight = 1
@@ -68,7 +69,7 @@ class LocalEngine(StepEngine):
         _copy_into(self._parameters, vector)
 
     def _begin(self) -> None:
-        """Start a round. All ranks have the same parameters at this moment."""
+        """Start the steps of a new averaging round. All ranks have equal parameters now."""
         self._take(self._agreed)
         self._start = self._agreed.clone()  # this rank's parameters at the last averaging round
         self._sum: Tensor | None = None  # all-reduce of the progress until then, still running
@@ -134,9 +135,13 @@ class LocalEngine(StepEngine):
     # -- averaging rounds
 
     def _average(self, ready_s: float = 0.0) -> None:
-        """Apply the sum of the last averaging round, and send this rank's progress for the next.
+        """Apply the sum of the last averaging round, and send this rank's progress since then.
 
-        The sum must have arrived already.
+        The all-reduce of the last round must have finished.
+
+        Args:
+            ready_s: seconds until this rank's gradient was ready in the last step. Sent with the
+                progress.
         """
         own = self._agreed.new_zeros(self._context.size, _TOLD)
         own[self._context.rank] = torch.stack([
@@ -173,9 +178,9 @@ class LocalEngine(StepEngine):
         self._heard = table
 
     def sync_parameters(self) -> None:
-        """Run an averaging round, and wait for its sum. See Engine.
+        """Make the parameters equal on all ranks: run an averaging round, and wait for its sum.
 
-        The optimizer's state is averaged too, so that a checkpoint has one state for all ranks.
+        The optimizer's state is averaged, too, so that a checkpoint has one state for all ranks.
         """
         super().sync_parameters()
         if self._steps == 0 and self._sum is None:
@@ -187,7 +192,7 @@ class LocalEngine(StepEngine):
         self._synchronize_start()
 
     def unite(self) -> None:
-        """See Engine. The mean is weighted by the ranks' shares of the batch."""
+        """Set the parameters to their mean over all ranks, weighted by the ranks' shares."""
         self._agreed = self._vector() * self._share
         dist.all_reduce(self._agreed)
         self._synchronize_start()
@@ -197,7 +202,7 @@ class LocalEngine(StepEngine):
         return self._plan.counts[self._context.rank] / self._plan.global_batch
 
     def _synchronize_start(self) -> None:
-        """Start a round from the same parameters on all ranks, and average their other state."""
+        """Start a round from equal parameters, and make the remaining state equal on all ranks."""
         with self._changing():
             self._begin()
         self._average_memory()
@@ -252,7 +257,7 @@ class LocalEngine(StepEngine):
 
         Args:
             names: names of the parameters that the optimizer has not stepped yet.
-            counts: True if a step counter in a parameter group is to count this step.
+            counts: True: a step counter in a parameter group counts this step.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
         rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -33,8 +33,12 @@ from motley.errors import MotleyError
 def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
     """Return True if an optimizer's tensor for a parameter is sharded along with the parameter.
 
-    This holds if the tensor has the parameter's shape, or is a matrix with as many rows. An example
-    of such a matrix are the scales of an 8-bit optimizer.
+    The tensor is sharded if it has the parameter's shape, or is a matrix with as many rows as the
+    parameter. An example of such a matrix is the scales of an 8-bit optimizer.
+
+    Args:
+        shape: shape of the optimizer's tensor.
+        parameter: shape of the parameter.
     """
     if torch.Size(shape) == torch.Size(parameter):
         return True
@@ -42,9 +46,14 @@ def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the range of rows of a rank, as torch.chunk divides them.
+    """Return the range of a tensor's rows that a rank holds, if torch.chunk divides the tensor.
 
     The range is the first row, and the row after the last.
+
+    Args:
+        rows: number of rows of the tensor.
+        rank: number of the rank.
+        ranks: number of ranks.
     """
     each = -(-rows // ranks)
     first = min(rank * each, rows)
@@ -52,7 +61,7 @@ def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def own_rows(value: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor; an unsharded tensor is returned as it is."""
+    """Return this rank's rows of a sharded tensor, or the whole of an unsharded tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -95,7 +104,7 @@ def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
 
 
 def _gather_tensor(value: Tensor) -> Tensor:
-    """Return a tensor, gathered from all ranks if it is sharded, on the device that uses it."""
+    """Return a tensor. A sharded tensor is gathered from all ranks, on its own device."""
     if isinstance(value, DTensor):
         value = value.to(value.device_mesh.device_type)
         whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
@@ -128,9 +137,14 @@ def model_state(net: nn.Module, keep: Callable[[Tensor], Tensor] = on_cpu) -> di
 
 
 def fill_tied(net: nn.Module, state: dict[str, Tensor]) -> None:
-    """Store a tied parameter's value under all its names in a result of :func:`model_state`.
+    """Copy the value of each tied parameter to all of its names in a state, in place.
 
-    A state that was gathered under only the first name has old values under the other names.
+    The state of a sharded model may have the value only under the parameter's first name. The
+    values under the other names are then out of date.
+
+    Args:
+        net: the network.
+        state: a result of :func:`model_state`.
     """
     first: dict[nn.Parameter, str] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
@@ -189,9 +203,9 @@ def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def seed_random(seed: int, device: torch.device) -> None:
-    """Seed the random numbers of a pass.
+    """Seed torch's random numbers on the CPU and on one device.
 
-    torch.manual_seed takes half a millisecond, because it asks every kind of device that torch
+    torch.manual_seed takes half a millisecond, because it calls every kind of device that torch
     supports.
     """
     torch.default_generator.manual_seed(seed)
@@ -221,10 +235,10 @@ class State:
 
 
 class OptimizerMemory:
-    """Reader and writer of an optimizer's state. Create it before the optimizer's first step.
+    """A reader and writer of an optimizer's state. Create it before the optimizer's first step.
 
-    Before the first step, options of the run set all values in a parameter group. Only values that
-    change afterwards are saved.
+    The options of the run set all values in a parameter group before the first step. Only values
+    that change afterwards are saved.
     """
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -237,8 +251,9 @@ class OptimizerMemory:
         ]
 
     def slots(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's state of each parameter, by slot (such as ``exp_avg``), uncopied.
+        """Return the optimizer's state of each parameter, by parameter name and slot.
 
+        A slot is a name in the optimizer's state, such as ``exp_avg``. The tensors are not copied.
         The slots are empty before the first step. Do not call this method while an engine has
         replaced the optimizer's parameters by other tensors.
         """
@@ -247,7 +262,7 @@ class OptimizerMemory:
         return {names[number]: slots for number, slots in sorted(state.items())}
 
     def changed(self) -> list[JsonDict]:
-        """Return the values of each parameter group that have changed, such as a step counter."""
+        """Return for each parameter group the values that have changed, such as a step counter."""
         return [
             {key: value for key, value in group.items()
              if key not in _OPTIONS and (key not in options or options[key] != value)}
@@ -348,7 +363,13 @@ def select_slots(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON, and add its tensors to ``tensors`` by name."""
+    """Return a value in a form for JSON, and add the value's tensors to ``tensors``.
+
+    Args:
+        value: the value, which may contain tensors.
+        key: name of the value. The names of its tensors begin with this name.
+        tensors: dictionary that receives the tensors.
+    """
     if isinstance(value, Tensor):
         tensors[key] = value
         return {"tensor": key}
@@ -365,7 +386,12 @@ def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value from its description by :func:`_describe`."""
+    """Return the value that :func:`_describe` has described.
+
+    Args:
+        said: result of :func:`_describe`.
+        tensors: the tensors of the value by name.
+    """
     if not isinstance(said, dict):
         return said
     ((kind, content),) = said.items()
@@ -378,7 +404,7 @@ def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _like(value: Any, saved: Any) -> Any:
-    """Convert a loaded value back to the types that were saved, on its present device."""
+    """Convert a loaded value back to the types of the saved value, on its current device."""
     if isinstance(saved, Tensor):
         return value.to(saved.dtype)
     if isinstance(saved, list | tuple):
@@ -392,7 +418,7 @@ Named = Mapping[str, Any]  # tensors by name, DTensors among them
 
 
 def trained(net: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, each once, by name."""
+    """Return the parameters that are trained, by name. A tied parameter occurs once."""
     return {name: each for name, each in net.named_parameters() if each.requires_grad}
 
 
@@ -437,7 +463,7 @@ class ParameterAverage:
     def exchange(self) -> None:
         """Exchange the values of the average and the parameters.
 
-        A second exchange restores both exactly.
+        A second exchange restores both values exactly.
         """
         for name, parameter in self._held().items():
             average = self.tensors[name]

@@ -104,7 +104,10 @@ def has_optimizer(task: Task) -> bool:
 
 
 def _make_own(task: Task, net: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Return the task's own optimizer, for timm's groups with and without weight decay."""
+    """Return the optimizer that the task makes.
+
+    The task gets timm's groups of parameters with and without weight decay.
+    """
     spared: Collection[str] = getattr(net, "no_weight_decay", set)()
     groups: list[dict[str, Any]] = timm.optim.param_groups_weight_decay(
         net, config.weight_decay, no_weight_decay_list=spared
@@ -213,13 +216,13 @@ _CHOOSE = "choose another optimizer, such as adamw, sgd, lion or muon"
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """The properties of an optimizer that matter to an engine.
+    """The properties of an optimizer on which an engine depends.
 
     Attributes:
         fused: True if the optimizer has a fused kernel.
         wraps: True if the optimizer wraps another optimizer, which has the state.
         nests: True if the state contains lists of tensors.
-        counts: True if a step changes a value of a parameter group, such as a step counter.
+        counts: True if a step changes a value in a parameter group, such as a step counter.
     """
 
     fused: bool
@@ -235,8 +238,8 @@ class Sharding:
     Attributes:
         words: name of the engine for messages.
         ranks: number of ranks.
-        cut: function that shards the parameters of a module.
-        share: function that converts a whole state to the form that a sharded module loads.
+        cut: function that shards the parameters of a module over the ranks.
+        share: function that converts the state of a whole module to a sharded module's state.
     """
 
     words: str
@@ -246,13 +249,13 @@ class Sharding:
 
 
 class _Trial:
-    """A layer of two parameters, and its optimizer, which is tried on the layer.
+    """A small layer with two parameters, on which an optimizer is tried.
 
     Args:
         config: the options. ``--opt`` names the optimizer.
         device: device of the layer.
         rows: number of rows of the layer's matrix, which is sharded evenly. The layer also has a
-            vector that may be sharded unevenly, because torch sums such shards in another way.
+            vector that may be sharded unevenly, because torch sums uneven shards in another way.
         fused: True: use a fused kernel if the optimizer has one.
         sharding: the way in which an engine shards tensors; None: whole tensors.
     """
@@ -308,8 +311,8 @@ def try_optimizer(
     Args:
         config: the options. ``--opt`` names the optimizer.
         device: device of the layer.
-        sharding: the way in which an engine shards tensors. The optimizer is then tried on shards
-            too, and all ranks call this function. None: try whole tensors only.
+        sharding: the way in which an engine shards tensors. The function then tries the optimizer
+            on shards, too, and all ranks call it. None: try whole tensors only.
 
     Returns:
         The optimizer's traits.
@@ -377,7 +380,7 @@ def _try(
 
 
 def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
-    """Try the optimizer on small copies of trained parameters that are scalars or not fp32.
+    """Try the optimizer on small copies of the trained parameters that are scalars or not fp32.
 
     The random state of this process is left unchanged.
 

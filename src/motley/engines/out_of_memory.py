@@ -32,9 +32,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def set_aside() -> None:
-    """Exclude all present objects from later garbage collections.
+    """Exclude all objects that exist now from later garbage collections.
 
-    Without it, a garbage collection after a model is compiled takes 50 ms, in the middle of a step.
+    Otherwise, a garbage collection after the compilation of a model takes 50 ms, in the middle of a
+    step.
     """
     gc.collect()
     gc.freeze()
@@ -43,8 +44,8 @@ def set_aside() -> None:
 def release() -> None:
     """Free memory that is cached but unused, except objects of :func:`set_aside`.
 
-    Do not call this function in the handler of the error, because the error holds all tensors of
-    the failed pass.
+    Do not call this function in the ``except`` block of the error. There the error still refers to
+    all tensors of the failed pass.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -54,10 +55,9 @@ def release() -> None:
 def release_all() -> None:
     """Release memory as :func:`release` does, including objects of :func:`set_aside`.
 
-    Call this function only if all ranks do so, or if no rank waits for this one.
-
-    Python then examines all imported objects. Meanwhile no thread sends a heartbeat. This takes
-    half a second, or fifteen seconds if other programs leave only a twentieth of a core.
+    Call this function only if all ranks call it, or if no rank waits for this rank. Python examines
+    all imported objects, and meanwhile no thread can send a heartbeat. The function takes half a
+    second, or fifteen seconds if other programs leave only a twentieth of a core.
     """
     gc.unfreeze()
     release()
@@ -65,7 +65,10 @@ def release_all() -> None:
 
 
 def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
-    """Compute a part of a batch in as few pieces as memory allows, and return their results.
+    """Compute a part of a batch, and return the results.
+
+    If memory runs out, each half of the part is computed separately, if necessary in halves again.
+    The list has one result for each slice that was computed.
 
     Args:
         compute: function that computes the rows of a slice.
@@ -83,7 +86,7 @@ def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """Return the allocator's message and the processes that use the memory, in one line."""
+    """Return one line with the allocator's message and the processes that use the memory."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]  # CUDA adds advice
     if device.type != "cuda":
         return f"{text}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
@@ -103,8 +106,8 @@ def shortage(error: BaseException, device: torch.device) -> str:
 def get_uuid(device: torch.device) -> str:
     """Return a GPU's UUID as its driver writes it.
 
-    For AMD's GPUs torch returns another number. The UUID is then read from the driver, for the GPU
-    at the same address on the PCI bus.
+    For AMD's GPUs, torch's UUID differs from the driver's. The function then reads the UUID from
+    the driver, for the GPU at the same address on the PCI bus.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
@@ -117,7 +120,7 @@ def get_uuid(device: torch.device) -> str:
 def no_second_try(error: BaseException, device: torch.device, words: str, instead: str) -> NoReturn:
     """Raise the error for a pass that ran out of memory and cannot be repeated.
 
-    A pass that communicates cannot be repeated.
+    A pass cannot be repeated if it communicates with other ranks.
 
     Args:
         error: the error of the pass.

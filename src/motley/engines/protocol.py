@@ -1,8 +1,8 @@
 """The interface between an engine and the training loop.
 
-An engine turns micro-batches into changed parameters. This includes the forward and backward pass,
-communication, averaging, the loss scale, clipping, and the agreement of all ranks on overflow. The
-loop handles data, plan, schedule, records and checkpoints.
+An engine computes new parameters from micro-batches. The engine does the forward and backward
+passes, communication, averaging, the loss scale, clipping, and the agreement of all ranks on
+overflow. The loop handles the data, the plan, the schedule, the records and the checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,23 +31,23 @@ class StepResult:
     """The outcome of a step, known to all ranks.
 
     Attributes:
-        loss_sum: summed loss of the global batch; None if only this rank's part is known, as in
+        loss_sum: sum of the losses of the global batch. None: only this rank's part is known, as in
             Local SGD between averaging rounds. In an averaging round, the value is the mean loss of
             the samples since the last round, times the number of samples in the global batch.
         grad_norm: norm of the unscaled gradient before clipping; None after an overflow.
-        overflow: True if the gradient was not finite, so that no rank stepped. In Local SGD, True
-            if this rank did not step.
-        loss_scale: factor on this step's losses.
-        ready_s: for each rank, seconds for data and compute until its own gradient was ready. If a
-            rank has a GPU, the times are those of the *previous* step. After a pause they are 0.0.
-            Empty if the ranks do not exchange times.
+        overflow: True if the gradient was not finite, so that no rank changed its parameters. In
+            Local SGD, True if this rank did not change its parameters.
+        loss_scale: factor by which the losses of this step were multiplied.
+        ready_s: for each rank, the seconds that reading and computing took until the rank's own
+            gradient was ready. If a rank has a GPU, the times are those of the *previous* step.
+            After an interruption they are 0.0. Empty if the ranks do not exchange times.
         weight: total weight of the samples in ``loss_sum``, such as their number of tokens; None:
             each sample has the weight 1.
-        oom_ranks: descriptions of the error by rank, for the ranks that ran out of memory. If there
-            is such a rank, no rank stepped, and the parameters and the loss scale are unchanged.
+        oom_ranks: for the ranks that ran out of memory, a description of the error by rank. If the
+            dictionary is not empty, the parameters and the loss scale are unchanged on all ranks.
         retry: True: the loop must repeat this batch if ``oom_ranks`` is not empty. False for Local
             SGD, where only the ranks of ``oom_ranks`` skipped a step, some steps ago.
-        unsound: ranks whose own gradient was not finite before the sum; empty if unknown.
+        unsound: ranks whose own gradient was not finite before the sum. Empty: no rank, or unknown.
         losses: loss of each of this rank's samples, fp32 [n], detached.
         laps: seconds that this rank spent on each activity in the step.
     """
@@ -71,8 +71,9 @@ class LaunchedStep:
 
     Attributes:
         read: function that waits for the outcome and returns it. Call it once.
-        taken: function that returns immediately: True if the step was taken, False if it was
-            skipped. None: a rank has not joined the step's exchange yet, and no state has changed.
+        taken: function that returns without a wait. True: the step was taken. False: the step was
+            skipped. None: a rank has not joined the exchange of the step yet, and no state has
+            changed.
         wait: function that waits until the device has changed the parameters. Call it after
             ``taken`` has returned True.
     """
@@ -86,8 +87,8 @@ class Scope(Enum):
     """A part of the training state.
 
     Attributes:
-        GLOBAL: all state that does not depend on the number of ranks, as whole tensors on the CPU
-            of rank 0, with the optimizer's other values. Empty on other ranks.
+        GLOBAL: all state that does not depend on the number of ranks: whole tensors on the CPU of
+            rank 0, and the optimizer's values that are not tensors. Empty on other ranks.
         HELD: the content of GLOBAL, read on one rank without communication. The engine must be
             ``rescuable``.
         REPLICATED: this rank's copy of the tensors that should be equal on all ranks, on their
@@ -114,8 +115,9 @@ class Engine(Protocol):
     """The protocol between the training loop and an engine.
 
     Attributes:
-        loss_weight: factor on each loss that undoes the engine's own average over ranks. The loss
-            scale and 1/N, for N samples in the global batch, are further factors.
+        loss_weight: factor by which each loss is multiplied, to undo the engine's own average over
+            ranks. Each loss is also multiplied by the loss scale and by 1/N, for N samples in the
+            global batch.
         equal_micro_steps: True if every micro-batch communicates. All ranks then have the same
             number of micro-batches, and compute and communication are timed together.
         replicated: True if each rank holds all parameters. False: each rank holds a part, and a
@@ -125,9 +127,9 @@ class Engine(Protocol):
         diverges: True if ranks hold different parameters between two steps, until
             :meth:`sync_parameters`.
         on_change: function that the engine calls when a change of the state starts.
-        on_same: function that the engine calls when the state is again as after the last step.
-            :meth:`step` does not call it.
-        clock: clock that measures this rank's time by activity in the current step.
+        on_same: function that the engine calls when the state is the same again as after the last
+            step. :meth:`step` does not call this function.
+        clock: clock that measures the time of each of this rank's activities in the current step.
         optimizer: the optimizer. The schedule writes the learning rate to its ``param_groups``.
         device: device of the parameters.
         scale: this rank's copy of the loss scale.
@@ -147,7 +149,7 @@ class Engine(Protocol):
 
     @property
     def average(self) -> ParameterAverage | None:
-        """Average of the parameters over steps; None without ``--model-ema``."""
+        """Moving average of the parameters. None without the option ``--model-ema``."""
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """Compute the forward and backward pass of one micro-batch.
@@ -162,18 +164,18 @@ class Engine(Protocol):
         """
 
     def step(self) -> StepResult:
-        """Finish the global batch, and return the result.
+        """Finish the global batch, and return the outcome of the step.
 
-        The step communicates, agrees on overflow with the other ranks, clips, and updates
-        parameters.
+        The method sums the gradients over the ranks, agrees on overflow with the other ranks, clips
+        the gradient, and updates the parameters.
         """
 
     @property
     def reads_late(self) -> bool:
-        """True if the next step may be accumulated before this step's outcome is read.
+        """True if the host may queue the passes of the next step before it reads this outcome.
 
-        The value is the same on all ranks. A host that reads each outcome immediately cannot queue
-        work for its GPU in advance, so that each delay of the host delays the GPU, too.
+        The value is the same on all ranks. A host that reads the outcome of each step immediately
+        cannot queue work for its GPU in advance. Each delay of the host then delays the GPU, too.
         """
 
     def launch_step(self, late: bool) -> LaunchedStep:
@@ -187,7 +189,7 @@ class Engine(Protocol):
         """
 
     def drop_gradients(self) -> None:
-        """Discard the accumulated gradients, to repeat the batch. All ranks call it."""
+        """Discard the accumulated gradients before the batch is repeated. All ranks call it."""
 
     def sync_parameters(self) -> None:
         """Make the parameters equal on all ranks, if they differ after a step.
@@ -202,7 +204,7 @@ class Engine(Protocol):
         """
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Use :attr:`average` as the model's parameters in the context. All ranks call it."""
+        """Use :attr:`average` as the model's parameters in a ``with`` block. All ranks call it."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the sums of scores of held-out samples; see motley.engines.base."""
@@ -273,7 +275,7 @@ class EngineContext:
 
 
 class EngineFactory(Protocol):
-    """A factory of engines, which knows their traits before it builds an engine."""
+    """A factory of engines. Their traits are known before the factory builds an engine."""
 
     @property
     def traits(self) -> EngineTraits:

@@ -1,6 +1,6 @@
 """The schedule of the learning rate and of the weight decay, in steps.
 
-The rate follows timm's schedules, or the task's own.
+The learning rate follows one of timm's schedules, or the task's own schedule.
 """
 
 import math
@@ -143,7 +143,7 @@ class Schedule:
                 group["lr"] *= 1 + part
 
     def _set_weight_decay(self, end: float, updates: float) -> None:
-        """Set the weight decay by a half cosine that ends at ``end``; a decay of 0 stays 0."""
+        """Set the weight decay by a half cosine that ends at ``end``. A decay of 0 stays 0."""
         part = min(1.0, updates / max(1, self._total - 1))
         factor = end / self._config.weight_decay
         now = factor + (1 - factor) * (1 + math.cos(math.pi * part)) / 2
@@ -154,8 +154,8 @@ class Schedule:
 def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Schedule:
     """Return the schedule: a linear warm-up, then ``--sched`` or the task's own schedule.
 
-    Cosine, tanh and poly reach ``--min-lr`` at the end of the schedule. The schedule passes steps
-    to timm as epochs, because timm accepts any unit.
+    The schedules cosine, tanh and poly reach ``--min-lr`` at their end. Steps are passed to timm as
+    epochs, because timm accepts any unit of time.
     """
     return Schedule(optimizer, config, length)
 
@@ -195,7 +195,7 @@ def warmup_steps(config: Config, length: Length, total: int) -> int:
 
 
 def cycle_ends(config: Config, steps: int) -> list[int]:
-    """Return the step at which each cycle ends, ascending; the last entry is ``steps``.
+    """Return the steps at which the cycles of the learning rate end. The last entry is ``steps``.
 
     Each cycle is ``--lr-cycle-mul`` times as long as the cycle before it. A cycle has at least one
     step, so a short schedule has fewer cycles.
@@ -263,6 +263,9 @@ def set_rate(schedule: Schedule, updates: float, batch: int, config: Config) -> 
 
 
 def get_rate(optimizer: Optimizer) -> float:
-    """Return the current learning rate of the schedule, without a group's own scale."""
+    """Return the current learning rate of the schedule.
+
+    A group's own factor on the learning rate (``lr_scale``) is not included.
+    """
     group = optimizer.param_groups[0]
     return float(group["lr"] / group.get("lr_scale", 1.0))

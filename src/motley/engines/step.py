@@ -1,7 +1,7 @@
 """The step of an engine: forward, backward, send, agree on overflow, clip, update.
 
-Either all ranks take a step, or no rank does. DDP and FSDP sum gradients over ranks in buckets, in
-the format of a wire mode; see motley.comm.reducer.
+Either all ranks take a step, or all ranks skip it. DDP and FSDP sum gradients over ranks in
+buckets, in the format that ``--wire`` selects; see motley.comm.reducer.
 """
 
 import math
@@ -56,7 +56,7 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 def clip_factor(
     norm: Tensor, scale: float, most: float | None, correction: Tensor | None = None
 ) -> Tensor | None:
-    """Return the scalar factor that unscales and clips a gradient; None: no factor is needed.
+    """Return the scalar factor that unscales and clips a gradient. None: no factor is needed.
 
     Clipping follows torch.nn.utils.clip_grad_norm_. The host does not wait for the device.
 
@@ -64,7 +64,7 @@ def clip_factor(
         norm: norm of the scaled gradients, a scalar, equal on all ranks.
         scale: loss scale of the gradients.
         most: norm to clip to. None: do not clip.
-        correction: a further scalar by which to divide the gradients. None: no such scalar.
+        correction: another divisor of the gradients, a scalar. None: there is no other divisor.
     """
     if scale == 1.0 and most is None and correction is None:
         return None
@@ -195,7 +195,7 @@ class StepEngine(EngineBase):
 
         Args:
             parameters: the tensors that the optimizer changes.
-            shares: True if all ranks have the same gradient. They then use rank 0's factors.
+            shares: True if all ranks have the same gradient. All ranks then use rank 0's factors.
         """
         config = self._context.config
         if config.clip_grad is None or config.clip_mode == "norm":
@@ -228,9 +228,9 @@ class StepEngine(EngineBase):
         raise NotImplementedError
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
-        """See :class:`Engine`.
+        """Compute the forward and backward pass of one micro-batch.
 
-        If memory runs out, the error is stored until all ranks agree to skip the step.
+        If memory runs out, the engine stores the error until all ranks agree to skip the step.
         """
         losses = None
         self._nominal_weight = n_global * self._model.task.weight
@@ -260,15 +260,15 @@ class StepEngine(EngineBase):
 
     @property
     def reads_late(self) -> bool:
-        """See :class:`Engine`."""
+        """True if the host may queue the passes of the next step before it reads this outcome."""
         return False
 
     def step(self) -> StepResult:
-        """See :class:`Engine`."""
+        """Finish the global batch, and return the outcome of the step."""
         return self.launch_step(late=False).read()
 
     def launch_step(self, late: bool) -> LaunchedStep:
-        """See :class:`Engine`."""
+        """Start a step, and return an object that reads its outcome."""
         losses, self._step_losses = torch.cat(self._step_losses), []
         short, average = bool(self._short), self.average  # created here, before the first step
         launched = self._launch(losses.sum(), self.clock.ready_s, late)
@@ -293,11 +293,13 @@ class StepEngine(EngineBase):
         return LaunchedStep(lambda: result, wait=mark_now(self.device))
 
     def drop_gradients(self) -> None:
-        """See :class:`Engine`. Needed only if :attr:`reads_late` can be True."""
+        """Discard the accumulated gradients. Needed only if :attr:`reads_late` can be True."""
         raise NotImplementedError
 
     def _losses(self, forward: Callable[[Tensors], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each sample's loss, fp32 [n], and their sum; for engines whose passes communicate.
+        """Return each sample's loss, fp32 [n], and the sum of the losses.
+
+        Engines whose passes communicate use this method.
 
         A rank without samples computes one sample, whose gradient is set to zero (see
         motley.engines.base). A real pass is needed, because it takes part in all collectives of the
@@ -314,11 +316,17 @@ class StepEngine(EngineBase):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _result_weight(self, weights: Iterable[float]) -> float | None:
-        """Return :attr:`StepResult.weight`, given the weights of all ranks."""
+        """Return the total weight of the samples, for :attr:`StepResult.weight`.
+
+        Args:
+            weights: total weight of each rank's samples.
+        """
         return math.fsum(weights) if self._weighs else None
 
     def _find_oom_ranks(self, ranks: Sequence[float]) -> dict[int, str]:
-        """Return :attr:`StepResult.oom_ranks`. All ranks call it.
+        """Return a description of the error of each rank that ran out of memory.
+
+        The result is that of :attr:`StepResult.oom_ranks`. All ranks call this method.
 
         Args:
             ranks: one flag per rank, nonzero if the rank ran out of memory.
@@ -334,7 +342,7 @@ class StepEngine(EngineBase):
 
 
 class SynchronousEngine(StepEngine):
-    """Base class of the step in DDP and FSDP. A subclass computes gradients and sums them."""
+    """Base class of the step in DDP and FSDP. A subclass computes and sums the gradients."""
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
@@ -354,8 +362,8 @@ class SynchronousEngine(StepEngine):
     def _norm(self, norms: Tensor) -> Tensor:
         """Return the norm of the gradient, a scalar, from the norms of all ranks, fp64 [ranks].
 
-        All ranks use rank 0's norm. Different devices round differently, and clip factors that
-        differ in one bit would make the ranks' parameters diverge.
+        Here the result is rank 0's norm, on all ranks. Different devices round differently, and
+        clip factors that differ in one bit would make the ranks' parameters diverge.
         """
         return norms[0]
 
@@ -382,7 +390,7 @@ class SynchronousEngine(StepEngine):
 
         Args:
             stepped: True if the step was taken.
-            broken_off: True if a backward pass ended with an error on some rank.
+            broken_off: True if an error has interrupted a backward pass on some rank.
             factor: ratio of the next step's loss scale to this step's loss scale.
         """
 
@@ -439,10 +447,10 @@ class SynchronousEngine(StepEngine):
         return LaunchedStep(read, partial(_was_taken, copy), mark_now(self.device))
 
     def _read(self, copy: Copy, scale: float, usual_weight: float, late: bool) -> StepResult:
-        """Wait for the table of all ranks' losses, norms and flags, and finish the step.
+        """Wait for the table with all ranks' losses, norms and flags, and finish the step.
 
         Args:
-            copy: copy of the table, which has one row per rank.
+            copy: pending copy of the table to the host. The table has one row per rank.
             scale: loss scale of the step.
             usual_weight: weight by which the gradients of the step were divided.
             late: True if the next step has been queued already.
@@ -484,7 +492,10 @@ class SynchronousEngine(StepEngine):
 
 
 def _was_taken(copy: Copy) -> bool | None:
-    """Return :attr:`LaunchedStep.taken` from the copy of the table."""
+    """Return True if the step was taken, and False if it was skipped.
+
+    None: the table of all ranks' losses, norms and flags has not arrived yet.
+    """
     if not copy.is_done():
         return None
     return bool(copy.table[:, 1].isfinite().all()) and not bool(copy.table[:, 3].any())
@@ -509,8 +520,8 @@ class ReducingEngine(SynchronousEngine):
         Args:
             model: the model.
             context: the values with which the engine is built.
-            layout: name of the division of gradients into buckets. A wire mode's state is valid for
-                one layout only.
+            layout: name of the way in which gradients are divided into buckets. The state of a
+                ``--wire`` mode is valid for one layout only.
         """
         super().__init__(model, context)
         wire = context.plan.wire

@@ -1,4 +1,6 @@
-"""The time of one rank by activity, in laps, measured on a GPU without synchronisation."""
+"""The time of one rank in each activity of a step, measured without GPU synchronisation.
+
+A lap is a period of time in one activity, such as reading data or computing."""
 
 import time
 from collections import deque
@@ -26,15 +28,17 @@ LAPS = (HOST, *_AFTER)  # all names; these laps together are the step
 
 
 class Clock:
-    """A clock that divides one rank's time into named laps, which together are the whole time.
+    """A clock that divides one rank's time into laps, which together are the whole time.
 
-    On a GPU, events in the device's stream mark the ends of laps. Queued work thus counts at the
-    time when it runs, and the host need not wait.
+    A lap is a period of time in one activity, such as reading data or computing. On a GPU, events
+    in the device's stream mark the ends of laps. Queued work thus counts at the time when the GPU
+    runs the work, and the host need not wait.
 
     Attributes:
         on_phase: function that is called with the phase that the host starts.
-        at_once: True if all ranks compute on CPUs, whose times are known immediately. The step's
-            own exchange then sends :attr:`ready_s`. False: the next step's exchange sends it.
+        at_once: True if all ranks compute on CPUs, whose times are known immediately. Each step
+            then sends its own :attr:`ready_s` to the other ranks. False: each step sends the value
+            of the step before.
     """
 
     at_once = False
@@ -46,7 +50,7 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Discard all laps; the next lap starts now."""
+        """Discard all laps. The next lap starts now."""
         self._marks: list[tuple[str, Any]] = [("", self._now())]
         self._last: Laps | None = None
 
@@ -62,14 +66,15 @@ class Clock:
         return self._last.ready_s if self._last else 0.0
 
     def measure_own_s(self, compute_s: float | None = None) -> float:
-        """Return the seconds of own work in the step of :attr:`ready_s`, without any wait.
+        """Return the seconds of this rank's own work in a step, without waits for other ranks.
 
-        Python's time counts only up to a limit above its median in the last steps. A longer time
-        comes from work that does not depend on the share, such as an evaluation on one rank.
+        The step is the one that :attr:`ready_s` describes. Python's time counts only up to a limit
+        above the median of the last steps. A longer time comes from work that does not depend on
+        the rank's share, such as an evaluation on one rank.
 
         Args:
-            compute_s: seconds of computing, if the compute laps include waits. None: the time of
-                the compute laps.
+            compute_s: seconds of computing, if the laps named ``compute`` include waits. None: use
+                the time of these laps.
         """
         laps = Laps(self._marks) if self.at_once else self._last
         if laps is None:
@@ -82,10 +87,10 @@ class Clock:
         return laps.seconds("data") + compute_s + min(host_s, usual_s)
 
     def lap(self, name: str, ready: bool = False) -> None:
-        """End a lap, and attribute the time since the last mark to it.
+        """End a lap, which lasts from the end of the previous lap until now.
 
         Args:
-            name: name of the lap. Within a step, it is one of LAPS.
+            name: name of the activity in this lap. Within a step, the name is one of LAPS.
             ready: True if this rank's gradient is complete, and the rank waits for the gradients of
                 the other ranks next.
         """
@@ -94,11 +99,11 @@ class Clock:
             self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
 
     def end_wait(self) -> None:
-        """Attribute the time since the last mark to a wait for other ranks."""
+        """End a lap in which this rank has waited for other ranks."""
         self._marks.append(("sync", self._now()))
 
     def cut(self) -> "Laps":
-        """Return the laps of the finished step. The next step starts where the last lap ended."""
+        """Return the laps of the finished step. The next step starts at the end of its last lap."""
         self._last, self._marks = Laps(self._marks), [("", self._marks[-1][1])]
         return self._last
 
@@ -107,9 +112,9 @@ class Clock:
 
 
 class Laps:
-    """The laps of one step.
+    """The laps of one step: the time of each activity.
 
-    On a GPU, reading the times waits until the device has reached the last mark.
+    On a GPU, the methods wait until the device has finished the last lap.
     """
 
     def __init__(self, marks: list[tuple[str, Any]]) -> None:
@@ -117,7 +122,7 @@ class Laps:
 
     @property
     def ready_s(self) -> float:
-        """Seconds until the end of the last compute lap, when the rank's gradient was ready."""
+        """Seconds from the start of the step until this rank's gradient was ready."""
         last = max((place for place, (name, _) in enumerate(self._laps) if name == "compute"),
                    default=-1)  # fmt: skip
         return sum(seconds for _, seconds in self._laps[: last + 1])
@@ -138,7 +143,7 @@ class Laps:
 
 
 def mark_time(device: torch.device) -> Any:
-    """Return a mark of the present time: seconds on a CPU, or an event in a GPU's stream."""
+    """Return a mark of the current time: seconds for a CPU, or an event in a GPU's stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

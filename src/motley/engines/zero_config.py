@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration: read, checked, and completed from the plan.
+"""The reader of DeepSpeed's JSON configuration, which is checked and completed from the plan.
 
 DeepSpeed ignores a key that it does not know, so a misspelt key (``micro_batch_per_gpu``) silently
 leads to the default. This module raises an error that names the nearest valid key.
@@ -89,8 +89,8 @@ def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> d
     check, so the result has no ``train_batch_size``.
 
     Args:
-        path: path of the JSON file. The file has "auto" where a value comes from the plan, the
-            options or the model.
+        path: path of the JSON file. A value "auto" in the file is replaced by a value from the
+            plan, the options or the model.
         context: plan, options and rank of this run.
         parameters: number of parameters in the model.
 
@@ -213,7 +213,10 @@ def read_stage(path: Path) -> int:
 
 
 def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
-    """Return the parts of the state that ``--offload`` or the file keeps in host memory."""
+    """Return the parts of the training state that are kept in host memory.
+
+    The option ``--offload`` or DeepSpeed's configuration file selects these parts.
+    """
     path = config_path(options)
     stage, zero = read_stage(path), _read(path).get("zero_optimization", {})
     result = {

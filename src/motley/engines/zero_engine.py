@@ -3,10 +3,10 @@
 DeepSpeed runs with fp32 parameters and without its own mixed precision. Autocast is inside the
 model, and the loss scale is Motley's, the same number on every rank.
 
-DeepSpeed runs some operations of a step separately for each parameter. Here they run for all
-parameters at once. Separately, they would leave a GPU idle: for a third of a step of ViT-L/16 on
-two H100s at stage 3, and for 4 of 163 ms at stage 1. At stage 3 the model is sharded block by block
-while its initial values are drawn, so that no rank ever holds the whole model.
+DeepSpeed runs some operations of a step separately for each parameter. This engine runs these
+operations for all parameters at once. Separate operations would leave a GPU idle: for a third of a
+step of ViT-L/16 on two H100s at stage 3, and for 4 of 163 ms at stage 1. At stage 3 the model is
+sharded block by block while its initial values are drawn. No rank ever holds the whole model.
 """
 
 import contextlib
@@ -68,9 +68,9 @@ def work_at_once(optimizer: Any, device: torch.device) -> None:
     def get_grad_norm_direct(
         gradients: Sequence[Tensor], params: Sequence[Tensor], norm_type: float = 2.0
     ) -> Tensor:
-        """Return the norm over the parts of all ranks, a scalar; -1 if it is not finite.
+        """Return the norm of the gradients of all ranks' partitions, a scalar.
 
-        DeepSpeed uses -1 in the same way.
+        The result is -1 if the norm is not finite, as in DeepSpeed's own function.
         """
         own = [each for each in gradients if not getattr(each, "_zero_padding", False)]
         # A rank may have no part of a few small parameters.
@@ -87,9 +87,9 @@ def take_in_order(optimizer: Any, parameters: Sequence[Tensor]) -> None:
     """Make DeepSpeed's optimizer of stage 2 or 3 take gradients in one order on all ranks.
 
     DeepSpeed stores gradients in a buffer in the order in which they arrive, and sums the buffers
-    over all ranks. Autocast and torch.compile change this order. If only some ranks use them, the
-    gradients of different parameters would be summed silently. After this call, a gradient that
-    arrives too early waits for its turn.
+    over all ranks. Autocast and torch.compile change this order. If only some ranks use autocast or
+    torch.compile, the gradients of different parameters would be summed silently. After this call,
+    a gradient that arrives too early is stored in its turn.
 
     Args:
         optimizer: DeepSpeed's optimizer, changed in place.
@@ -124,14 +124,14 @@ def _nothing(value: Tensor) -> Tensor:
 
 
 class ZeroEngine(StepEngine):
-    """The engine for stages 0 to 2 of ZeRO; implements Engine. For stage 3 see Zero3Engine.
+    """The engine for stages 0 to 2 of ZeRO. See Zero3Engine for stage 3.
 
     DeepSpeed averages gradients over W ranks, so each loss has a factor W/N for N samples. With
     ``scale_wrt_gas=False`` DeepSpeed's own accumulation count has no effect.
 
     At stage 0, this class computes the norm, agrees on overflow with all ranks, unscales and clips
-    the gradients, and steps the optimizer. At stages 1 to 3, DeepSpeed does this on its partitions.
-    DeepSpeed gets the loss scale before each backward pass.
+    the gradients, and steps the optimizer. At stages 1 to 3, DeepSpeed does this work on its
+    partitions. DeepSpeed gets the loss scale before each backward pass.
     """
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
@@ -307,7 +307,12 @@ class ZeroEngine(StepEngine):
         self._engine.step()
 
     def _correction(self, rows: Sequence[Sequence[float]]) -> float:
-        """Return the divisor of the gradient besides the loss scale, given the ranks' weights."""
+        """Return the number by which the gradient must be divided, besides the loss scale.
+
+        Args:
+            rows: the numbers that all ranks exchange in a step, one row per rank. One of them is
+                the total weight of the rank's samples.
+        """
         if not self._weighs:
             return 1.0
         return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._nominal_weight)
@@ -321,8 +326,8 @@ class ZeroEngine(StepEngine):
             told: numbers of this rank that all ranks exchange.
 
         Returns:
-            The numbers and the norm of each rank. Second value: True if any norm is not finite.
-                Third value: divisor of the gradient besides the loss scale.
+            Three values: the numbers and the norm of each rank, True if any norm is not finite, and
+                the divisor of the gradient besides the loss scale.
         """
         gathered = all_gather([*told, gradient_norm(self._parameters)]).cpu()
         overflow = not bool(gathered[:, 4].isfinite().all())
@@ -348,7 +353,7 @@ class ZeroEngine(StepEngine):
         return state if first else State()
 
     def _put_together(self, keep: Callable[[Tensor], Tensor]) -> State:
-        """Return :meth:`state` at stage 1 and above. All ranks call it.
+        """Return the state at stage 1 and above, gathered from all ranks. All ranks call it.
 
         Args:
             keep: function that returns the value that this rank stores for each tensor.
@@ -458,7 +463,7 @@ def _backward_reaches_blocks(model: TaskModel, blocks: Sequence[nn.Module]) -> b
 def true_shapes(net: nn.Module) -> Iterator[None]:
     """Give sharded parameters their true shape in a ``with`` block, without memory.
 
-    By the shape, an optimizer distinguishes matrices, which have weight decay, from vectors.
+    An optimizer needs the shape to distinguish matrices, which have weight decay, from vectors.
     """
     cut: list[Any] = [each for each in net.parameters() if hasattr(each, "ds_shape")]
     held = [each.data for each in cut]
@@ -472,15 +477,18 @@ def true_shapes(net: nn.Module) -> Iterator[None]:
 
 
 class Zero3Engine(ZeroEngine):
-    """The engine for stage 3 of ZeRO; implements Engine and HoldsParts."""
+    """The engine for stage 3 of ZeRO, which shards the parameters over the ranks."""
 
     def _prepared(self, config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-        """See ZeroEngine. The model is sharded first, as it may be too large for one rank."""
+        """Split the model into shards, and return a context in which the optimizer is created.
+
+        The model is sharded first, because it may be too large for one rank.
+        """
         cut_model(self._model, config)
         return true_shapes(self._model.net)
 
     def _held(self) -> Named:
-        """See EngineBase. Each rank holds only a part of a parameter between two passes."""
+        """Return the part of each trained parameter that this rank holds between two passes."""
         parts: dict[str, Any] = self._trained
         return {name: each.ds_tensor for name, each in parts.items()}
 

@@ -58,8 +58,8 @@ def gather_state(
 def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
     """Restore the result of :func:`gather_state`.
 
-    ``state`` has whole tensors, or only the rows :func:`rows_in` of sharded tensors. The optimizer
-    must have its slots already.
+    ``state`` has whole tensors, or only this rank's rows of sharded tensors (see :func:`rows_in`).
+    The optimizer must have its slots already.
     """
     *_, of_each = _slots(zero, optimizer)
     if any(map(_is_cut, net.parameters())):
@@ -149,10 +149,10 @@ def _held(parameter: Any) -> Tensor:
 
 
 def rows_in(parameter: Any) -> tuple[int, int]:
-    """Return the range of rows of a stage-3 parameter of which this rank has a part.
+    """Return the range of rows of a stage-3 parameter that this rank's part touches.
 
     The range is the first row, and the row after the last. All parts have the same number of
-    entries, so a part may end within a row.
+    entries, so a part may begin or end within a row.
     """
     rows, count = parameter.ds_shape[0], parameter.ds_tensor.ds_numel
     row, begin = parameter.ds_numel // rows, count * dist.get_rank()
@@ -166,7 +166,7 @@ def _own_part(value: Tensor, parameter: Any) -> Tensor:
     All parts have the same length. The last part is padded with zeros.
 
     Args:
-        value: the whole tensor, or only its rows :func:`rows_in`.
+        value: the whole tensor, or only this rank's rows; see :func:`rows_in`.
         parameter: the sharded parameter to which the tensor belongs.
     """
     count = parameter.ds_tensor.ds_numel
@@ -192,7 +192,10 @@ class AverageOfParts(ParameterAverage):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """See ParameterAverage. DeepSpeed's whole copies of small parameters are updated, too."""
+        """Exchange the values of the average and the parameters.
+
+        DeepSpeed's whole copies of small parameters are updated, too.
+        """
         held = self._held()
         for name, parameter in self._parameters.items():
             whole = self._gathered(name, parameter)

@@ -37,7 +37,7 @@ _JUDGED_BY = 20  # steps whose median finds the slowest rank, even if one step i
 
 
 def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
-    """Raise MotleyError if ``--profile`` names a missing step, or ``--profile-ranks`` a missing rank.
+    """Raise MotleyError if ``--profile`` or ``--profile-ranks`` names an unknown step or rank.
 
     Args:
         config: the options.

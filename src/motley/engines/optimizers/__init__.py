@@ -21,8 +21,8 @@ class Codec:
     """The conversion of an optimizer's compressed state tensors (slots) to and from 32 bits.
 
     Attributes:
-        is_extra: function that returns True if a slot only belongs to another slot, as a scale
-            does.
+        is_extra: function that returns True if a slot only completes another slot. An example is
+            the scale of compressed values.
         widen: function that returns the compressed slots of one parameter in 32 bits, by name.
         narrow: function that writes slots in 32 bits back into the slots of one parameter.
         encode: function that returns a checkpoint's tensors with the slots
@@ -75,7 +75,9 @@ def own_optimizers() -> tuple[OwnOptimizer, ...]:
 
 
 def find_own(opt: str) -> OwnOptimizer | None:
-    """Return the entry of ``--opt``, or of the optimizer that it wraps; None if timm has it."""
+    """Return this package's entry for a value of ``--opt``. None: the optimizer is one of timm's.
+
+    For an optimizer that wraps another one, return the entry of the wrapped optimizer."""
     name = opt.lower().removeprefix(_WRAPPER)
     return next((each for each in own_optimizers() if each.name == name), None)
 
@@ -83,7 +85,7 @@ def find_own(opt: str) -> OwnOptimizer | None:
 def find_row(opt: str) -> int:
     """Return the length of a row in trials if ``--opt`` needs whole rows, else 1.
 
-    1 means that the optimizer may get flat parts of parameters.
+    The value 1 means that the optimizer also accepts flat parts of parameters.
     """
     own = find_own(opt)
     return own.row if own else 1

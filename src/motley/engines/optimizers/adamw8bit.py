@@ -2,8 +2,9 @@
 
 Each block of a moment is divided by its largest absolute value. Each number is then rounded to the
 nearest of 256 values, which are closer together near zero (T. Dettmers et al., "8-bit Optimizers
-via Block-wise Quantization", arXiv:2110.02861). Blocks and codes are those of
-torchao.optim.AdamW8bit if rows are whole blocks. This implementation differs as follows:
+via Block-wise Quantization", arXiv:2110.02861). If each row of a parameter is a whole number of
+blocks, the blocks and codes are those of torchao.optim.AdamW8bit. Otherwise this implementation
+differs as follows:
 
 - A block lies in one row of a parameter. If ranks divide a parameter by rows, blocks stay whole.
 
@@ -14,8 +15,8 @@ torchao.optim.AdamW8bit if rows are whole blocks. This implementation differs as
 - Nothing is compiled, so no host needs a compiler, and no rank waits for one.
 
 - The second moment is never rounded to zero, because a step would then have no bound. Very small
-  gradients, as in models with billions of parameters, therefore count. In torchao no scale is below
-  1e-12, which corresponds to a gradient of 1e-6.
+  gradients, as in models with billions of parameters, therefore have an effect. In torchao no scale
+  is below 1e-12, which corresponds to a gradient of 1e-6.
 
 Vectors, such as norms and biases, and matrices of short rows keep moments of 32 bits.
 """
@@ -79,7 +80,11 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """See torch.optim.Optimizer."""
+        """Take one step of AdamW.
+
+        Args:
+            closure: function that computes the loss again and returns it, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,7 +100,10 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer, whose own method would convert the codes to 32 bits."""
+        """Load a result of :meth:`state_dict`. The codes stay 8-bit integers.
+
+        The method of torch.optim.Optimizer would convert the codes to the parameter's dtype.
+        """
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [each for group in self.param_groups for each in group["params"]]
         for number, slots in state_dict["state"].items():
@@ -111,7 +119,10 @@ def is_scale(slot: str) -> bool:
 
 
 def widen(slots: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a parameter's 8-bit moments in 32 bits, by name; empty if it has none."""
+    """Return a parameter's 8-bit moments in 32 bits, by name.
+
+    The dictionary is empty if the moments of the parameter do not have 8 bits.
+    """
     return {
         name: unpack(own_rows(slots[name]).flatten(1), own_rows(slots[name + _SCALE]), signed)
         for name, signed in _SIGNED.items()
@@ -153,7 +164,7 @@ def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tenso
 
 
 class _Factors:
-    """The scalar factors of a step, computed in Python, so that they do not depend on a device."""
+    """The scalar factors of a step. Python computes them, so that they are equal on all devices."""
 
     def __init__(self, group: Mapping[str, Any], step: int) -> None:
         self.beta1, self.beta2 = group["betas"]
@@ -242,9 +253,13 @@ def _root(values: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of values, fp32 [rows, numbers].
+    """Return the codes and the scales that represent values.
 
     The codes are uint8 [rows, numbers], and the scales fp32 [rows, blocks].
+
+    Args:
+        values: the values, fp32 [rows, numbers].
+        signed: True if values may be negative.
     """
     rows, numbers = values.shape
     blocks = -(-numbers // BLOCK)
@@ -261,7 +276,7 @@ def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Return the values of codes, fp32 [rows, numbers], in new memory."""
+    """Return the values that codes and scales represent, fp32 [rows, numbers], in new memory."""
     numbers = _tables(signed, str(codes.device)).numbers
     result = numbers.index_select(0, codes.int().flatten()).view(codes.shape)
     blocks, last = divmod(codes.shape[1], BLOCK)
@@ -282,8 +297,9 @@ class _Tables:
 
     Attributes:
         numbers: value of each code, fp32 [256], ascending.
-        lowest: for each pattern of 16 bits, nearest code of the lowest such value, uint8 [cells].
-        edge: for each pattern of 16 bits, the value above which the next code is nearer,
+        lowest: for each pattern of the first 16 bits, the nearest code of the lowest value with
+            this pattern, uint8 [cells].
+        edge: for each pattern of the first 16 bits, the value above which the next code is nearer,
             fp32 [cells].
     """
 

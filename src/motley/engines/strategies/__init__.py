@@ -41,9 +41,10 @@ class Strategy:
         says: text after the name in ``-h``.
         traits: function that returns the traits of the engine before it is built.
         engine: function that imports its packages, and builds an engine for a model.
-        options: frozen dataclasses of the strategy's own options.
+        options: frozen dataclasses with the options that only this strategy has.
         script: script that trains with this strategy.
-        packages: required packages besides torch, of the same release on all hosts.
+        packages: names of the packages besides torch that the strategy needs. All hosts must have
+            the same release of each package.
         cells: options of each variant of the strategy in a matrix of runs, by the variant's name;
             None: one variant.
     """
@@ -58,13 +59,21 @@ class Strategy:
     cells: Mapping[str, tuple[str, ...]] | None = None
 
     def named_cells(self) -> Mapping[str, tuple[str, ...]]:
-        """Return ``cells``; if there are none, a single variant with the strategy's name."""
+        """Return the variants of the strategy: ``cells``, or one variant with the strategy's name.
+
+        The values are the command-line options of each variant.
+        """
         return {self.name: ("--strategy", self.name)} if self.cells is None else self.cells
 
 
 @dataclass(frozen=True)
 class Engines:
-    """A factory of the engines of a strategy for given options; implements EngineFactory."""
+    """The factory of a strategy's engines, for given options.
+
+    Attributes:
+        traits: traits of the engines.
+        build: function that builds an engine for a model.
+    """
 
     traits: EngineTraits
     build: Callable[["TaskModel", "EngineContext"], "Engine"]
@@ -75,7 +84,11 @@ class Engines:
 
 
 def known_strategies(script: str | None = None) -> dict[str, Strategy]:
-    """Return the strategies that a script trains with, by name; None: all."""
+    """Return the strategies with which a script can train, by name.
+
+    Args:
+        script: name of the script; None: return the strategies of all scripts.
+    """
     result: list[Strategy] = entries(
         __name__, "STRATEGIES", lambda item: isinstance(item, Strategy), "Strategy(...)", "ddp"
     )
@@ -94,7 +107,7 @@ def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strat
 
 
 def list_engines(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
-    """Return the engines of :func:`chosen_strategy`.
+    """Return the factory of the engines of the strategy that the user has chosen.
 
     Raises:
         MotleyError: an option of another strategy is given.

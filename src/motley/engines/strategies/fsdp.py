@@ -1,9 +1,9 @@
 """FSDP: each rank keeps a shard of every parameter, of its gradient and of the optimizer's state.
 
-Parameters are gathered in pieces, with b bytes per element. Gradients are reduce-scattered with r
-bytes per element. Let P be the number of parameters, g the number in the largest piece, and u the
-number outside of all pieces. These u parameters and their gradients stay gathered from the first
-use to the end of the backward pass. A rank holds at most
+A piece is a few blocks whose parameters are gathered together, with b bytes per element. Gradients
+are reduce-scattered with r bytes per element. Let P be the number of parameters, g the number in
+the largest piece, and u the number outside of all pieces. These u parameters and their gradients
+stay gathered from the first use to the end of the backward pass. A rank holds at most
 
     b (P + u) + g (b + 2 r)          parameters stay gathered after the forward pass
     2 b u + g (3 b + 2 r)            --reshard-after-forward: they are gathered again
@@ -35,7 +35,7 @@ _MOST = 2**28  # parameters in a piece of several blocks, which limits the memor
 
 
 def count_blocks(numbers: Sequence[int]) -> int:
-    """Return how many neighbouring blocks are gathered together.
+    """Return the number of neighbouring blocks that are gathered together.
 
     Args:
         numbers: number of parameter elements in each block.

@@ -11,7 +11,7 @@ Gradients are reduced in buckets of B elements of r bytes. A rank holds at most
 bytes of gathered parameters and gradients in transfer.
 
 DeepSpeed is imported only when an engine is built (:mod:`motley.engines.zero_engine`). A plan,
-``-h`` and training with other strategies do not need it.
+``-h`` and training with other strategies do not need DeepSpeed.
 """
 
 from dataclasses import replace
