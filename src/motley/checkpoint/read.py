@@ -1,8 +1,8 @@
 """Readers of checkpoints, and the check of all files that a run has left.
 
 Readers load only bytes whose hashes match the checkpoint's manifest. torch.load and safetensors
-read a flipped bit without an error. Here a damaged checkpoint is reported by name, and the previous
-checkpoint is used.
+read a flipped bit without an error. These readers name the damaged checkpoint, and load the
+previous checkpoint instead.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ class Opened:
         folder: folder of the checkpoint.
         manifest: size and SHA-256 of each file.
         progress: entries of progress.json.
-        parts: tensors of a checkpoint to which each rank has saved its part; None: the files hold
-            whole tensors.
+        parts: reader of a checkpoint in parts, in which each rank has saved its own rows. None: the
+            files hold whole tensors.
     """
 
     folder: Path
@@ -73,7 +73,8 @@ class Opened:
     def digest(self, part: str) -> str:
         """Return a SHA-256 that identifies all tensors with a prefix, such as ``model``.
 
-        No tensor is read. For a checkpoint in parts, the result is a hash of the pieces' hashes.
+        The method reads no tensor. For a checkpoint in parts, the result is a hash of the hashes of
+        all pieces of these tensors.
         """
         if self.parts is not None:
             return self.parts.digest(part)
@@ -150,7 +151,7 @@ def load_newest_intact(
 def find_first_intact(
     folders: list[Path], look: Callable[[Path], Seen], problems: list[str]
 ) -> tuple[Path, Seen]:
-    """Return the first of ``folders`` that ``look`` accepts, and the result of ``look``.
+    """Return the first of ``folders`` that ``look`` can read, and the result of ``look``.
 
     Args:
         folders: folders of checkpoints, the newest first.
@@ -170,7 +171,7 @@ def find_first_intact(
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert every error in the context to a MotleyError that reports a damaged file."""
+    """Convert every error in a ``with`` block to a MotleyError that reports a damaged file."""
     try:
         yield
     except MemoryError:
@@ -203,7 +204,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 def _are_parts(names: Collection[str]) -> bool:
     """Return True if the file names are those of a checkpoint in parts.
 
-    These are the indexes of parts, and progress.json.
+    The manifest of such a checkpoint lists only the index of each part, and progress.json.
     """
     indexes = {part_names(rank)[1] for rank in range(len(names) - 1)}
     return len(names) > 1 and {*names} == {*indexes, "progress.json"}
@@ -253,7 +254,7 @@ def _check_progress(progress: Any, needs: Collection[str]) -> None:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints that ``--resume PATH`` means, the preferred one first.
+    """Return the checkpoints that ``--resume PATH`` names, the preferred one first.
 
     Args:
         path: the folder of a checkpoint or of a copy, the link ``best``, the file ``latest``, the
@@ -287,9 +288,10 @@ class Finding:
 
 
 def verify(path: Path) -> Iterable[Finding]:
-    """Check all checkpoints and records of a run, or one checkpoint; yield a finding for each file.
+    """Check all checkpoints and records of a run, or one checkpoint, and yield the results.
 
-    An incomplete line of records, as a crash leaves, is reported. Such a line does not count as
+    The function yields one result for each file of records and for each checkpoint. A crash may
+    leave an incomplete line of records. The function reports this line, but does not count it as
     damage, because the other lines are not affected.
 
     Args:
@@ -317,7 +319,7 @@ def verify(path: Path) -> Iterable[Finding]:
 
 
 def _of_pointer(place: Path) -> Iterable[Finding]:
-    """Yield a finding if ``latest`` or ``best`` does not name a checkpoint that exists."""
+    """Yield a damaged :class:`Finding` if ``latest`` or ``best`` names a missing checkpoint."""
     if (best := read_best(place)) and not (place / best).is_dir():
         yield Finding(
             f"{place / BEST} is damaged: it names {best}, which does not exist; remove the link",

@@ -1,8 +1,8 @@
-"""Loading of the initial state of a run.
+"""The loading of a run's initial state.
 
-A run continues from the newest intact checkpoint, or starts with the weights of another run, of a
-file, or of a folder in the format of timm or Hugging Face. Rank 0 broadcasts a checkpoint to all
-ranks, or each rank reads its part.
+A run continues from its newest intact checkpoint. A new run may start with the weights of another
+run, of a file, or of a folder in the format of timm or Hugging Face. Rank 0 broadcasts the
+checkpoint to all ranks, or each rank reads its part of the checkpoint.
 """
 
 import os
@@ -99,7 +99,7 @@ def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
 
 
 def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str, Tensor]:
-    """Return new random values for the weights of ``model`` that are not in ``taken``.
+    """Return new random values for the weights of ``model`` that are not among ``taken``.
 
     The values differ from the initial values of a run with the same seed. If the loaded features
     were trained with a head that had these initial values, a new head with the same values would
@@ -107,7 +107,7 @@ def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str
 
     Args:
         model: the model.
-        taken: names of the weights that are loaded from elsewhere.
+        taken: names of the weights that are loaded from a file.
         seed: seed of this run.
     """
     remaining = model.net.state_dict().keys() - taken
@@ -143,8 +143,8 @@ def read_weights(asked: str, trust: bool) -> Weights:
     """Find and read the weights that ``--initial-checkpoint`` names.
 
     Args:
-        asked: a run, one of its checkpoints, a file, or ``local-dir:`` and a folder.
-        trust: True: read pickled weights too.
+        asked: path of a run, of a checkpoint or of a file, or ``local-dir:`` and a folder.
+        trust: True: also read pickled weights.
 
     Raises:
         MotleyError: the file does not exist, is damaged, or is a pickle that is not trusted.
@@ -201,14 +201,16 @@ def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
 def fit(
     weights: Weights, task: Task, net: nn.Module, keep_head: bool = True
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights that ``net`` can use, in the net's dtypes, and notes on the rest.
+    """Return the weights that ``net`` can use, in the net's dtypes, and notes for the user.
+
+    The notes name the weights that are not used, and the weights that the net still lacks.
 
     Args:
         weights: the weights that were read.
         task: the task of this run.
         net: the network.
-        keep_head: True if the weights' head has the task's classes. The head's weights are then
-            used if their shapes fit.
+        keep_head: True if the weights were trained on the task's classes. The weights of the head
+            are then used if their shapes fit.
 
     Raises:
         MotleyError: the weights belong to another model.
@@ -265,15 +267,15 @@ def resume(
 ) -> tuple[TrainState, list[str]]:
     """Continue from the first intact checkpoint of ``folders``. All ranks call it.
 
-    Rank 0 reads the checkpoint and broadcasts it, so the folders need to exist only on rank 0's
-    disk. A checkpoint in parts is read by each rank, if the engine can load rows and all ranks see
-    the disk.
+    Rank 0 reads the checkpoint and broadcasts its tensors, so the folders need to exist only on
+    rank 0's disk. If the checkpoint is in parts, the engine can load rows, and all ranks see the
+    disk, each rank reads its own rows instead.
 
     Args:
         engine: the engine that loads the state.
         folders: folders of checkpoints, the newest first.
         config: the options.
-        now: values of the options of this launch, in the form that a checkpoint stores.
+        now: the options of this launch, in the form that a checkpoint stores.
         device: device on which ranks communicate.
 
     Returns:
@@ -336,7 +338,7 @@ def find_state(folders: list[Path]) -> TrainState | None:
 
 
 def read_saved_options(folders: list[Path]) -> dict[str, Any] | None:
-    """Return the options in the newest readable checkpoint; None if there is none."""
+    """Return the options in the newest readable checkpoint. None: no checkpoint is readable."""
     try:
         _, opened = find_first_intact(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
     except MotleyError:  # resume() reports the error of each
@@ -348,7 +350,7 @@ def read_saved_options(folders: list[Path]) -> dict[str, Any] | None:
 def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
     """Return a checkpoint's progress and tensors.
 
-    The tensors are None if each rank will read its own rows. These rows are not checked here.
+    The tensors are None if each rank will read its own rows. Each rank then checks its rows itself.
 
     Args:
         folder: folder of the checkpoint.
@@ -362,7 +364,10 @@ def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str,
 def _broadcast_state(
     engine: Engine, tensors: dict[str, Tensor], progress: dict[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
-    """Load rank 0's tensors into the engines of all ranks, and return this rank's own tensors."""
+    """Load rank 0's tensors into the engines of all ranks.
+
+    Return the tensors of the checkpoint that only this rank needs.
+    """
     own = _scatter_own(tensors, progress["ranks"])
     shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
     engine.load_state(Scope.GLOBAL, State(spread(shared, device), progress.get("optimizer", {})))
@@ -370,10 +375,10 @@ def _broadcast_state(
 
 
 def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
-    """Load each rank's rows, and return an error message, or an empty text.
+    """Load the rows of this rank, and return an error message, or an empty text on success.
 
-    If a rank cannot read its rows, no rank loads anything, and all ranks return the error of the
-    first such rank.
+    All ranks call this function. If a rank cannot read its rows, no rank loads anything. All ranks
+    then return the error of the first rank that failed.
     """
     assert isinstance(engine, HoldsParts)
     result: dict[str, Tensor] = {}
@@ -399,7 +404,7 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:
-    """Return notes on options that differ from the checkpoint's.
+    """Return notes on the options whose values differ from those in the checkpoint.
 
     Args:
         saved: options of the checkpoint.
@@ -466,7 +471,7 @@ def _list_switches(options: dict[str, Any]) -> list[str]:
 def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
     """Send each rank its own tensors from rank 0, and return this rank's tensors.
 
-    The result is empty if the number of ranks has changed.
+    The result is empty if the checkpoint was written by another number of ranks.
     """
     if ranks != dist.get_world_size():
         return {}

@@ -1,4 +1,4 @@
-"""A run on the disk: its folder, lock, events and end, and the checkpoint to continue from."""
+"""A run on the disk: its folder, lock, events and result, and the checkpoint to continue from."""
 
 import contextlib
 import dataclasses
@@ -91,9 +91,10 @@ def explain_new_run(config: Config) -> str:
 
 
 def _newest_stopped(logs: Path, task: str, explains: bool) -> tuple[Path, list[Path]] | None:
-    """Return the unfinished run of this task that started last, and its checkpoints.
+    """Return the unfinished run of this task that started last, and the run's checkpoints.
 
-    None: there is no such run. If another job uses the run, taking its lock fails later.
+    None: no run of this task is unfinished. If another job uses the run, this job fails later, when
+    it locks the run.
 
     Args:
         logs: folder of all runs.
@@ -178,8 +179,10 @@ class Run:
             first; empty for a new run.
         unnamed: True if the folder's name was chosen automatically. If the folder exists when the
             run starts, another name is chosen.
-        samples: number of samples that this job has trained on, also before a rank was lost.
-        trains_since: time at which training started, in seconds of the monotonic clock; 0.0 before.
+        samples: number of samples on which this job has trained. The number includes the samples
+            before a rank was lost.
+        trains_since: time at which training started, in seconds of the monotonic clock. 0.0:
+            training has not started.
     """
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
@@ -199,7 +202,7 @@ class Run:
 
     @classmethod
     def find(cls, world: World, config: Config, explains: bool = True) -> "Run":
-        """Find the run's folder, and lock it on rank 0 if it exists; no folder is made yet.
+        """Find the run's folder, and lock the folder on rank 0 if it exists. Create no folder.
 
         Args:
             world: the ranks.
@@ -292,7 +295,7 @@ class Run:
         world.allgather(None)  # no rank writes records before the run has started
 
     def _read_groups(self) -> list[JsonDict]:
-        """Return the process groups whose records are in the folder already."""
+        """Return the entries of run.json on the process groups that have written records so far."""
         with contextlib.suppress(MotleyError):  # the file is replaced, damaged or not
             return read_groups(self.folder.read_run())
         return []
@@ -307,11 +310,11 @@ class Run:
         world.from_first(self._take)
 
     def divert_nccl(self) -> None:
-        """Send the output of NCCL to one file per rank, in the run's folder, which is created.
+        """Send the output of NCCL to one file per rank in the run's folder.
 
-        This applies if the user requests output (NCCL_DEBUG) and has named no file, so that the
-        output of all ranks would go to one terminal. All ranks call this method before they use
-        NCCL.
+        The method does nothing unless the user has requested output (NCCL_DEBUG) and has named no
+        file for it. The output of all ranks would then go to one terminal. All ranks call this
+        method before they use NCCL. The method creates the folder.
         """
         own = bool(self._world.nodes[self._world.rank].devices) and talks_to_terminal(os.environ)
         if not any(self._world.allgather(own)):
@@ -354,7 +357,10 @@ class Run:
             )
 
     def _leave_mark(self) -> Path | None:
-        """Create and return a file beside the run's folder; None if the disk is not writable."""
+        """Create a temporary file beside the run's folder, and return its path.
+
+        None: the disk is not writable.
+        """
         path = self.folder.path.absolute()
         above = next(parent for parent in path.parents if parent.exists())
         try:
@@ -414,7 +420,10 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the git commit of the source tree, with "+" for uncommitted changes; or None."""
+    """Return the git commit of the source tree, with "+" if there are uncommitted changes.
+
+    None: the source tree is not a git repository.
+    """
     if not ROOT or not (ROOT / ".git").exists():
         return None
     git = ["git", "--no-optional-locks", "-C", os.fspath(ROOT)]

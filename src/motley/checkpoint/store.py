@@ -1,6 +1,6 @@
-"""Writing of checkpoints, which hold the training state gathered from all ranks.
+"""The writing of checkpoints, which hold the training state gathered from all ranks.
 
-A checkpoint is saved completely or not at all, and never loaded unless it is complete.
+A checkpoint is written atomically, so an incomplete checkpoint is never loaded.
 
     checkpoints/
       step_00000120/
@@ -16,9 +16,10 @@ A checkpoint is saved completely or not at all, and never loaded unless it is co
       best                      --keep-best: a link to the folder with the best evaluation
       aside_step_00000140/      damaged, or later than the step from which a run has resumed
 
-Only folders of these exact names belong to Motley. All other files are left alone, and never taken
-for a checkpoint unless --resume names them. A checkpoint is written to a hidden folder, hashed on
-its way there, flushed to the disk, and renamed. Its readers are in motley.checkpoint.read.
+Motley manages only folders of exactly these names. Motley neither changes other files nor loads
+them as a checkpoint, unless --resume names them. A checkpoint is written to a hidden folder, hashed
+while it is written, flushed to the disk, and renamed. The module motley.checkpoint.read reads
+checkpoints.
 
 A thread writes while the training continues. Hashing and copying to the disk take CPU time from
 ranks that compute on CPUs. For a checkpoint of 1 GB, beside two ranks on two CPU cores, this cost
@@ -68,7 +69,7 @@ PATIENCE_S = 30.0  # limit of writing in idle time only
 
 
 class IdleThread:
-    """A thread of the lowest priority, which runs jobs one after another."""
+    """A thread of the lowest CPU priority, which runs queued functions one after another."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint", self._begin)
@@ -90,14 +91,14 @@ class IdleThread:
         return self._thread.submit(work, *values)
 
     def hurry(self) -> None:
-        """Continue the queued work at the usual priority, because a caller waits for it."""
+        """Finish the queued work at the usual priority, because a caller waits for the result."""
         self._until = 0.0
 
     def run(self, pieces: Iterator[None]) -> None:
-        """Run all pieces of a job. Any thread may call it.
+        """Do all work of an iterator. Any thread may call this method.
 
         Args:
-            pieces: iterator that does one piece of work each time an item is requested.
+            pieces: iterator that does a small piece of work each time an item is requested.
         """
         for _ in pieces:
             if time.monotonic() > self._until and threading.get_ident() == self._ident:
@@ -118,14 +119,14 @@ MORE = ("ema", "ema_numbers")  # further parts with --model-ema
 
 
 class Checkpoints:
-    """The checkpoints of one run. Only rank 0 writes, unless they are saved in parts.
+    """The checkpoints of one run. Only rank 0 writes, unless each rank saves its own part.
 
     Args:
         path: path of the folder ``checkpoints/``.
         keep: number of newest checkpoints to keep on the disk, besides the best one.
 
     Attributes:
-        in_parts: True if all ranks see this disk, and each rank writes the rows that it holds.
+        in_parts: True if all ranks see this disk. Each rank then writes the rows that it holds.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -163,7 +164,7 @@ class Checkpoints:
             self._writing.result(limit_s)
 
     def check(self) -> None:
-        """Raise the error of the last checkpoint if saving it has failed; do not wait."""
+        """Raise the error of the last checkpoint if saving has failed. Do not wait for the disk."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -176,7 +177,7 @@ class Checkpoints:
             progress: content of progress.json, with at least ``step``.
 
         Raises:
-            MotleyError: the disk is full or not writable; nothing is left behind.
+            MotleyError: the disk is full or not writable. The incomplete checkpoint is removed.
         """
         size = sum(tensor.nbytes for tensor in tensors.values())
         # Each thread has its own folder: a state may be rescued while it is saved.
@@ -185,7 +186,7 @@ class Checkpoints:
         return self._final(progress["step"])
 
     def mark_best_behind(self, step: int) -> None:
-        """Link the checkpoint of a step as ``best``, after all queued checkpoints are saved."""
+        """Make ``best`` a link to a step's checkpoint, after all queued checkpoints are saved."""
         before = self._writing
 
         def mark() -> Path:
@@ -198,7 +199,7 @@ class Checkpoints:
         self._writing = self._writer.submit(mark)
 
     def mark_best(self, step: int | None) -> None:
-        """Link the checkpoint of a step as ``best``; None: remove the link."""
+        """Make ``best`` a link to the checkpoint of a step. None: remove the link."""
         best, link = self.path / BEST, self.path / f".{BEST}.{os.getpid()}"
         with self._saying(step or 0, 0):
             if step is None:
@@ -277,15 +278,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _new(self, step: int, size: int, thread: int, begun: Path | None = None) -> Iterator[Path]:
-        """Yield a folder to write a checkpoint to, then rename it to its final name.
+        """Yield a folder for the files of a checkpoint, then rename the folder to its final name.
 
-        The folder is removed if the writer raises an error.
+        The folder is removed if the ``with`` block raises an error.
 
         Args:
             step: step of the checkpoint.
             size: total size of the tensors in bytes.
             thread: id of the thread that writes, for the name of a new folder.
-            begun: a folder that exists already; None: create one.
+            begun: a folder that exists already; None: create a new folder.
         """
         final, temporary = self._final(step), begun or self._temporary(step, thread)
         try:
@@ -304,7 +305,7 @@ class Checkpoints:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Remove old checkpoints, except for the newest ones to keep and the best one."""
+        """Remove old checkpoints. Keep the best one, and as many of the newest as the user wants."""
         best = read_best(self.path)
         for old in self.list_folders(step)[self._keep :]:
             if old.name != best:
@@ -312,7 +313,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _saying(self, step: int, size: int) -> Iterator[None]:
-        """Convert an OSError in the context to a MotleyError about the checkpoint."""
+        """Convert an OSError in a ``with`` block to a MotleyError about the checkpoint."""
         try:
             yield
         except OSError as error:
@@ -330,7 +331,7 @@ class Checkpoints:
         """Rename the checkpoints of later steps to ``aside_...``.
 
         The run continues from ``step``, so later checkpoints are damaged or no longer belong to the
-        run. Without the new names, the next resume would use them.
+        run. With their old names, the next resume would use these checkpoints.
         """
         remaining = self.list_folders(step)
         later = set(self.list_folders()) - set(remaining)
@@ -419,14 +420,16 @@ def free_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class KeptState:
-    """The state of a job that a rank has copied to memory that needs no process group.
+    """A copy of a job's state, in this process's memory, that outlives the process group.
+
+    A surviving rank continues from this copy after another rank was lost.
 
     Attributes:
         state: position of the training.
         plan: split of a full batch at that step.
         engine_state: parameters, optimizer state and other state of the engine, on the CPU.
         scale: state of the loss scale.
-        seen: changes of this rank's batch norm statistics since all ranks last added up their
+        seen: changes of the batch norm statistics on this rank since all ranks last added up their
             changes.
         estimated: estimated buffers of the batch norms, for a checkpoint that this rank writes
             alone.
@@ -493,7 +496,7 @@ def make_progress(
 
     Args:
         position: position of the training.
-        ranks: number of ranks whose own tensors the checkpoint contains.
+        ranks: number of ranks for which the checkpoint contains tensors that only this rank has.
         scale: state of the loss scale.
         config: values of the options that a checkpoint stores.
         optimizer: values of the optimizer that are not tensors.
@@ -503,12 +506,12 @@ def make_progress(
 
 
 def go_on(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
-    """Continue from the state that each rank has copied from a broken group.
+    """Continue from the copies of the state that the surviving ranks have kept.
 
-    All ranks call this function. The ranks continue from the state of the rank with the most steps.
-    If all ranks have finished the same step, their states are equal, and no state is sent. In Local
-    SGD, ranks may be several steps apart, and the training of each rank counts. The ranks then
-    continue from the mean of their parameters, at rank 0's step.
+    All ranks call this function. The ranks continue from the copy of the rank with the most steps.
+    If all ranks have finished the same step, the copies are equal, and no state is sent. In Local
+    SGD, ranks may be several steps apart, and each rank's steps must count. The ranks then continue
+    from the mean of their parameters, at rank 0's step.
 
     Args:
         engine: the engine that loads the state.
@@ -556,7 +559,7 @@ def _unite(engine: Engine, kept: KeptState) -> tuple[TrainState, list[str]]:
 
 
 def spread(tensors: dict[str, Tensor], device: torch.device, source: int = 0) -> dict[str, Tensor]:
-    """Broadcast one rank's tensors, and return them on the CPU of all ranks.
+    """Broadcast one rank's tensors, and return the tensors on the CPU of every rank.
 
     The tensors are sent one by one, so no device has to hold all of them at once.
 

@@ -10,9 +10,10 @@ Files are hashed while they are written.
     part_00000.json             size of the part, SHA-256 of its header and of each of its tensors.
                                 manifest.json has the SHA-256 of this file.
 
-Any rank can therefore read any rows, and only bytes whose hash was compared are used. Files are
-written in pieces of 256 KiB. While CPU ranks train, the kernel takes eight times as long to copy
-4 MiB at once to its cache (Linux 6.18, ext4). Hashing a file later would require reading it again.
+Any rank can therefore read any rows, and readers use only bytes whose hash they have compared.
+Files are written in pieces of 256 KiB. While CPU ranks train, the kernel takes eight times as long
+to copy 4 MiB at once to its cache (Linux 6.18, ext4). Hashing a file after it is written would
+require reading the file again.
 """
 
 import contextlib
@@ -49,7 +50,11 @@ DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def at_once(pieces: Iterator[None]) -> None:
-    """Run all pieces of a job without a pause."""
+    """Do all work of an iterator without a pause.
+
+    Args:
+        pieces: iterator that does a small piece of work each time an item is requested.
+    """
     deque(pieces, maxlen=0)
 
 
@@ -66,7 +71,8 @@ def write_tensors(
         tensors: tensors by name, on the CPU. Tensors that share memory are each written.
         each: dictionary to which the SHA-256 of each tensor is added, by name; None: hash the file
             as a whole.
-        run: function that runs the writing, piece by piece.
+        run: function that consumes an iterator. The iterator writes one piece of the file each time
+            an item is requested.
 
     Returns:
         ``bytes`` and ``sha256`` of the content. If ``each`` is given, the hash covers only the
@@ -151,7 +157,7 @@ def write_part(
     tensors: Mapping[str, Tensor],
     run: Callable[[Iterator[None]], None] = at_once,
 ) -> None:
-    """Write a rank's tensors, and then its index, completely or not at all.
+    """Write a rank's file of tensors, and then the index of hashes, atomically.
 
     Args:
         folder: folder of the checkpoint.
@@ -172,7 +178,7 @@ def write_part(
 
 @contextlib.contextmanager
 def telling(folder: Path, rank: int) -> Iterator[None]:
-    """Write an error of the context to a file for the waiting rank, and re-raise the error."""
+    """Write an error of a ``with`` block to a file that rank 0 reads, and re-raise the error."""
     try:
         yield
     except BaseException as error:
@@ -209,7 +215,7 @@ def wait_for_parts(folder: Path, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a tensor in a file.
+    """Consecutive rows of one tensor in a part file of a checkpoint.
 
     Attributes:
         file: path of the file.
@@ -245,8 +251,8 @@ class Parts:
     Args:
         folder: folder of the checkpoint.
         indexes: content of the parts' index files, in order.
-        reading: function that returns a context, given a file. The context adds the file's name to
-            errors.
+        reading: function that returns a context manager, given a file. The context manager adds
+            the file's name to errors.
     """
 
     def __init__(
@@ -308,7 +314,7 @@ class Parts:
 
 
 def _pieces(file: Path, index: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
-    """Yield the name of each tensor in a part file, and the place of its rows.
+    """Yield the name of each tensor in a part file, and the location of its rows in the file.
 
     Args:
         file: the file of tensors.

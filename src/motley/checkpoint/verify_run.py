@@ -4,9 +4,10 @@
     python torch_dist/verify.py logs/RUN/checkpoints/step_00000120
     python torch_dist/verify.py logs/*/
 
-Reads every byte of the checkpoints and compares it with the saved hashes. Names each damaged file;
---resume auto uses the newest checkpoint that is intact. Needs no GPU. Exit code: 0 if all files are
-intact, 1 if a file is damaged, 2 if there is neither a run nor a checkpoint.
+The command reads all bytes of the checkpoints, compares their hashes with the saved hashes, and
+names each damaged file. (--resume auto uses the newest checkpoint that is intact.) The command
+needs no GPU. Exit code: 0 if all files are intact, 1 if a file is damaged, 2 if a path contains
+neither a run nor a checkpoint.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Sums over ranks: collectives, and the wire modes of ``--wire``, which sum gradients."""
+"""Sums over ranks: collectives, and the modes of ``--wire``, which sum gradients."""

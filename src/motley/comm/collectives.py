@@ -1,12 +1,12 @@
-"""Collectives of numbers and values over the process group, and a way to leave them.
+"""Collectives of numbers and values over the process group, and a way to end a wait in them.
 
-A rank has to leave a collective if another rank is gone.
+A rank must end its wait in a collective if another rank is lost.
 
 Gloo does not end a wait for a silent peer. A wait usually ends when this process closes its own
-connections. If two connections ended at nearly the same time, Gloo left about one wait in sixty
-pending until its timeout of half an hour. Waits for gradients on a CPU therefore use
-:func:`leavable`. NCCL can abort its own waits. Work that was queued on the device then computes
-with undefined values.
+connections. If two connections ended at nearly the same time, about one wait in sixty continued
+until Gloo's timeout of half an hour. Waits for gradients on a CPU therefore use :func:`leavable`.
+NCCL can abort its own waits. Work that was queued on the device then computes with undefined
+values.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
 
     Args:
         sent: future of the collective.
-        device: device of the future's value. On a GPU ``sent`` itself is returned.
+        device: device of the future's value. For a GPU, the result is ``sent`` itself.
     """
     if device.type != "cpu":
         return sent
@@ -54,7 +54,7 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
 
 
 def has_forgotten() -> bool:
-    """Return True if an abandoned collective has not ended.
+    """Return True if a collective was abandoned in this process and has not ended.
 
     A thread of gloo, or the destruction of the process group, may then block forever.
     """
@@ -79,7 +79,7 @@ def abandon_group(
 
     Args:
         since: result of :func:`connections` before the group was made. These connections stay open.
-        others: further connections that stay open.
+        others: other connections that stay open.
         hosts: addresses of the hosts of all ranks. Connections to other hosts stay open.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
@@ -143,7 +143,7 @@ def leave_group(group: Any = None) -> None:
 
 
 def release_groups() -> None:
-    """Free groups that were left more than a second ago, with their threads and files."""
+    """Free the threads and files of process groups that this rank left more than a second ago."""
     if has_forgotten():
         return
     while _LEFT and time.monotonic() - _LEFT[0][0] > 1.0:
@@ -227,7 +227,7 @@ class Copy:
     Attributes:
         table: the copy. Read it only when the copy is done.
         wait: function that waits for the copy, but not for later work of the GPU.
-        is_done: function that returns at once, with True if the copy is done.
+        is_done: function that returns True if the copy is done, without a wait.
     """
 
     table: Tensor
@@ -246,7 +246,7 @@ def begin_copy(table: Tensor) -> Copy:
 
 
 def mark_now(device: torch.device) -> Callable[[], object]:
-    """Return a function that waits until a device has done the work that is queued now."""
+    """Return a function that waits until the device has done all work that is queued now."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -279,6 +279,11 @@ def all_gather_object(value: Any, can_leave: bool = False) -> list[Any]:
 def all_gather_floats(
     values: Sequence[Tensor | float], can_leave: bool = False
 ) -> list[list[float]]:
-    """Gather every rank's numbers, by rank. All ranks must call it; see :func:`all_gather`."""
+    """Gather every rank's numbers into lists, by rank. All ranks must call it.
+
+    Args:
+        values: numbers of this rank.
+        can_leave: see :func:`gather_parts`.
+    """
     rows: list[list[float]] = all_gather(values, can_leave).tolist()
     return rows

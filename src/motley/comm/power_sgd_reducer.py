@@ -3,7 +3,7 @@
 Unlike torch's hook alone, the reducer supports unequal shares, skipped steps and a changing loss
 scale.
 
-After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
+Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD needs two, to fix its own buckets
 
 
 class _Listening:
-    """A replacement for the process group of torch's hook, which stores the tensors that are sent.
+    """A replacement for the process group of torch's hook that stores the tensors that are sent.
 
     Attributes:
         sent: copies of this rank's tensors before the sum, by the address of the tensor that is
@@ -60,7 +60,7 @@ class _Work:
     future: Future[list[Tensor]]
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return ``future``."""
+        """Return the future of the summed tensor."""
         return self.future
 
 
@@ -68,10 +68,11 @@ class _Lane:
     """A queue of buckets that are sent one after another, through process groups of this queue.
 
     torch's hook would send gradients that are not compressed, such as biases, before the first
-    matrix. Over gloo, another process group sends them in parallel with the matrices. The reason is
-    that a gloo group has two threads, and the hook lets one thread wait for the other thread. On
-    links with a high latency this saves a third of the time. Gloo's threads would start the second
-    matrix in a different order on each rank, so a thread of this queue waits for each bucket.
+    matrix. Over gloo, a second process group sends these gradients in parallel with the matrices,
+    because a gloo group has two threads, and the hook lets one thread wait for the other. On links
+    with a high latency, the second group saves a third of the time. Gloo's threads would start the
+    second matrices in a different order on each rank, so a thread of this queue waits for each
+    bucket.
 
     Attributes:
         power: state of torch's hook for these buckets.
@@ -97,25 +98,25 @@ class _Lane:
         self.keep()
 
     def keep(self) -> None:
-        """Save the state for :meth:`put_back`."""
+        """Save a copy of the hook's state, for :meth:`put_back`."""
         # The hook replaces the error by a new tensor, but changes Q in place.
         self._kept = (dict(self.power.error_dict), _copies(self.power.q_memory_dict))
 
     def put_back(self) -> None:
-        """Restore the state of :meth:`keep`."""
+        """Restore the state that :meth:`keep` has saved, after a skipped step."""
         power = self.power
         power.error_dict, power.q_memory_dict = self._kept
         for place in set(power.p_memory_dict) - set(power.q_memory_dict):
             del power.p_memory_dict[place]
 
     def rescale(self, factor: float) -> None:
-        """Multiply the errors by ``factor``, because they are scaled like the loss."""
+        """Multiply the stored errors by ``factor``, because errors are scaled like the loss."""
         if factor != 1.0:
             for error in self.power.error_dict.values():
                 error.mul_(factor)
 
     def begin(self, bucket: Bucket) -> None:
-        """Create the initial matrix Q of a bucket that has none. Q is equal on all ranks.
+        """Create the initial matrix Q of a bucket at its first use. Q is equal on all ranks.
 
         The hook would draw Q from torch's global generator, which other threads may be using.
         """
@@ -243,9 +244,9 @@ class PowerSgdReducer(Reducer):
         return state
 
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Continue from a saved state. See Reducer.
+        """Continue from a saved state.
 
-        An empty state means step 0. The first steps are then exact, as at the start of training.
+        If the state is empty, the first steps are exact, as at the start of training.
         """
         for power in (lane.power for lane in self._lanes):
             power.iter = int(state.get("iter", 0))
@@ -262,12 +263,18 @@ class PowerSgdReducer(Reducer):
 
 
 def _memories(power: Any) -> dict[str, dict[int, Tensor]]:
-    """Return the state that torch's hook keeps between steps, by kind and then by bucket."""
+    """Return the state that torch's hook keeps between steps.
+
+    The dictionary has an entry for each kind of state: the tensors of this kind by bucket.
+    """
     return {"error": power.error_dict, "p": power.p_memory_dict, "q": power.q_memory_dict}
 
 
 def _used_here(tensor: Tensor) -> None:
-    """Keep the memory of a tensor of another stream until the current stream has used it."""
+    """Keep a tensor's memory until the current stream has used the tensor.
+
+    The memory was allocated on another stream.
+    """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

@@ -46,28 +46,29 @@ class Bucket:
     final: bool
 
     def index(self) -> int:
-        """Return ``place``."""
+        """Return the number of the bucket in a step."""
         return self.place
 
     def buffer(self) -> Tensor:
-        """Return ``flat``."""
+        """Return all gradients of the bucket in one vector."""
         return self.flat
 
     def gradients(self) -> Sequence[Tensor]:
-        """Return ``grads``."""
+        """Return views of the gradients with the parameters' shapes."""
         return self.grads
 
     def is_last(self) -> bool:
-        """Return ``final``."""
+        """Return True for the last bucket of a step."""
         return self.final
 
 
 class Sums:
     """The all-reduces that have started and not ended.
 
-    NCCL's process group holds the memory of sent data on a GPU until a wait for the work, or until
-    more data is sent later. The next forward pass would lack this memory, which can be gigabytes.
-    The class therefore stores the works, so that :meth:`release` can wait for them.
+    NCCL's process group holds the memory of sent data on a GPU until the host waits for the work,
+    or until more data is sent later. The next forward pass would lack this memory, which can be
+    gigabytes. The class therefore stores the work objects, so that :meth:`release` can wait for
+    them.
     """
 
     def __init__(self) -> None:
@@ -95,16 +96,16 @@ class Sums:
         return work.get_future().then(put)
 
     def release(self) -> None:
-        """Wait for all works, and free their data."""
+        """Wait for all stored work objects, and free their data."""
         for work in self._works:
             work.wait()
         self._works.clear()
 
 
 class Reducer:
-    """The exact reducer, a plain all-reduce, and base class of other reducers.
+    """The reducer that sums buckets by a plain all-reduce, and base class of other reducers.
 
-    Subclasses may have state between steps. Here the methods for such state do nothing.
+    Subclasses may keep state between steps. In this class, the methods for this state do nothing.
 
     Args:
         group: process group of the ranks to sum over; None: all ranks.
@@ -119,14 +120,17 @@ class Reducer:
         self._group, self._sums = group, Sums()
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """Start to sum a bucket over all ranks, in place; return a future of ``bucket.flat``."""
+        """Start to sum a bucket over all ranks, in place.
+
+        Return a future of ``bucket.flat``.
+        """
         return self._sums.begin(bucket.flat, self.dtype, self._group)
 
     def begin_at_once(self) -> None:
-        """Skip the initial exact steps that torch's PowerSGD has, for measurements."""
+        """Skip the exact steps with which PowerSGD begins. Measurements call this method."""
 
     def after_step(self, taken: bool, factor: float) -> None:
-        """Update the state after a step; all ranks pass the same values.
+        """Update the state that is kept between steps. All ranks pass the same values.
 
         Args:
             taken: True if the step was taken. False: restore the state from before the step.
@@ -143,7 +147,7 @@ class Reducer:
         return {}
 
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Continue from :meth:`state`.
+        """Restore a result of :meth:`state`.
 
         Args:
             state: the saved state.
@@ -174,9 +178,7 @@ class RoundingReducer(Reducer):
 
 
 def as_real(value: Tensor) -> Tensor:
-    """Return a complex tensor as a real view, [..., 2].
-
-    Other tensors are returned unchanged.
+    """Return a real view of a complex tensor, [..., 2], and any other tensor unchanged.
     """
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
@@ -188,7 +190,7 @@ def by_type(tensors: Sequence[_T]) -> list[list[_T]]:
 
 
 def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
-    """Return the tensors in groups of one dtype, in their order.
+    """Divide tensors into groups of one dtype, in the order of the tensors.
 
     A group has at most ``numbers`` elements in total, or consists of one larger tensor.
     """
@@ -226,7 +228,7 @@ def empty_bucket(
 
 
 def make_buckets(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
-    """Return buckets of noise to time a reducer, each with at most ``numbers`` elements.
+    """Return buckets of random numbers to time a reducer, each with at most ``numbers`` elements.
 
     A tensor with more elements gets a bucket of its own.
     """
@@ -244,9 +246,9 @@ def in_thread(
 ) -> Future[Tensor]:
     """Run ``work`` in a thread, and return a future of its result.
 
-    On a GPU, the current stream and not the host waits for the future. If ``work`` fails, the job
-    ends, because the other ranks wait for this rank's data, and this rank's main thread waits in a
-    backward pass.
+    On a GPU, the current stream waits for the future, and the host does not wait. If ``work``
+    fails, the job ends, because the other ranks wait for this rank's data, and this rank's main
+    thread waits in a backward pass.
     """
     future: Future[Tensor] = Future(devices=[device] if device else None)
 
@@ -279,14 +281,14 @@ _FLYING = 4
 
 
 class SlowRankReducer(Reducer):
-    """A reducer that spares one slow link: the rank behind it sends and receives each bucket once.
+    """A reducer for one slow link. The rank behind the link sends and receives each bucket once.
 
     In a ring all-reduce of n ranks, each link carries 2 (n - 1) / n of the bucket in each
     direction. With this reducer, the slow link carries the bucket once in each direction. The slow
     rank sends the bucket in pieces to one other rank. The other rank adds the pieces to its own
-    pieces, and sums them with the remaining ranks. Sums come back while later pieces are still
-    being sent. All ranks get equal bits. The sums use gloo and copies on the CPU, which are much
-    faster than such a link.
+    pieces, and sums the result with the remaining ranks. Sums come back while later pieces are
+    still being sent. All ranks get equal bits. The sums use gloo and copies on the CPU, which are
+    much faster than a slow link.
 
     Args:
         slow: number of the rank behind the slow link.
@@ -324,7 +326,13 @@ class SlowRankReducer(Reducer):
         )
 
     def _through_cpu(self, flat: Tensor, dtype: torch.dtype, ready: torch.cuda.Event) -> Tensor:
-        """Sum a tensor of a GPU through the CPU, in parallel with the GPU's computation."""
+        """Sum a GPU's tensor over the ranks by a copy on the CPU, while the GPU computes.
+
+        Args:
+            flat: the tensor, which is replaced by the sum.
+            dtype: dtype in which the numbers are sent.
+            ready: event after which the GPU has computed the tensor.
+        """
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
@@ -338,7 +346,7 @@ class SlowRankReducer(Reducer):
 
         Args:
             part: this rank's part of the sum.
-            into: tensor to which the sum is written; it may be ``part``.
+            into: tensor to which the sum is written. The tensor may be ``part`` itself.
         """
         size = max(_PIECE, len(part) // _PIECES)
         pieces = torch.split(part, size)
@@ -398,6 +406,11 @@ class SlowRankReducer(Reducer):
 
 
 def _put(into: Tensor, sums: Tensor) -> Tensor:
-    """Copy the real form of sums into a tensor, which may be complex, and return the tensor."""
+    """Copy sums into a tensor, and return the tensor.
+
+    Args:
+        into: the tensor, which may be complex.
+        sums: the sums as real numbers.
+    """
     as_real(into).copy_(sums)
     return into

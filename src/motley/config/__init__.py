@@ -1,1 +1,1 @@
-"""The options of the training scripts, each declared once, with its type and its group."""
+"""The options of the training scripts. Each option is declared once, with its type and group."""

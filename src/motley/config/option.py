@@ -23,14 +23,15 @@ _OPTION = "option"  # key in a field's metadata
 class Decides(Flag):
     """The effects of an option, for code that stores results between runs.
 
-    MODEL: the meaning of a checkpoint's tensors. A run cannot be continued with another value.
-    NUMBERS: the values of a checkpoint's tensors. If a continued run changes such an option, the
-    user is warned.
-    SPEED: the speed of a device. A stored speed is valid only for the same value.
-    PLAN: the split of the work, besides speeds. A continued run keeps its plan only if the value is
-    the same.
-    NOTHING: none of these effects. Such an option concerns the place of the computation, the
-    storage or the display of results.
+    MODEL: the option decides the meaning of a checkpoint's tensors. A run cannot be continued with
+    another value of the option.
+    NUMBERS: the option decides the values of a checkpoint's tensors. A user who changes the option
+    in a continued run gets a warning.
+    SPEED: the option affects the speed of a device. A stored speed is valid only for the same
+    value.
+    PLAN: the option affects the split of the work by other means than speeds. A continued run keeps
+    its plan only if the value is the same.
+    NOTHING: the option has none of these effects. An example is the folder of the records.
     """
 
     NOTHING = 0
@@ -56,20 +57,20 @@ class Option:
 
     Attributes:
         says: effect of the option, for ``--help-all``.
-        decides: results that depend on the option.
-        read: reader of the option's text.
-        name: name for users and records, if it differs from the field's name.
-        metavar: word for the value in the help.
+        decides: effects of the option; see :class:`Decides`.
+        read: function that converts the user's text to the option's value.
+        name: name of the option for users and in records, if it differs from the field's name.
+        metavar: word that stands for the value in the help text.
         choices: all allowed values; empty: any value that ``read`` accepts.
         flag: flag on the command line, if it is not ``--`` and the name.
         short: additional flag of one letter.
-        former: additional flag from an earlier version.
-        bare: value of a flag that no value follows; None: a value must follow.
-        several: True if the flag takes one or more words. The option's value is a tuple.
-        unset: text that stands for the value None.
+        former: additional flag, which was the option's flag in an earlier version.
+        bare: value of the option if no value follows the flag; None: a value must follow.
+        several: True if the flag takes one or more words. The option's value is then a tuple.
+        unset: text that a user types for the value None.
         cell: name of the option in the definition of a sweep's cells.
         usual: help text in ``-h``; empty: only ``--help-all`` lists the option.
-        per_launch: True if the option belongs to one launch, such as a path of records or the
+        per_launch: True if the option belongs to one launch, such as the path of the records or the
             shares of ranks. A continued run takes all other options from its checkpoint, unless the
             user types them.
     """
@@ -109,15 +110,23 @@ class Option:
 
 
 def option(says: str, decides: Decides, default: Any = None, **known: Any) -> Any:
-    """Return a dataclass field that declares an option. ``known`` are further fields of Option."""
+    """Return a dataclass field that declares an option.
+
+    Args:
+        says: effect of the option, for ``--help-all``.
+        decides: effects of the option; see :class:`Decides`.
+        default: default value of the option.
+        **known: other attributes of :class:`Option`.
+    """
     return field(default=default, metadata={_OPTION: Option(says, decides, **known)})
 
 
 def get_options(group: type) -> dict[str, Option]:
     """Return the options of a group by the names of their fields, with ``Option.name`` filled in.
 
-    A field may be declared without :func:`option`, as in a user's own task. The field's type then
-    selects the reader, and all results are assumed to depend on the option.
+    A group is a dataclass whose fields are options. A field may be declared without :func:`option`,
+    as in a user's own task. The field's type then selects the function that reads the option, and
+    the option is assumed to have all effects of :class:`Decides`.
 
     Raises:
         MotleyError: a field has a type that options do not support, or has no default.
@@ -180,7 +189,7 @@ MIN, MAX = "min", "max"  # directions of a metric: less is better, or more
 
 @dataclass(frozen=True)
 class Metric:
-    """The name of a metric, with the direction that a user typed for it.
+    """The name of a metric, with its better direction if a user has typed one.
 
     Attributes:
         name: name of the metric in the records of an evaluation.
@@ -250,7 +259,10 @@ def positive(text: str) -> int:
 
 
 def _without_zeros(text: str) -> str:
-    """Return ``3`` for ``3.0``, as users of Hugging Face's tools write a number of epochs."""
+    """Return a number without a decimal part of zeros: ``3`` for ``3.0``.
+
+    Users of Hugging Face's tools write numbers of epochs as ``3.0``.
+    """
     return re.sub(r"(?<=\d)\.0+$", "", text)
 
 
@@ -330,9 +342,9 @@ def fraction(text: str) -> float:
 
 
 def noise_part(text: str) -> float:
-    """Read a number from 0.01 to 1.
+    """Read a number from 0.01 to 1, the limit of the noise on the learning rate.
 
-    With a smaller limit, noise would have to be drawn very often.
+    With a limit below 0.01, noise would have to be drawn very often until it is below the limit.
     """
     return _number(text, float, 0.01, 1.0, "a number from 0.01 to 1")
 
@@ -368,5 +380,5 @@ def step_span(text: str) -> StepSpan:
 
 
 def profiled(text: str) -> str | tuple[int, ...]:
-    """Read ``slowest``, ``all``, or rank numbers separated by commas."""
+    """Read the ranks to profile: ``slowest``, ``all``, or rank numbers separated by commas."""
     return text if text in (SLOWEST, ALL) else naturals(text)

@@ -1,8 +1,9 @@
 """The options of the training scripts, with timm's names where timm has one.
 
-A group is a dataclass. Each field is an option of the same name. A strategy declares a group of its
-own options in its file (motley.engines.strategies). A task is a group of options, too
-(motley.tasks). The values of ``--wire`` are registered in motley.comm.modes.
+A group is a dataclass, and each of its fields is an option. The docstring of a group is the group's
+title in ``-h``. A strategy declares a group of its own options in its file
+(motley.engines.strategies). A task is a group of options, too (motley.tasks). The values of
+``--wire`` are registered in motley.comm.modes.
 """
 
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ CLIP_MODES = ("norm", "value", "agc")
 
 @dataclass(frozen=True)
 class OptimizationOptions:
-    """optimization"""
+    """Options of the optimization"""
 
     opt: str = option(
         "timm name, default adamw; adamw8bit: its moments take a quarter of the memory",
@@ -194,7 +195,7 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """model"""
+    """Options of the model"""
 
     task: str = option(  # the task's identity() is compared instead
         "", NOTHING, "image", metavar="NAME|FILE.py",
@@ -242,7 +243,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """data"""
+    """Options of the data"""
 
     data_fraction: float = option(
         "train on this part of the training set (weak scaling), default 1",
@@ -266,7 +267,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """evaluation"""
+    """Options of the evaluation"""
 
     eval_every: int | Duration | None = option(
         "steps, or a time such as 10m, between evaluations of the held-out samples; default: one "
@@ -300,7 +301,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """batch and length"""
+    """Options of the batch and of the length of the run"""
 
     batch_size: int = option(
         "GLOBAL batch: samples of all ranks in one optimizer step, default 128; 512:2048:32/100M "
@@ -352,7 +353,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """records"""
+    """Options of the records"""
 
     run: str | None = option(
         "the run's folder is LOGS/NAME; default: the time", NOTHING, metavar="NAME", cell="nothing",
@@ -403,7 +404,7 @@ GROUPS = (
 class Config(
     RecordOptions, EvaluationOptions, OptimizationOptions, BatchOptions, DataOptions, ModelOptions
 ):
-    """The options of a run. If a field is None, the option's help says what replaces it.
+    """The options of a run. If the value of a field is None, the option's help names the default.
 
     Attributes:
         own: groups of options of the chosen script's strategies, and the task.
@@ -424,7 +425,7 @@ class Config(
         return self.max_steps is not None and "epochs" not in self.typed_names | self.recipe_names
 
     def group(self, group: type[Group]) -> Group:
-        """Return the options of a group, or its defaults if the script does not have the group."""
+        """Return the options of a group. If the script lacks the group, return its defaults."""
         return next((each for each in self.own if isinstance(each, group)), group())
 
     def options(self) -> Iterator[tuple[str, Option, Any]]:
@@ -437,7 +438,7 @@ class Config(
     def as_toml(self) -> str:
         """Return the options that the user typed, in the form that ``--config`` reads.
 
-        Options that name this run are left out.
+        Options that identify this run, such as its name, are left out.
         """
         import tomli_w
 

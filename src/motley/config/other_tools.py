@@ -3,9 +3,10 @@
 The tools are timm's ``train.py``, torchvision's references, Hugging Face's Trainer, Accelerate,
 Lightning, nanoGPT, DeepSpeed, torchrun and Ultralytics.
 
-SAME lists options of the same meaning. A command line may use their spellings. The other tables are
-for error messages. NAMED has Motley's option that does the same in another way. ANSWERS has a
-sentence for an option that has no equivalent. VALUES has a sentence for a value of an option.
+The table SAME lists options with the same meaning in Motley. A command line may use their
+spellings. The other tables are for error messages. NAMED gives the option of Motley that has the
+same effect with another kind of value. ANSWERS gives a sentence for an option without equivalent.
+VALUES gives a sentence for a value of an option.
 """
 
 from collections.abc import Collection, Mapping, Sequence

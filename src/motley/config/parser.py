@@ -2,9 +2,9 @@
 
 ``--config FILE.toml`` gives options from a file, or from the run.json of a run.
 
-A TOML file has one option per line, named as on the command line without the dashes. TOML tables
-have no meaning. A run.json gives the options that differ from their defaults, except for options of
-one launch.
+A TOML file has one option per line, named as on the command line without the dashes. The parser
+ignores the names of TOML tables. A run.json gives the options that differ from their defaults,
+without those that apply to one launch only.
 
     lr = 3e-4
     batch-size = "64:512:32/10M"
@@ -77,7 +77,11 @@ class OneVoice(argparse.ArgumentParser):
         stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:
-        """Return a text to append to the name of an unknown option: similar options, or empty."""
+        """Return a text that suggests similar options, to append to an error message.
+
+        Args:
+            word: the unknown option.
+        """
         known = list(self._option_string_actions)
         longer = [name for name in known if name.startswith(word)] if len(word) > 4 else []
         return did_you_mean(word, longer or known, least=0 if longer else _LIKE)
@@ -140,7 +144,11 @@ class OptionParser(OneVoice):
         self.own = tuple(own)
 
     def hint(self, word: str) -> str:
-        """Return a text to append to an unknown option, which may be another tool's option."""
+        """Return a text that suggests other options, to append to an error message.
+
+        Args:
+            word: the unknown option, which may be an option of another tool.
+        """
         name = other_tools.plain_name(word)
         if name in other_tools.OF_TEXT and "--text" in self._option_string_actions:
             return f": {other_tools.OF_TEXT[name]}"
@@ -192,7 +200,7 @@ class OptionParser(OneVoice):
         self.own = (*self.own, group)
 
     def set_usual(self, texts: Mapping[str, str]) -> None:
-        """Change the defaults of options, as a task does.
+        """Change the defaults of options, for a task with its own defaults.
 
         Args:
             texts: the defaults by the names of options, as a user types them.
@@ -244,7 +252,7 @@ class OptionParser(OneVoice):
                 self._add_opposite(section, declared, usual[name] is True)
 
     def _add_opposite(self, section: Any, declared: Option, usual: bool) -> None:
-        """Add the unlisted option that sets a switch back to its default.
+        """Add a hidden option that sets a boolean option back to its default.
 
         A continued run needs this option, because the checkpoint sets all options that the user
         does not type.
@@ -339,14 +347,14 @@ class OptionParser(OneVoice):
 
 
 def _as_value(value: Any) -> Any:
-    """Return an option's value. A list becomes a tuple, and the single word ``none`` None."""
+    """Return an option's value: a tuple for a list, and None for the single word ``none``."""
     if isinstance(value, list):
         return None if value == [None] else tuple(value)
     return value
 
 
 def _flag(declared: Option, usual: Any) -> str:
-    """Return the flag of an option; with ``--no-`` if the option is on by default."""
+    """Return the flag of an option, which begins with ``--no-`` if the option is on by default."""
     if usual is True and not declared.flag:
         declared = dataclasses.replace(declared, name=f"no_{declared.name}")
     return get_flag(declared)
@@ -454,7 +462,10 @@ class ConfigFile:
         return cls(path, values, {name: _find_line(text, name) for name in values}, is_run=False)
 
     def first_words(self) -> list[str]:
-        """Return ``--task`` and ``--recipe`` as words, since other options depend on them."""
+        """Return the options ``--task`` and ``--recipe`` of the file as words.
+
+        The parser reads these words first, since other options depend on them.
+        """
         return [
             word for name in ("task", "recipe") if isinstance(value := self.values.get(name), str)
             for word in (f"--{name}", value)

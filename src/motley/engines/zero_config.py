@@ -58,7 +58,7 @@ _OWNED = {
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """DeepSpeed"""
+    """Options of DeepSpeed"""
 
     # A plan depends on the traits of the stage, not on its number.
     stage: int | None = option(

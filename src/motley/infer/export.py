@@ -1,4 +1,4 @@
-"""The export of a trained model: a folder for other libraries, and ONNX."""
+"""The export of a trained model to a folder for other libraries, and to ONNX."""
 
 import json
 import logging
@@ -75,7 +75,7 @@ def follow_umask(path: Path) -> None:
 def make_inputs(task: Task, net: nn.Module) -> tuple[Any, ...]:
     """Return the inputs that a task passes to its network for some samples.
 
-    The function lets the task compute scores with a stand-in for the network, which records the
+    The function lets the task compute scores with a replacement of the network, which records the
     inputs.
 
     Raises:
@@ -132,7 +132,7 @@ def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warnings and logs that torch's exporter prints for its developers."""
+    """Silence the warnings and logs of torch's exporter in a ``with`` block."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,13 +1,14 @@
-"""Write a trained model for other libraries: a folder for timm and transformers, and ONNX.
+"""Write a trained model into a folder, for timm, transformers and ONNX.
 
     python torch_dist/export.py logs/RUN --to exported
     python torch_dist/export.py logs/RUN --to exported --onnx
 
-Uses the newest intact checkpoint of a run, or the named one. An image classifier is then loaded by
-timm.create_model("local-dir:exported", pretrained=True), or by transformers'
-AutoModelForImageClassification.from_pretrained("exported"); another task's model.safetensors has
-its parameters by name. The ONNX model takes any number of samples, and is compared with torch's in
-onnxruntime. config.json has the normalisation of images. Needs no GPU.
+The argument is a run, whose newest intact checkpoint is exported, or the folder of one checkpoint.
+Two calls load an exported image classifier: timm.create_model("local-dir:exported",
+pretrained=True), and transformers' AutoModelForImageClassification.from_pretrained("exported").
+The file config.json has the normalisation of images. For other tasks, model.safetensors has the
+parameters by name. The ONNX model takes any number of samples, and its output in onnxruntime is
+compared with torch's. The command needs no GPU.
 """
 
 import argparse

@@ -4,9 +4,10 @@
     python torch_dist/generate.py logs/RUN --prompt "To be" --length 500 --top-k 20
     python torch_dist/generate.py FOLDER --prompt "To be" --samples 3 --temperature 0.7
 
-RUN is a run of --task text, whose newest intact checkpoint is used, or a checkpoint. FOLDER has a
-model of the transformers library and its tokenizer. The text appears while it is made. Equal
-seeds give equal texts on one device. A GPU is used if there is one.
+RUN is the folder of a run of --task text, or of one of its checkpoints. From a run, the command
+loads the newest intact checkpoint. FOLDER has a model of the transformers library and its
+tokenizer. The command prints each part of the text at once. Equal seeds give equal texts on one
+device. The command uses a GPU if the host has one.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-r"""Predict with a trained model of any task on all ranks, without waiting for each other.
+r"""Compute predictions of a trained model on all ranks, which do not wait for each other.
 
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \
@@ -6,10 +6,11 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkp
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \
   --images my/photos
 
-There is no process group: each rank takes the next free shard of samples, so a faster rank computes
-more. If a rank dies, the other ranks take over its shards. Finished shards stay. Run the command
-again, on any ranks, to compute missing shards. OUT/predictions.csv then has all shards in order.
-OUT has to be on a disk that all hosts share.
+The model may be of any task. The ranks form no process group. Each rank takes the next free shard
+of samples, so a faster rank computes more shards. If a rank dies, the other ranks take over its
+shards. If the command is interrupted, finished shards stay on the disk. Run the command again, on
+any ranks, to compute the missing shards. OUT/predictions.csv then has all shards in order. OUT must
+be on a disk that all hosts share.
 """
 
 import argparse
@@ -246,7 +247,7 @@ class Shards:
         return [n for n in range(self.count) if self.path(n) not in result]
 
     def write(self, number: int, rows: Iterable[Sequence[object]]) -> None:
-        """Write a shard completely or not at all."""
+        """Write the rows of a shard to its file, atomically."""
         self._write(self.path(number), rows)
 
     def merge(self) -> Path:
@@ -354,7 +355,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
-    """Open the model, compute missing shards, and merge all shards, and return the exit code."""
+    """Open the model, compute missing shards, merge all shards, and return the exit code."""
     import torch  # imported here: the waiting process does not need it
 
     from motley.checkpoint.read import open_checkpoint
@@ -437,7 +438,7 @@ def choose_device(leases: Leases, torch: Any) -> Any:
 
 
 def print_result(path: Path, noun: str) -> None:
-    """Print the path of the predictions, and their accuracy if the labels are known."""
+    """Print the path of the predictions, and the accuracy if the labels are known."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     known = [row for row in rows if row.get("label") and row.get("confidence")]

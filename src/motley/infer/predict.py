@@ -1,13 +1,14 @@
-"""Predict the classes of images of your own with a trained model, in this process.
+"""Predict the classes of your images with a trained model, in this process.
 
     python torch_dist/predict.py logs/RUN photos/
     python torch_dist/predict.py logs/RUN a.jpg b.jpg --top-k 3
     python torch_dist/predict.py EXPORTED photos/ --out classes.jsonl
 
-RUN is a run of images, whose newest intact checkpoint is used, or a checkpoint. EXPORTED is a
-folder of torch_dist/export.py, which needs no data set. The output has one line per file, with the
-classes and their probabilities, as CSV or as JSON. Folders are searched at any depth. A GPU is used
-if there is one.
+RUN is the folder of a run with an image model, or of one of its checkpoints. From a run, the
+command loads the newest intact checkpoint. EXPORTED is a folder that torch_dist/export.py has
+written; with this folder, no data set is needed. The output has one line per image file, with the
+classes and their probabilities, as CSV or as JSON. The command also reads the images in subfolders.
+The command uses a GPU if the host has one.
 """
 
 import argparse
@@ -137,7 +138,8 @@ def predict(
 def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record as the cells of a CSV line.
 
-    The first class is in ``class`` and ``probability``, the next in ``class_2`` and so on.
+    The most probable class is in the columns ``class`` and ``probability``, the next one in
+    ``class_2`` and ``probability_2``, and so on.
     """
     result: dict[str, Any] = {"file": record["file"]}
     for number, each in enumerate(record.get("classes", ()), 1):

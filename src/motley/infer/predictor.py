@@ -31,8 +31,9 @@ class Trained:
         folder: folder of the checkpoint.
         weights: parameters and buffers by name, on the CPU.
         task: the task.
-        sample_list: ``Task.sample_list`` of the training; empty if the checkpoint does not have it.
-        average: moving average of the parameters by name; empty if the average is not used. A tied
+        sample_list: fingerprint of the samples in the training; see ``Task.sample_list``. Empty if
+            the checkpoint has no fingerprint.
+        average: moving average of the parameters by name. Empty if the average is not used. A tied
             parameter has one entry, under its first name.
         problems: error messages of newer checkpoints that are damaged.
         net: the network with its weights; None: :meth:`build` makes the network.
@@ -64,7 +65,7 @@ def open_trained(
 
     Args:
         path: one checkpoint's folder, ``checkpoints/``, or a run folder.
-        data_dir: present folder of the data; None: the folder that the training used.
+        data_dir: current folder of the data; None: the folder that the training used.
         own: a folder of samples that replace the held-out samples; None: use the held-out samples.
         averaged: True: use the moving average of the parameters.
 
@@ -110,7 +111,7 @@ class Predictor:
         predict: function that returns the predictions of a batch, like Task.predict; None: use
             Task.predict.
         on_unreadable: function that is called with a message for each sample that cannot be read.
-            The sample is then left out. None: such a sample raises an error.
+            The sample is then left out. None: an unreadable sample raises an error.
         columns: names of the columns of a row.
         samples: number of samples for which predictions were computed.
         seconds: seconds that reading and computing these samples took.
@@ -154,7 +155,7 @@ class Predictor:
 
     @property
     def mem_peak_mib(self) -> float:
-        """Peak memory of the GPU in MiB; on a CPU, present memory of this process in MiB."""
+        """Peak memory of the GPU in MiB. On a CPU, current memory of this process in MiB."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return float(psutil.Process().memory_info().rss) / 2**20

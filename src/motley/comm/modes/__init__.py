@@ -1,8 +1,9 @@
-"""The kinds of ``--wire``: a module in this package adds kinds by listing them in ``MODES``.
+"""The modes of ``--wire``, which select the form in which ranks send gradients.
 
-A kind is a subclass of motley.plan.wire.WireMode. The subclass defines the spelling of the mode,
-the data that it sends, its cost, its requirements and its reducer. ``-h``, the planner and the
-matrix of runs use all kinds in the list.
+A module in this package adds kinds of modes by listing them in ``MODES``. A kind is a subclass of
+motley.plan.wire.WireMode. The subclass defines the spelling of the mode on the command line, the
+data that ranks send, the cost, the requirements and the reducer. ``-h``, the planner and the matrix
+of runs use all kinds in the list.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from motley.text import did_you_mean
 
 
 def modes() -> dict[str, type[WireMode]]:
-    """Return all kinds by name. Kinds that require less from an engine come first."""
+    """Return all kinds of ``--wire`` by name. Kinds that require less of an engine come first."""
     order = list(Addition)
     kinds: list[type[WireMode]] = entries(
         __name__, "MODES", partial(is_subclass, kind=WireMode), "subclasses of WireMode", "numbers"
@@ -24,7 +25,7 @@ def modes() -> dict[str, type[WireMode]]:
 
 
 def parse_wire(text: str) -> WireMode | None:
-    """Return the mode that a value of ``--wire`` names; None for auto.
+    """Return the mode that a value of ``--wire`` names, or None for ``auto``.
 
     Raises:
         MotleyError: there is no such mode.

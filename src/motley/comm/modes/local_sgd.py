@@ -41,7 +41,13 @@ class LocalSgd(WireMode):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
-        """Return the mode with the fewest local steps that hide the transfer time. See WireMode."""
+        """Return the mode with the fewest local steps that hide the transfer time.
+
+        Args:
+            precisions: precisions of the ranks.
+            part: seconds of a step's communication in the exact mode, divided by the seconds of a
+                step without communication.
+        """
         return [cls(steps) for steps in _OFFERED if steps >= part][:1]
 
     @property
@@ -71,7 +77,7 @@ class LocalSgd(WireMode):
         return EXACT if self.steps == 1 else self
 
     def cost_from(self, exact: AllReduceCost) -> AllReduceCost:
-        """Return the cost, with as many bytes as the exact mode. See WireMode."""
+        """Return the cost, with the bytes of the exact mode in every ``steps``-th step."""
         return dataclasses.replace(exact, sync_every=self.steps)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Wire modes that send the elements of the gradient, exact or rounded to 16 bits.
+"""Modes of ``--wire`` that send the elements of the gradient, exact or rounded to 16 bits.
 
 With ``/leafK`` the all-reduce spares one slow link: rank K, behind this link, sends its gradient
 only once.
@@ -21,7 +21,7 @@ class Exact(WireMode):
 
     @classmethod
     def parse(cls, number: str) -> Self:
-        """Return the mode, which accepts no number after its name. See WireMode."""
+        """Return the mode. The mode has no number after its name."""
         return cls()
 
     @classmethod
@@ -76,7 +76,7 @@ class Bf16(Exact):
 
 @dataclass(frozen=True)
 class Fp16(Bf16):
-    """An all-reduce of gradients rounded to fp16: finer than bf16, but with a loss scale."""
+    """An all-reduce of gradients rounded to fp16: finer than bf16, but a loss scale is needed."""
 
     name = usage = "fp16"
     says = "or to fp16"

@@ -1,6 +1,6 @@
-"""PowerSGD: a wire mode that sends two thin matrices in place of each gradient matrix.
+"""PowerSGD: a mode of ``--wire`` that sends two thin matrices in place of each gradient matrix.
 
-After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
+Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
 """
 
 import dataclasses
@@ -20,7 +20,9 @@ LOST_POINTS = {1: (6.4, 5), 4: (1.0, 16), 8: (0.3, 8)}  # see WireMode, by rank
 
 @dataclass(frozen=True)
 class PowerSgd(WireMode):
-    """The mode that sends two thin matrices per gradient. Their error is added to later gradients.
+    """The mode that sends two thin matrices in place of each gradient matrix.
+
+    The error of the matrices is added to the gradient of the next step.
 
     Attributes:
         rank: rank of the thin matrices.
@@ -64,25 +66,34 @@ class PowerSgd(WireMode):
 
     @property
     def lost_points(self) -> tuple[float, int] | None:
-        """See WireMode. Rounding to bf16 loses no points."""
+        """Loss of top-1 accuracy in points, and number of seeds. None: not measured.
+
+        The loss is the same with and without rounding to bf16.
+        """
         return LOST_POINTS.get(self.rank)
 
     def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the number of bytes that are sent for gradients of these shapes. See WireMode.
+        """Return the number of bytes that are sent for gradients of these shapes.
 
         Like torch's hook, the mode compresses only gradients that become at most half as large.
         """
         return super().count_bytes([(self.thin(shape) or math.prod(shape),) for shape in shapes])
 
     def thin(self, shape: Sequence[int]) -> int | None:
-        """Return the number of elements sent for a gradient; None: it is not compressed."""
+        """Return the number of elements that are sent for a compressed gradient.
+
+        None: a gradient of this shape is not compressed.
+
+        Args:
+            shape: shape of the gradient.
+        """
         high, whole = shape[0] if shape else 1, math.prod(shape)
         wide = whole // high
         numbers = (high + wide) * min(high, wide, self.rank)
         return numbers if 2 * numbers < whole else None
 
     def in_job(self, precisions: Collection[str]) -> WireMode:
-        """Return the mode with rounding if a rank computes in 16 bits. See WireMode.
+        """Return the form of the mode for a job: with rounding if a rank computes in 16 bits.
 
         The matrices are rounded to bf16, because a matrix times the loss scale could exceed fp16's
         range.

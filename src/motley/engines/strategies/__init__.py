@@ -23,7 +23,7 @@ TORCH, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """torch.distributed"""
+    """Options of torch.distributed"""
 
     # The name decides nothing, because a plan depends on the traits alone.
     strategy: str = option(

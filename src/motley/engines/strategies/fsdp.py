@@ -68,7 +68,7 @@ _NAMED = ("--strategy", "fsdp")
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """fsdp"""
+    """Options of --strategy fsdp"""
 
     offload: str = option(
         "what is kept in the host's memory: parameters (with their gradients and optimizer "
