@@ -305,7 +305,7 @@ class Checkpoints:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Remove old checkpoints. Keep the best one, and as many of the newest as the user wants."""
+        """Remove old checkpoints. Keep the best one, and the number of newest ones to keep."""
         best = read_best(self.path)
         for old in self.list_folders(step)[self._keep :]:
             if old.name != best:

@@ -26,10 +26,10 @@ def run_script(
 
     Args:
         doc: the script's docstring, which ``-h`` shows.
-        draw: draws the pictures and returns the exit code. The arguments are the paths to search
-            and, if ``draws`` is True, the folder of ``--out``. The options of ``add_options`` are
-            passed by name.
-        add_options: adds the options that only this script has.
+        draw: function that draws the pictures and returns the exit code. Its arguments are the
+            paths to search and, if ``draws`` is True, the folder of ``--out``. The options of
+            ``add_options`` are passed by name.
+        add_options: function that adds the options that only this script has.
         draws: True if the script draws pictures, and has ``--out``.
     """
     escape_unprintable()
@@ -61,7 +61,7 @@ def run_script(
 
 
 def add_collect(parser: argparse.ArgumentParser) -> None:
-    """Add the option that also reads other hosts' records."""
+    """Add the option ``--collect``, with which a command also reads other hosts' records."""
     parser.add_argument(
         "--collect", action="store_true",
         help="also read, by ssh, the records of hosts that have logs/ on a disk of their own",
@@ -78,8 +78,9 @@ def draw_all(
     Args:
         folders: folders of records. If ``out`` is None, the picture of each folder is written into
             it.
-        picture: draws the records of one folder.
-        name: file name, for example ``gpu.png``; in ``out``, the folder's own name precedes it.
+        picture: function that draws the records of one folder.
+        name: file name of the picture, for example ``gpu.png``. If ``out`` is given, the file name
+            begins with the name of the folder.
         out: the folder of ``--out``.
 
     Returns:
@@ -102,7 +103,11 @@ def draw_all(
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG; raise MotleyError if the file cannot be written."""
+    """Write a figure as PNG.
+
+    Raises:
+        MotleyError: the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -124,5 +129,10 @@ def show_progress(message: str) -> None:
 
 
 def nothing(what: str, paths: list[Path]) -> MotleyError:
-    """Return the error that no records of the kind ``what`` are under the paths."""
+    """Return the MotleyError for paths without records of a kind.
+
+    Args:
+        what: kind of the records, for the message.
+        paths: the paths that were searched.
+    """
     return MotleyError(f"no {what} under {', '.join(map(str, paths))}: {TRAIN}")

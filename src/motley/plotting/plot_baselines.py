@@ -1,4 +1,4 @@
-"""Draw the results of baseline_measure.py: speed against the limit, scaling, loss against time.
+"""Draw the results of baseline_measure.py: speed and its limit, scaling, and loss over time.
 
     python plots/plot_baselines.py baselines/strategies              # beside its results.csv
     python plots/plot_baselines.py baselines/ --out pictures
@@ -34,7 +34,7 @@ _GPUS = re.compile(r"(\d+)[_ -]?GPUs?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class OldRun:
-    """One run of the old format.
+    """One run in the lab's old log format.
 
     Attributes:
         gpus: number of GPUs, from the name of a folder above the run.
@@ -107,7 +107,7 @@ def lost(row: Row) -> dict[str, float]:
 
 
 def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
-    """Draw one bar per cell: its median rate, the losses by cause, and marks at mean and limit."""
+    """Draw one bar per cell: the median rate, the lost rate by cause, marks at mean and limit."""
     shown: dict[str, str] = {}
     ends = [row.weight * (row.limit or row.samples_per_s or 0.0) for row in rows]
     most = max(ends, default=0.0) or 1.0
@@ -176,9 +176,10 @@ def make_title(row: Row) -> str:
 
 
 def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the series of rows that differ only in the number of hosts, by their common settings.
+    """Return the series of rows for a picture of scaling, by their common settings.
 
-    A series has two or more rows. In weak scaling, the batch grows with the number of hosts.
+    The rows of a series differ only in the number of hosts. In weak scaling, the batch grows with
+    the number of hosts. A series has two or more rows.
     """
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
@@ -194,7 +195,7 @@ def group_series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
-    """Draw samples/s against the number of hosts, and the limit: the rate without any waiting.
+    """Draw samples/s against the number of hosts, with the limit: the rate if no rank ever waits.
 
     Since hosts differ in speed, the limit is not proportional to the number of hosts.
     """
@@ -232,7 +233,10 @@ def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
 
 
 def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
-    """Return the losses of each cell's first finished run that recorded losses, by cell."""
+    """Return a curve of losses for each cell, by the cell's name.
+
+    The curve is that of the cell's first finished run with recorded losses.
+    """
     result = {}
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
@@ -302,7 +306,7 @@ def draw_old(runs: Sequence[OldRun]) -> "Figure":
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
-    """Draw every matrix, and one picture of all old logs, and return the exit code."""
+    """Draw one picture per matrix and one picture of all old logs, and return the exit code."""
     folders = {file.parent: BaselineFolder(file.parent)
                for path in paths for file in sorted(path.rglob("matrix.json"))}  # fmt: skip
     old = old_runs(paths)
@@ -325,5 +329,5 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Draw the pictures that the command line asks for, and return the exit code."""
     return command.run_script(__doc__ or "", draw)

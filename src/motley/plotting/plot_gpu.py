@@ -3,8 +3,8 @@
     python plots/plot_gpu.py logs/                    # logs/<run>/gpu.png for every run
     python plots/plot_gpu.py logs/ --out pictures     # all PNGs in one folder
 
-Reads this product's gpu.<host>.csv and the lab's older eleven-column metrics.csv, in folders of
-any depth. Exit code: 0, or 2 if there is nothing to draw.
+The command reads Motley's gpu.<host>.csv and the lab's older metrics.csv with eleven columns, in
+folders of any depth. Exit code: 0, or 2 if there is nothing to draw.
 """
 
 import itertools
@@ -35,11 +35,11 @@ MANY = 150  # samples; noisy values are smoothed past that
 
 @dataclass(frozen=True)
 class Series:
-    """The samples of one GPU, or of a host without one, in order of time.
+    """The samples of one GPU, or of a host without a GPU, in order of time.
 
     Attributes:
         host: name of the host.
-        gpu: number of the GPU; empty for a host without one.
+        gpu: number of the GPU; empty for a host without a GPU.
         look: colour and line style.
         seconds: time of each sample, in seconds since the first sample of all series. Pauses are
             left out.
@@ -68,7 +68,7 @@ class Series:
         return len(self.samples) // 60 | 1 if len(self.samples) > MANY else 1
 
     def values(self, field: str, factor: float = 1.0) -> style.Array:
-        """Return a field of all samples times ``factor``; NaN where unknown."""
+        """Return a field of all samples, times ``factor``. Unknown values are NaN."""
         numbers = [getattr(sample, field) for sample in self.samples]
         return np.array([np.nan if n is None else n * factor for n in numbers], dtype=float)
 
@@ -93,10 +93,10 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
 
 
 def to_series(samples: list[GpuSample], colours: dict[str, str]) -> list[Series]:
-    """Return one series per GPU, or per host without one, on a common clock.
+    """Return one series per GPU, or per host without a GPU, on a common clock.
 
     The clock starts at the first sample. The clock stands still while no machine wrote a sample,
-    because the run was paused then.
+    because the run was paused at that time.
     """
     groups: dict[tuple[str, str], list[GpuSample]] = defaultdict(list)
     for sample in samples:
@@ -138,7 +138,7 @@ def find_pauses(samples: Sequence[GpuSample], usual: float) -> list[tuple[float,
 
 
 def usual_interval(samples: Sequence[GpuSample]) -> float:
-    """Return the median seconds between two samples of a device; 0 if there is only one."""
+    """Return the median seconds between two samples of a device. 0: no device has two samples."""
     steps = [after.time - before.time for before, after in pairwise(samples)]
     return float(np.median(steps)) if steps else 0.0
 
@@ -283,10 +283,10 @@ def draw_panel(ax: "Axes", panel: Panel, series: list[Series], starts: list[floa
 
 
 def make_panels(name: str, series: list[Series]) -> list[Panel]:
-    """Return the panels that have any value.
+    """Return the panels for which the logs have values.
 
     Raises:
-        MotleyError: the logs have no value at all.
+        MotleyError: the logs have no values for any panel.
     """
     panels = [panel for panel in PANELS if any(panel.shows(one) for one in series)]
     if not panels:
@@ -315,7 +315,7 @@ def draw_folder(name: str, series: list[Series]) -> "Figure":
 
 
 def machine_panels(name: str, series: list[Series]) -> "Iterator[tuple[str, Figure]]":
-    """Yield each panel as a figure of its own, with a description."""
+    """Yield a description of each panel, and a figure with only this panel."""
     starts = few_starts(series)
     handles = make_handles(series, bool(starts))
     for panel in make_panels(name, series):
@@ -342,5 +342,5 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Draw the pictures that the command line asks for, and return the exit code."""
     return command.run_script(__doc__ or "", draw)

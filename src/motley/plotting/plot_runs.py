@@ -34,12 +34,12 @@ _FEW = 40  # most evaluations that are marked one by one
 
 @dataclass(frozen=True)
 class Curve:
-    """Values against samples, seconds and energy of training.
+    """A curve of values over the samples, the time and the energy of a training.
 
     Attributes:
         label: label of the values' axis.
-        samples: number of samples that the run had used at each value.
-        seconds: seconds that the run had trained at each value.
+        samples: for each value, the number of samples that the run had used.
+        seconds: for each value, the seconds that the run had trained.
         values: the values.
         joules: energy of all GPUs per sample, in joules; None: unknown.
     """
@@ -120,7 +120,7 @@ def list_axes(curves: Mapping[str, Curve | None]) -> list[str]:
 def draw_curves(ax: "Axes", curves: Mapping[str, Curve | None], against: str) -> None:
     """Draw one curve per run.
 
-    A run without a curve takes a colour too, so that colours of runs are equal in all axes.
+    A run without a curve takes a colour, too. Each run therefore has the same colour in all axes.
 
     Args:
         ax: axes to draw in.
@@ -147,7 +147,7 @@ def draw_curves(ax: "Axes", curves: Mapping[str, Curve | None], against: str) ->
 
 
 def by_task(runs: Mapping[str, Losses]) -> dict[str, dict[str, Losses]]:
-    """Return the runs of each task, by name."""
+    """Return the runs grouped by task: for each task, the curves of its runs by name."""
     tasks: dict[str, dict[str, Losses]] = defaultdict(dict)
     for name, run in runs.items():
         tasks[run.task][name] = run
@@ -155,14 +155,21 @@ def by_task(runs: Mapping[str, Losses]) -> dict[str, dict[str, Losses]]:
 
 
 def list_curves(runs: Mapping[str, Losses]) -> list[dict[str, Curve | None]]:
-    """Return the curves of all runs, by kind: losses, then held-out metrics if a run has any."""
+    """Return the loss curves of all runs, and then the curves of the held-out metric.
+
+    The second entry is left out if no run has a held-out metric.
+    """
     held_out = {name: run.held_out for name, run in runs.items()}
     kinds: list[dict[str, Curve | None]] = [{name: run.loss for name, run in runs.items()}]
     return [*kinds, held_out] if any(held_out.values()) else kinds
 
 
 def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
-    """Return the picture of several runs, by name, with one block per task."""
+    """Return the picture of several runs, with one block of axes per task.
+
+    Args:
+        runs: curves of each run, by the run's name.
+    """
     tasks = by_task(runs)
     kinds = {task: list_curves(each) for task, each in tasks.items()}
     heights = [max(3.2 * len(kinds[task]), 0.8 + 0.17 * len(each)) for task, each in tasks.items()]
@@ -185,7 +192,7 @@ def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
 
 
 def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
-    """Yield each panel as a figure of its own, with a description."""
+    """Yield a description of each panel, and a figure with only this panel."""
     for task, each in by_task(runs).items():
         for curves in list_curves(each):
             label = next(curve.label for curve in curves.values() if curve is not None)
@@ -198,7 +205,7 @@ def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
 
 
 def read_losses(trainings: Iterable[Training]) -> dict[str, Losses]:
-    """Return the losses of each run by its folder's name; warn of runs without losses."""
+    """Return the curves of each run by the name of its folder. Warn of runs without losses."""
     result: dict[str, Losses] = {}
     for training in trainings:
         path, curves = training.path.resolve(), losses(training)
@@ -224,5 +231,5 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Draw the pictures that the command line asks for, and return the exit code."""
     return command.run_script(__doc__ or "", draw)

@@ -3,8 +3,8 @@
     python plots/plot_timeline.py logs/RUN                    # around the step that took longest
     python plots/plot_timeline.py logs/ --steps 100:104       # logs/<run>/timeline.png, every run
 
-Reads the steps that every run records. The operators of a step are in the traces of --profile.
-Exit code: 0, or 2 if there is nothing to draw.
+The command reads the steps that every run records. For the operators within a step, see the traces
+of --profile. Exit code: 0, or 2 if there is nothing to draw.
 """
 
 import argparse
@@ -43,8 +43,8 @@ class Span:
         rank: number of the rank.
         step: number of the step.
         part: name of the part, as in style.PARTS.
-        start: seconds from the start of the first span to the start of this one.
-        end: seconds from the start of the first span to the end of this one.
+        start: seconds from the start of the first span to the start of this span.
+        end: seconds from the start of the first span to the end of this span.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Span:
 def spans(
     steps: dict[int, list[JsonDict]], first: int, end: int, paused: Pauses = ()
 ) -> list[Span]:
-    """Return the spans of each rank from step ``first`` to the one before ``end``.
+    """Return the spans of each rank from step ``first`` to step ``end - 1``.
 
     Clocks of hosts differ. All ranks finish an all-reduce at the same time, so the clocks are
     aligned at this point. If no all-reduce is recorded, clocks are not aligned. The time of pauses
@@ -206,5 +206,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Draw the pictures that the command line asks for, and return the exit code."""
     return command.run_script(__doc__ or "", draw, add_options)

@@ -1,6 +1,6 @@
-"""Draw a training: loss, accuracy, images/s, memory, learning rate, and the parts of a step's time.
+"""Draw a training: loss, accuracy, images/s, memory, learning rate, and the time of a step's parts.
 
-A loss scale is drawn if the run has used one.
+The picture also shows the loss scale, if the run has used one.
 
     python plots/plot_training.py logs/                   # logs/<run>/training.png, every run
     python plots/plot_training.py logs/ --out pictures    # all PNGs in one folder
@@ -32,7 +32,7 @@ LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 def draw_curve(
     ax: "Axes", x: style.Array, y: style.Array, label: str, weights: style.Array | None = None
 ) -> None:
-    """Draw raw values in a pale colour and their weighted mean in a strong one.
+    """Draw raw values in a pale colour, and their weighted moving mean in a strong colour.
 
     If there are few values, no mean is drawn. Unknown values are left out.
     """
@@ -48,7 +48,7 @@ def draw_curve(
 
 
 def mark_overflows(ax: "Axes", training: Training, y: style.Array) -> None:
-    """Draw a cross at every skipped step."""
+    """Draw a cross at every step that was skipped because its gradient was not finite."""
     skipped = np.array([bool(record.get("overflow")) for record in training.lead])
     if skipped.any():
         label = f"overflow: step skipped ({skipped.sum()})"
@@ -56,7 +56,7 @@ def mark_overflows(ax: "Axes", training: Training, y: style.Array) -> None:
 
 
 def draw_loss(ax: "Axes", training: Training) -> None:
-    """Draw loss against steps, and the metric of evaluations on an axis of its own."""
+    """Draw loss against steps, and the metric of evaluations on a second y axis."""
     step, loss = training.taken(), training.values("loss")
     draw_curve(ax, step, loss, "loss")
     known = np.isfinite(loss)
@@ -78,7 +78,7 @@ def draw_loss(ax: "Axes", training: Training) -> None:
 
 
 def draw_time(ax: "Axes", training: Training) -> None:
-    """Draw loss against time."""
+    """Draw loss against the time of training."""
     first_s = sum(training.lead[0].get(part) or 0.0 for part in style.PARTS)
     seconds = training.running_s() + first_s
     unit, per_unit = style.time_unit(seconds[-1])
@@ -129,7 +129,10 @@ def draw_learning_rate(ax: "Axes", training: Training) -> None:
 
 
 def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None:
-    """Draw each rank's peak memory in its host's colour. Note memory that grows until the end."""
+    """Draw the peak memory of each rank in the colour of its host.
+
+    A note names ranks whose memory grows until the end.
+    """
     for rank, records in training.steps.items():
         color = colours.get(training.worker(rank).get("host", ""), LINE)
         gib = column(records, "mem_peak_mib") / 1024
@@ -212,8 +215,7 @@ def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
 def story(training: Training) -> str:
     """Return a title with the result of a run: its rate, and the rate as a fraction of the limit.
 
-    Only steps of the last launch count, as in the verdict, because the limit belongs to that
-    launch.
+    Only steps of the last launch count, because the limit was measured for this launch.
     """
     launch = training.last_launch() or training
     rate, unit = median(launch.rates()), training.unit
@@ -228,7 +230,7 @@ def story(training: Training) -> str:
 def run_panels(
     training: Training, colours: dict[str, str]
 ) -> "Iterator[tuple[str, Callable[[], Figure]]]":
-    """Yield a description of each panel, with a function that draws it."""
+    """Yield a description of each panel, and a function that draws the panel."""
     usual, chosen = usual_steps(training)
     bars = 1.4 + 0.42 * (len(usual.steps) + len(list_others(usual)))
     panels: dict[str, tuple[float, Callable[[Axes], object]]] = {
@@ -266,5 +268,5 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Draw the pictures that the command line asks for, and return the exit code."""
     return command.run_script(__doc__ or "", draw)

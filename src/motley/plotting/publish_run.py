@@ -1,13 +1,14 @@
-"""Publish the records of a run, of all hosts, to a tracker.
+"""Publish the records of a run, from all hosts, to a tracker such as TensorBoard.
 
     python plots/publish.py logs/RUN --to tensorboard
     python plots/publish.py logs/RUN --to wandb --follow     # until the run ends
     python plots/publish.py logs/RUN --to mlflow --project lab
 
-The training is not affected: only its records are read, also while it runs. If you repeat the line,
-it publishes the records that are new since. A resumed run continues in the same tracker run. To
-publish all records again, remove logs/RUN/published.*.json. No network is used unless the
-tracker's own variables allow it. Exit code: 0, or 2 if the run cannot be published.
+The command only reads the records of the run, so a running training is not affected. If you repeat
+the command, it publishes the records that are new since the last time. A resumed run continues in
+the same run of the tracker. To publish all records again, remove logs/RUN/published.*.json. The
+command uses no network unless the tracker's own environment variables allow it. Exit code: 0, or 2
+if the run cannot be published.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def main() -> int:
 
 
 class Session:
-    """The publication of one run, which also prints messages about its progress.
+    """The publication of one run, with messages about its progress.
 
     Args:
         args: the command line.
@@ -90,7 +91,7 @@ class Session:
         self._said: set[str] = set()
 
     def publish(self) -> PublishedCounts:
-        """Publish until there are no new records, or until the run ends with ``--follow``.
+        """Publish all new records. With ``--follow``, publish until the run ends.
 
         Returns:
             The counts of published records.
@@ -134,7 +135,10 @@ class Session:
 
 
 def end_on_signals(publisher: Publisher) -> None:
-    """End publishing after the current round at the first signal, at once at the second."""
+    """Set signal handlers that end the publication.
+
+    The first signal ends the publication after the current round, the second one at once.
+    """
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.default_int_handler)

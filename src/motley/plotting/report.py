@@ -1,4 +1,4 @@
-"""Write one page on all runs: settings, machines, the fastest way and why, with pictures.
+"""Write a page on all runs: settings, machines, pictures, and the fastest way to train.
 
     python plots/report.py logs/                       # logs/report.html
     python plots/report.py baselines/strategies logs/ --out report
@@ -113,7 +113,10 @@ def _winner(ranked: Sequence[Row]) -> str:
 
 
 def _where_it_went(row: Row) -> str:
-    """Return a sentence on where the fastest cell loses time; empty if it loses at most 1 %."""
+    """Return a sentence on the causes of lost time in the fastest cell.
+
+    The sentence is empty if the cell loses at most 1 % of its time.
+    """
     parts = {
         name: part for name, part in lost(row).items() if part > 0.01 * (row.samples_per_s or 0)
     }
@@ -146,7 +149,7 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
 
 
 def most_memory(row: Row) -> float | None:
-    """Return the MiB of the host that used the most memory per rank; None if unknown."""
+    """Return the largest memory of a rank on any host, in MiB; None if unknown."""
     values = [float(part.rsplit(" ", 1)[1]) for part in row.memory_mib.split(", ") if part]
     return max(values, default=None)
 
@@ -163,7 +166,7 @@ class Picture:
     Attributes:
         data: the PNG in base64.
         alt: description of the picture.
-        is_wide: True if it needs the whole width of the page.
+        is_wide: True if the picture needs the whole width of the page.
     """
 
     data: str
@@ -181,7 +184,7 @@ class WorstSample:
         predicted: predicted label; empty if unknown.
         is_right: True if the prediction is the label.
         loss: loss of the sample.
-        picture: image as a ``data:`` address; empty if the sample has none.
+        picture: image of the sample as a ``data:`` URL; empty if the sample has no image.
     """
 
     name: str
@@ -217,7 +220,7 @@ def list_worst(run: RunFolder) -> list[WorstSample]:
 
 @dataclass(frozen=True)
 class Details:
-    """One run, in a section that can be unfolded.
+    """The content of a page's section on one run, which a reader can unfold.
 
     Attributes:
         name: name of the run, to which the table links.
@@ -240,7 +243,7 @@ class Details:
 
 @dataclass(frozen=True)
 class Section:
-    """One matrix, or all runs outside of a matrix.
+    """The content of a page's section on one matrix, or on all runs outside of a matrix.
 
     Attributes:
         name: heading of the section.
@@ -252,8 +255,8 @@ class Section:
         failed: name, place and error of each failed run.
         pictures: pictures of all runs together.
         runs: details of each run.
-        compared: name and facts of each run, from which a reader can choose two runs to compare;
-            empty for a single run. A fact is a section, a name and a value.
+        compared: name and facts of each run. On the page, a reader chooses two runs to compare.
+            Empty for a single run. A fact is a section, a name and a value.
     """
 
     name: str
@@ -269,9 +272,9 @@ class Section:
 
 
 def compare(names: Sequence[str], runs: Sequence[RunFolder]) -> list[tuple[str, Facts]]:
-    """Return the name and the facts of each run, from which a reader can choose two to compare.
+    """Return the name and the facts of each run, for the comparison of two runs on the page.
 
-    A run with a damaged run.json is left out. The result is empty if fewer than two runs are left.
+    A run with a damaged run.json is left out. The result is empty if fewer than two runs remain.
     """
     result = []
     for name, run in zip(names, runs, strict=True):
@@ -284,7 +287,13 @@ def compare(names: Sequence[str], runs: Sequence[RunFolder]) -> list[tuple[str, 
 
 
 def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> list[Picture]:
-    """Return a list with the picture. If it cannot be drawn, warn and return an empty list."""
+    """Return a list with one picture. If the picture cannot be drawn, warn and return no picture.
+
+    Args:
+        alt: description of the picture.
+        draw: function that draws the picture.
+        is_wide: True if the picture needs the whole width of the page.
+    """
     try:
         return [_embedded(alt, draw(), is_wide)]
     except _TROUBLES as error:
@@ -330,7 +339,7 @@ def details(
         training: records of the run; None: no step was recorded.
         colours: colour of each host.
         co2: grams of CO2 per kWh.
-        summary: line on the run; empty: make it from the records.
+        summary: line that summarises the run; empty: make the line from the records.
     """
     pictures: list[Picture] = []
     sentences: list[str] = []
@@ -390,7 +399,10 @@ def _rate(rows: list[Row], name: str) -> str:
 
 
 def rates(training: Training) -> tuple[str, str, str]:
-    """Return the median rate of the steps, the mean rate over wall time, and the main metric."""
+    """Return the median rate of the steps, the mean rate over wall time, and the main metric.
+
+    All three results are texts.
+    """
     middle, mean = (
         "" if np.isnan(rate) else f"{format_rate(rate)} {training.unit}/s"
         for rate in (median(training.rates()), training.mean_rate())
@@ -401,7 +413,7 @@ def rates(training: Training) -> tuple[str, str, str]:
 def started(run: RunFolder) -> float:
     """Return the time at which a run was started, in seconds since 1970.
 
-    If run.json is damaged, return the time at which the file last changed.
+    If run.json is damaged, return the modification time of the file.
     """
     with contextlib.suppress(MotleyError):
         at = run.read_run().get("started")
@@ -411,14 +423,14 @@ def started(run: RunFolder) -> float:
 
 
 def distinct_names(runs: Sequence[RunFolder]) -> list[str]:
-    """Return the name of each run's folder. If two names are equal, add the folder above."""
+    """Return the names of the runs' folders. Add the parent folder if two names are equal."""
     paths = [run.path.resolve() for run in runs]
     count = Counter(path.name for path in paths)
     return [path.name if count[path.name] == 1 else "/".join(path.parts[-2:]) for path in paths]
 
 
 def describe_ranks(run: RunFolder, about: JsonDict) -> str:
-    """Return how many ranks train, and how many were lost since the start: ``2 (1 lost)``."""
+    """Return the numbers of ranks that train and that were lost, such as ``2 (1 lost)``."""
     ranks, began = len(about.get("ranks") or []), about.get("started") or 0
     lost = [event for event in run.read_events() if event.get("event") == "lost"]
     count = sum(event["time"] > began for event in lost if about.get("grouped"))
@@ -510,5 +522,5 @@ def draw(paths: list[Path], out: Path | None, co2: float) -> int:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Write the report that the command line asks for, and return the exit code."""
     return command.run_script(__doc__ or "", draw, add_co2)

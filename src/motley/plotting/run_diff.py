@@ -1,10 +1,10 @@
-"""Print how runs differ: options, versions, machines, plan and results.
+"""Print the differences of runs in options, versions, machines, plan and results.
 
     python plots/diff.py logs/A logs/B
     python plots/diff.py logs/                       # all runs there, one column each
 
-A row is shown if the runs do not have the same value. All results are shown. A dash stands for a
-value that a run does not have. Exit code: 0, or 2 if there are not two runs.
+The command prints a row for each value that differs between the runs, and for each result. A dash
+stands for a value that a run does not have. Exit code: 0, or 2 if there are fewer than two runs.
 """
 
 import json
@@ -44,7 +44,10 @@ def describe_run(folder: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 def list_rows(runs: list[Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, str, list[str]]]:
-    """Return one row for each differing fact and each result: section, name, runs' values."""
+    """Return one row for each fact that differs between runs, and one for each result.
+
+    A row is the section of the fact, its name, and the value of each run.
+    """
     rows = []
     for section in dict.fromkeys(each for run in runs for each in run):
         names = dict.fromkeys(name for run in runs for name in run.get(section, {}))
@@ -56,7 +59,7 @@ def list_rows(runs: list[Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, st
 
 
 def format_value(value: Any) -> str:
-    """Return a value as text, cut to a largest width."""
+    """Return a value as text, cut to the largest width of a column."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -91,5 +94,5 @@ def print_differences(paths: list[Path]) -> int:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Compare the runs on the command line, and return the exit code."""
     return command.run_script(__doc__ or "", print_differences, draws=False)

@@ -1,4 +1,4 @@
-"""Labels of a run and its ranks in the pictures of one training run, and its usual steps."""
+"""Labels of one run and its ranks for pictures, and the choice of the run's typical steps."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ UNFINISHED = ("failed", "running", "stopped")
 
 
 def read_or_say(folder: RunFolder) -> Training | None:
-    """Return a run's records. If there is nothing to draw, print a warning and return None."""
+    """Return the records of a run. If the run has no steps, print a warning and return None."""
     try:
         return read_training(folder)
     except MotleyError as error:
@@ -26,7 +26,10 @@ def read_or_say(folder: RunFolder) -> Training | None:
 
 
 def title(training: Training) -> str:
-    """Return a title with run, model, ranks, result, and the status unless it is finished."""
+    """Return a title with the run's name, model, ranks and result.
+
+    The title also has the status, unless the run is finished.
+    """
     run = training.run
     result, status = run.get("result") or {}, run.get("status")
     name = training.path.resolve().name + (f" ({status})" if status in UNFINISHED else "")
@@ -39,11 +42,12 @@ def title(training: Training) -> str:
 
 
 def usual_steps(training: Training) -> tuple[Training, str]:
-    """Return the records of typical steps of all ranks that train now, and a phrase on them.
+    """Return the records of typical steps of the ranks that train now, and a phrase on these steps.
 
-    Equal sets of steps are used for all ranks. The means of the parts then add up to the same time,
-    so all bars have the same length. Medians would not add up. The steps are the middle half, by
-    duration. With Local SGD all steps are used, because only some of them end with an all-reduce.
+    The steps are the same for all ranks. The mean times of the parts of a step then add up to the
+    same time, so all bars have the same length. Medians would not add up. Typical steps are the
+    middle half of all steps by duration. With Local SGD, all steps are used, because only some of
+    the steps end with an all-reduce.
     """
     now = training.last_launch() or training
     by_step = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
@@ -69,7 +73,11 @@ def _seconds(line: JsonDict) -> float:
 
 
 def seat_label(training: Training, rank: int) -> str:
-    """Return a rank's label: ``rank 0 - a``, and below it device, precision, samples per step."""
+    """Return a rank's label of two lines.
+
+    The first line is the rank and its host, such as ``rank 0 - a``. The second line has the device,
+    the precision and the number of samples per step.
+    """
     worker, samples = training.worker(rank), median(column(training.steps[rank], "n_local"))
     first = f"rank {rank} - {worker['host']}" if worker.get("host") else f"rank {rank}"
     facts = [
@@ -102,9 +110,10 @@ class Other:
 def list_others(training: Training) -> list[Other]:
     """Return the other ranks whose gradient is ready first, in the middle, and last.
 
-    Each entry is a place in this order: its times are means over the steps, and its label names the
-    rank that has this place most often. The list is empty if each rank writes its own step records;
-    in larger jobs the first rank alone writes them (see motley.records.training.MOST_WRITERS).
+    Each entry is a place in this order. Its times are means over the steps, and its label names the
+    rank that has this place most often. The list is empty if each rank writes its own step records.
+    In larger jobs, only the first rank writes step records (see
+    motley.records.training.MOST_WRITERS).
     """
     lines = [line for line in training.lead if line.get("others_ready")]
     ranks = len(training.run.get("ranks") or ()) - 1

@@ -1,4 +1,4 @@
-"""Print how much of the limit a run reached, the causes of lost time, and faster settings.
+"""Print the speed of a run as a part of its limit, the causes of lost time, and faster settings.
 
     python plots/verdict.py logs/                    # every run
     python plots/verdict.py logs/RUN --json          # for a program: one line per run
@@ -51,5 +51,5 @@ def add_co2(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Judge the runs on the command line, and return the exit code."""
     return command.run_script(__doc__ or "", print_verdicts, add_options, draws=False)

@@ -1,7 +1,7 @@
 """The look of all pictures.
 
-Pictures share one colour per host, the parts of a step, axes with units, smooth curves, and
-legends. If two colours differ, a pattern or a line differs too, for prints in grey.
+Pictures share one colour per host, the colours of a step's parts, axes with units, smooth curves,
+and legends. Two colours also differ in a pattern or a line style, for prints in grey.
 
 Matplotlib is imported when the first picture is made, so that ``-h`` need not wait for it.
 """
@@ -59,7 +59,7 @@ HOST_COLOURS = (
 
 @dataclass(frozen=True)
 class Part:
-    """The look of a part of a step."""
+    """The colour and pattern with which pictures show a part of a step."""
 
     label: str
     colour: str
@@ -91,7 +91,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 def host_colours(hosts: Iterable[str]) -> dict[str, str]:
     """Return one colour per host, in the hosts' order.
 
-    Past eight hosts the cycle repeats in darker shades, so no two hosts look the same.
+    After eight hosts, the colours repeat in darker shades, so that two hosts never look the same.
     """
     from matplotlib.colors import to_hex, to_rgb
 
@@ -151,7 +151,7 @@ def label_axes(ax: "Axes", x: str, y: str, *, zero: bool = False) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure, which needs no screen.
+    """Return an empty figure. Drawing the figure needs no screen.
 
     Args:
         width: width in inches.
@@ -197,7 +197,7 @@ def legend_above(ax: "Axes") -> None:
 
 
 def smooth(values: Array, window: int) -> Array:
-    """Return centred means over ``window`` (odd) values; unknown (NaN) values do not count."""
+    """Return centred means over ``window`` values, an odd number. NaN (unknown) does not count."""
     known = np.isfinite(values)
     level = (
         values[known].mean() if known.any() else 0.0
@@ -217,7 +217,7 @@ def _moving_sum(values: Array, window: int) -> Array:
 
 
 def metric_label(name: str) -> tuple[str, float]:
-    """Return the axis label of a metric, and the factor that converts its values to that unit."""
+    """Return the axis label of a metric with its unit, and the factor for values in this unit."""
     if name == "top1":
         return "top-1 (%)", 100.0
     return name.replace("_", " "), 1.0

@@ -1,9 +1,9 @@
-"""Show where the time of profiled steps went, and merge the traces of all ranks.
+"""Show how long each kind of work took in profiled steps, and merge the traces of all ranks.
 
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh --profile 20:40 --profile-ranks all
     python plots/traces.py logs/                    # logs/<run>/trace.json.gz, every profiled run
 
-Open the file at ui.perfetto.dev. The clocks of the ranks are aligned in it.
+The merged trace, trace.json.gz, can be opened at ui.perfetto.dev. All ranks have one time axis.
 Exit code: 0, or 2 if there is no trace.
 """
 
@@ -16,7 +16,7 @@ from motley.records.trace import TraceSummary, merge_traces, read_trace, summari
 
 
 def describe_trace(found: TraceSummary) -> list[str]:
-    """Return the lines of a rank's summary."""
+    """Return the lines that summarise the trace of one rank."""
     busy = "the GPU had nothing to do" if found.on_gpu else "no operator ran"
     lines = [
         f"rank {found.rank} on {found.host}: {found.steps} steps in {found.seconds:.3f} s; for "
@@ -64,5 +64,5 @@ def merge_all(paths: list[Path], out: Path | None) -> int:
 
 
 def main() -> int:
-    """Run the command, and return the exit code."""
+    """Merge the traces of the runs on the command line, and return the exit code."""
     return command.run_script(__doc__ or "", merge_all)

@@ -1,14 +1,14 @@
-"""Show the state of every rank of a run, live: in a terminal, also over ssh, or in a browser.
+"""Show the live state of every rank of a run, in a terminal (also over ssh) or in a browser.
 
     python plots/watch.py                             # runs under logs/; opens a single running one
     python plots/watch.py logs/RUN
     python plots/watch.py logs/RUN --once             # print the state as text, and end
     python plots/watch.py --serve 127.0.0.1:8080      # serve the state as a page
 
-Only new records are read, once per second, and the run is not affected. If the output is no
-terminal, --once is implied. To see the page from another machine, forward the port:
-ssh -L 8080:127.0.0.1:8080 HEAD. If bound to another address, the page needs a token, which is part
-of the printed address. Exit code: 0, or 2 if there is nothing to watch.
+Once per second, the command reads the new records of the run. The run is not affected. If the
+output is not a terminal, --once is implied. To see the page from another machine, forward the port:
+ssh -L 8080:127.0.0.1:8080 HEAD. If the address after --serve is not 127.0.0.1, the page needs a
+token, which is part of the printed address. Exit code: 0, or 2 if there is nothing to watch.
 """
 
 import argparse
@@ -60,9 +60,9 @@ _ESCAPE_S = 0.05  # seconds in which the rest of a key code follows an escape
 
 
 class Keys:
-    """A reader of keys that the user presses; a context manager.
+    """A context manager that reads the keys that the user presses.
 
-    If stdin is no keyboard, no key is ever returned.
+    If stdin is not a terminal, :meth:`wait` never returns a key.
     """
 
     def __enter__(self) -> "Keys":
@@ -79,7 +79,7 @@ class Keys:
 
     @property
     def there(self) -> bool:
-        """True if stdin is a keyboard."""
+        """True if stdin is a terminal with a keyboard."""
         return self._file is not None
 
     def wait(self, seconds: float) -> Key | None:
@@ -116,17 +116,17 @@ _LIKE = str.maketrans({"°": " ", "↑": "^", "↓": "v", "…": "~"})
 
 
 def is_live() -> bool:
-    """Return True if output goes to a terminal that can be drawn on."""
+    """Return True if the output goes to a terminal on which the live view can be drawn."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def choose_signs(console: Console) -> Signs:
-    """Return the signs that the console can show."""
+    """Return the characters for bars and curves that the console can show."""
     return BLOCKS if console.encoding.lower().startswith("utf") else ASCII
 
 
 def print_once(runs: Runs) -> None:
-    """Print the present state.
+    """Print the current state of the runs.
 
     If there are several runs, only the running ones are printed in full.
     """
@@ -156,7 +156,10 @@ def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
 
 
 def watch(runs: Runs, collector: Collector) -> int:
-    """Draw the screen after each reading of the records, each key, and each change of its size."""
+    """Show the live view until the user quits, and return the exit code.
+
+    The screen is drawn after each reading of the records, each key, and each change of its size.
+    """
     for name in ("COLUMNS", "LINES"):  # a shell's variables do not follow the window's size
         os.environ.pop(name, None)
     console = Console(highlight=False)
@@ -182,7 +185,10 @@ def watch(runs: Runs, collector: Collector) -> int:
 def _draw(
     runs: Runs, view: View, width: int, height: int, signs: Signs
 ) -> tuple[list[Text], Snapshot | None]:
-    """Return the lines of the screen, and the snapshot of the run that it shows, or None."""
+    """Return the lines of the screen, and the snapshot of the run that the screen shows.
+
+    The snapshot is None if the screen shows all runs.
+    """
     wall, names = time.time(), runs.names
     name = opened(view, runs)
     if name:
@@ -196,9 +202,9 @@ def _draw(
 
 
 def opened(view: View, runs: Runs) -> str:
-    """Return the name of the shown run: the chosen one, the only one, or the only running one.
+    """Return the name of the run to show: the chosen run, the only run, or the only running run.
 
-    The result is empty if all runs are shown.
+    The result is empty if the screen shows all runs.
     """
     if view.opened:
         return view.run
@@ -209,7 +215,14 @@ def opened(view: View, runs: Runs) -> str:
 
 
 def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
-    """Return the view that follows after a key was pressed."""
+    """Return the view after the user has pressed a key.
+
+    Args:
+        view: the view before.
+        key: the action of the key.
+        now: snapshot of the run that the screen shows; None: the screen shows all runs.
+        runs: the runs.
+    """
     step = {Key.UP: -1, Key.DOWN: 1}.get(key, 0)
     if now is None:
         names = runs.names
@@ -279,7 +292,7 @@ def end(number: int, frame: object) -> None:
 
 
 def once(runs: Runs, path: Path, collector: Collector) -> int:
-    """Print the present state, and return the exit code."""
+    """Print the current state of the runs, and return the exit code."""
     runs.look(time.monotonic(), time.time())
     if collector.start(runs.running_followers()):
         collector.wait()

@@ -1,7 +1,7 @@
-"""The live view as a page: server-sent events, read-only.
+"""The live view as a read-only web page, which server-sent events update.
 
-``/`` is the page, and ``/live?run=NAME&rank=K`` its content as JSON, once per second. There is no
-other address.
+The path ``/`` returns the page. The path ``/live?run=NAME&rank=K`` sends the content of the page as
+JSON, once per second. The server has no other paths.
 """
 
 import contextlib
@@ -76,7 +76,11 @@ def is_loopback(host: str) -> bool:
 
 
 def open_server(host: str, port: int) -> "Server":
-    """Return a listening server; raise MotleyError if it cannot listen."""
+    """Return a listening server.
+
+    Raises:
+        MotleyError: the server cannot listen at this host and port.
+    """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         Server.address_family = family
@@ -88,7 +92,7 @@ def open_server(host: str, port: int) -> "Server":
 
 
 class Live:
-    """A reader of the runs while pages are open. All pages share each reading."""
+    """A reader of the runs' records while pages are open. All pages share each reading."""
 
     def __init__(self, runs: Runs, collector: Collector) -> None:
         self._runs, self._collector = runs, collector
@@ -111,8 +115,12 @@ class Live:
     def render(self, name: str, rank: int | None) -> str:
         """Return a page's content as JSON: all runs with their curves, and one run in full.
 
-        The run in full is the run with the given name. Without a name, it is the only run, or the
-        only running one.
+        The run in full is the run of the given name. If the name is empty, the run in full is the
+        only run, or the only running one.
+
+        Args:
+            name: name of the run; may be empty.
+            rank: number of the rank whose history is shown; None: no history.
         """
         with self._lock:
             wall, runs = time.time(), self._runs
@@ -135,11 +143,11 @@ class Live:
 
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server whose threads end with it.
+    """An HTTP server whose threads end with the server.
 
     Attributes:
         live: the source of the content.
-        token: text that each request needs; empty: none.
+        token: text that each request must contain; empty: no text is needed.
     """
 
     daemon_threads = True
@@ -153,7 +161,7 @@ class Server(ThreadingHTTPServer):
         self.policy = _policy(self.page.decode())
 
     def server_bind(self) -> None:
-        """Bind the socket without a name lookup of this machine, which may take long."""
+        """Bind the socket. Do not look up the name of this machine, which may take long."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -201,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
         return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
 
     def _refusal(self) -> str:
-        """Return the reason to refuse the request; empty if it is allowed."""
+        """Return the reason to refuse the request; empty if the request is allowed."""
         token = self.server.token
         if token:  # any host name is allowed, because the token proves the request
             given = self._asked("token").encode()

@@ -1,6 +1,6 @@
 """The live view as lines of text for a terminal of any width.
 
-The view shows a run with its table of ranks, one rank of it, or all runs.
+The view shows one run with a table of its ranks, one rank of a run, or all runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ ASCII = Signs("i#.~oh", "_.-=+*%@", "#", ".", "~")
 
 
 class Sort(Enum):
-    """An order of the rows."""
+    """An order of the rows in the table of ranks."""
 
     FIT = "rank, or waited for"  # by waiting if not all ranks fit
     RANK = "rank"
@@ -84,13 +84,13 @@ _CURVE = 16  # columns of a curve in the list of runs
 
 
 def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool = False) -> str:
-    """Draw a curve of one line; several values per column are averaged.
+    """Draw a curve as one line of text. Several values in one column are averaged.
 
     Args:
         values: values of the curve; None: unknown.
         width: number of columns.
         signs: characters of the terminal.
-        zero: True: the lowest character stands for 0. False: it stands for the least value.
+        zero: True: the lowest character stands for 0. False: for the smallest value.
     """
     known = [value for value in values if value is not None]
     if not known or width < 1:
@@ -107,7 +107,14 @@ def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool =
 
 
 def bar(parts: Sequence[float | None], longest: float, width: int, signs: Signs) -> Text:
-    """Draw a step's parts as a bar, scaled to the longest step."""
+    """Draw the parts of a rank's step as a bar, scaled to the longest step.
+
+    Args:
+        parts: seconds of each part; None: unknown.
+        longest: seconds of the longest step.
+        width: number of columns of the longest bar.
+        signs: characters of the terminal.
+    """
     text, reached, drawn = Text(), 0.0, 0
     for part, sign, look in zip(parts, signs.parts, _LOOK, strict=False):
         reached += part or 0.0
@@ -118,7 +125,7 @@ def bar(parts: Sequence[float | None], longest: float, width: int, signs: Signs)
 
 
 def wrapped(said: str, width: int, most: int, look: str = "") -> list[Text]:
-    """Return a sentence wrapped to at most ``most`` lines; text that does not fit is cut."""
+    """Return a sentence wrapped to at most ``most`` lines. Text that does not fit is cut."""
     lines, line = list[str](), ""
     for word in said.split():
         while cell_len(word) > width:
@@ -154,7 +161,7 @@ def facts(now: Snapshot) -> list[str]:
 
 
 def progress(now: Snapshot, width: int, signs: Signs) -> str:
-    """Return a progress bar with the remaining time; after the run's end, with its duration."""
+    """Return a progress bar with the remaining time, or with the duration of a finished run."""
     done = min(1.0, now.step / now.last_step) if now.last_step else None
     remaining = "" if now.left_s is None else f"{clock(now.left_s)} left"
     took = "" if now.elapsed_s is None or now.status == "running" else f"in {clock(now.elapsed_s)}"
@@ -311,7 +318,7 @@ def _format_cell(row: Row, column: Column) -> str:
 
 
 def legend(signs: Signs, longest: float, hidden: int, width: int) -> Text:
-    """Return the number of hidden ranks and the legend of the bars."""
+    """Return a line with the legend of the bars and the number of ranks that are not shown."""
     text = f"and {hidden:,} more ranks  " if hidden else ""
     text += "  ".join(f"{sign} {name}" for sign, name in zip(signs.parts, PARTS, strict=True))
     text += f"  longest {longest:.3g} s" if longest else ""
@@ -329,10 +336,10 @@ class View:
         sort: order of the rows.
         rank: the chosen rank.
         history: True if the chosen rank's history is shown.
-        run: name of the chosen run, if there are several.
-        opened: True if the chosen run alone is shown.
-        listed: True if all runs are shown, though only one is running.
-        keys: True if there is a keyboard, so that the last line lists its keys.
+        run: name of the chosen run, if there are several runs.
+        opened: True if only the chosen run is shown.
+        listed: True if all runs are shown although only one run is running.
+        keys: True if the user has a keyboard. The last line then lists the keys.
     """
 
     sort: Sort = Sort.FIT
@@ -348,7 +355,7 @@ class View:
 
         Args:
             rows: the ranks.
-            by: number of rows to move; negative: up.
+            by: number of rows to move down; negative: up.
         """
         order = [row.rank for row in self.sort.apply(rows)]
         if not order:
@@ -358,11 +365,11 @@ class View:
 
 
 def screen(now: Snapshot, view: View, width: int, height: int | None, signs: Signs) -> list[Text]:
-    """Return the lines of one run.
+    """Return the lines of the screen that shows one run.
 
     Args:
         now: the snapshot.
-        view: choice of rank, order and history.
+        view: the user's choice of rank, order and history.
         width: number of columns.
         height: number of lines; None: no limit.
         signs: characters of the terminal.
@@ -419,7 +426,7 @@ def _top(now: Snapshot, width: int, signs: Signs) -> list[Text]:
 
 
 def _table(now: Snapshot, view: View, width: int, room: int | None, signs: Signs) -> list[Text]:
-    """Return the ranks' lines. If not all fit, these are the lines around the chosen rank."""
+    """Return the lines of the table of ranks. If not all fit, return those near the chosen rank."""
     if not now.rows:
         return []
     most = len(now.rows) if room is None else max(1, room - 2)
@@ -485,7 +492,9 @@ def _curves(now: Snapshot, signs: Signs) -> str:
 def runs_screen(
     runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
 ) -> list[Text]:
-    """Return the lines of all runs, the newest first: state, headline, loss and evaluations."""
+    """Return the lines of the screen that shows all runs, the newest first.
+
+    The lines of a run have its state, headline, loss and evaluations."""
     text = f"{len(runs)} runs" if runs else "there is no run yet; this view waits for one"
     lines = [Text(text, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")

@@ -1,1 +1,1 @@
-"""A matrix of runs: its cells (one way to train each), the outcomes of runs, and the table."""
+"""A matrix of runs that compares ways to train: its cells, the outcomes of runs, and the table."""

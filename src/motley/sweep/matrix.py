@@ -1,6 +1,6 @@
-"""A matrix of ways to train: its file, its cells, and their fp32 reference runs. Pure.
+"""A matrix of ways to train: its file, its cells, and the fp32 reference runs.
 
-A matrix file has the form
+Each cell is one way to train. A matrix file has the form
 
     repeats = 3                 # of all cells, interleaved
     seed = "each"               # repeat k has the seed k; default: 0 for all
@@ -52,15 +52,15 @@ class Cell:
     """One cell of a matrix: a way to train, with all its options.
 
     Attributes:
-        name: name of the cell, and of its folder.
+        name: name of the cell and of its folder.
         strategy: name of the strategy.
         precision: value of ``--precision``.
         checkpointing: value of ``--grad-checkpointing``; empty: none.
         batch: the global batch size.
-        hosts: number of hosts on which the cell runs. These are the first hosts of hosts.txt.
+        hosts: number of hosts on which the cell runs: the first hosts in hosts.txt.
         fraction: fraction of the training set that is used.
         script: training script.
-        options: options of the script, without those of the other fields.
+        options: other options of the script, which no other attribute holds.
         limit_s: time limit of each run of the cell in seconds; None: the limit of the matrix.
     """
 
@@ -77,7 +77,7 @@ class Cell:
 
     @property
     def words(self) -> list[str]:
-        """Words of a command line: the training script and all its options."""
+        """Words of the cell's command line: the training script and all its options."""
         checkpointing = ["--grad-checkpointing", self.checkpointing] if self.checkpointing else []
         return [
             self.script, "--precision", self.precision, "--batch-size", str(self.batch),
@@ -92,17 +92,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Matrix:
-    """All cells, and the settings of their runs.
+    """All cells of a matrix, and the settings of their runs.
 
     Attributes:
         cells: the cells to compare.
         references: fp32 cells, one for each batch size and data fraction. The losses of all other
             cells are compared with those of the references. Each reference runs once.
-        hosts: hosts of hosts.txt.
+        hosts: the hosts in hosts.txt.
         repeats: number of runs of each cell.
-        steps: steps of each run.
+        steps: number of steps of each run.
         limit_s: time limit of a run in seconds.
-        options: options of all cells.
+        options: options that all cells have.
         varies_seed: True if repeat k has the seed k. False: all repeats have the seed 0.
     """
 
@@ -130,7 +130,7 @@ class Matrix:
     def as_json(self) -> dict[str, Any]:
         """Return all settings that affect a result.
 
-        The number of repeats and the time limits are not among them.
+        The number of repeats and the time limits are left out, because they affect no result.
         """
         return {
             "steps": self.steps, "options": list(self.options), "varies_seed": self.varies_seed,
@@ -143,13 +143,13 @@ class Matrix:
 
 
 def first_hosts(cell: Cell, hosts: Sequence[Host]) -> tuple[Sequence[Host], int]:
-    """Return the hosts of a cell, and the number of ranks on all of them together."""
+    """Return the hosts of a cell, and the total number of ranks on these hosts."""
     chosen = hosts[: cell.hosts]
     return chosen, sum(host.slots for host in chosen)
 
 
 def shorter(matrix: Matrix, only: str) -> Matrix:
-    """Return the matrix with the cells whose names contain a text.
+    """Return the matrix with only the cells whose names contain the text ``only``.
 
     Raises:
         MotleyError: there is no such cell.
@@ -184,8 +184,8 @@ class KnownNames:
     """The registered names that a matrix may use.
 
     Attributes:
-        strategies: script and options that select a strategy, by the name of the strategy.
-        owned: options of training scripts that a matrix sets by keys of its own, with these keys.
+        strategies: for each strategy by name, the script and the options that select the strategy.
+        owned: options of training scripts for which a matrix file has a separate key, with the key.
     """
 
     strategies: Mapping[str, tuple[str, tuple[str, ...]]]
@@ -199,8 +199,8 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes:
         path: path of the file.
         hosts: the hosts.
         known: known strategies and options.
-        changes: values that replace those of the file, unless None: ``repeats``, ``steps``,
-            ``limit_s``. The value of ``options`` is added to the file's options.
+        changes: values of ``repeats``, ``steps`` and ``limit_s`` that replace those of the file,
+            unless they are None. The value of ``options`` is added to the file's options.
 
     Raises:
         MotleyError: the file is no TOML, or has an unknown key or strategy, or a cell that is
@@ -246,7 +246,7 @@ def read_matrix(path: Path, hosts: Sequence[Host], known: KnownNames, **changes:
 
 
 def _read_seed(path: Path, seed: Any) -> bool:
-    """Return True if each repeat has a seed of its own."""
+    """Return True if each repeat has a different seed."""
     if seed not in (0, "each"):
         raise MotleyError(
             f'{path}: seed is {seed!r}; write seed = "each", which gives repeat k the seed k, or '
@@ -368,7 +368,7 @@ def _values(value: Any) -> list[Any]:
 
 
 def _name(told: Mapping[str, Any]) -> str:
-    """Return a name with a word for each property in which the cells differ."""
+    """Return the name of a cell, with a word for each property in which the cells differ."""
     words = []
     for axis, value in told.items():
         if axis == "checkpointing":
@@ -385,7 +385,7 @@ def _plain(value: object) -> str:
 
 
 def _words(path: Path, options: Any) -> list[str]:
-    """Return options as words, given a list of words, or one text as in a shell."""
+    """Return the words of options, which are a list of words or one text as in a shell."""
     try:
         return shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The folder of a matrix's results, and the outcome of each of its runs. Pure.
+"""The folder of a matrix's results, and the outcome of each of its runs.
 
 The outcome states that the run is done, or how, where and when the run failed.
 
@@ -47,8 +47,8 @@ class Outcome:
         rank: rank of the failure; None: unknown.
         epoch: number of the last epoch of the run; None: unknown.
         step: number of the step that failed, or of the last step; None: unknown.
-        phase: key of the :class:`motley.faults.Phase` of the failure; None: unknown.
-        seconds: duration of the run.
+        phase: key of the :class:`motley.faults.Phase` in which the run failed; None: unknown.
+        seconds: duration of the run in seconds.
     """
 
     kind: str
@@ -62,7 +62,10 @@ class Outcome:
 
     @property
     def when(self) -> str:
-        """Time of the failure, such as ``epoch 0, step 4, backward`` for ``step`` 3."""
+        """Epoch, step and phase of the failure as text, such as ``epoch 0, step 4, backward``.
+
+        The text counts steps from 1, and :attr:`step` counts them from 0.
+        """
         parts = [
             None if self.epoch is None else f"epoch {self.epoch}",
             None if self.step is None else format_step(self.step), self.phase,
@@ -80,13 +83,13 @@ def judge(
     """Return the outcome of a run.
 
     Args:
-        status: exit status of mpirun; None: the run was ended because it took too long. A status of
-            0 is not sufficient, since mpirun also returns 0 after the loss of a host. A run is done
-            only if its run.json has the status ``finished``.
+        status: exit status of mpirun; None: the run was ended because it took too long. Since
+            mpirun also returns 0 after the loss of a host, a run is done only if its run.json has
+            the status ``finished``.
         output: all output of the run.
         run: content of run.json; empty if there is none.
         steps: records of the steps, by rank; empty if there are none.
-        seconds: duration of the run.
+        seconds: duration of the run in seconds.
     """
     failure: Mapping[str, Any] = run.get("failure") or {}
     epoch = max((line[-1]["epoch"] for line in steps.values() if line), default=None)
@@ -114,7 +117,7 @@ def _last_step(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> int | None:
 
 
 def _kind(failure: Mapping[str, Any], status: int, output: str, error: str) -> FaultKind:
-    """Return the kind of a failure from the records, or from the exit status without records."""
+    """Return the kind of a failure from the records. Without records, use the exit status."""
     if not failure:
         by_status = {kind.code: kind for kind in (FaultKind.REFUSED, FaultKind.OUT_OF_MEMORY)}
         return by_status.get(status) or kind_of_text(error)
@@ -125,7 +128,10 @@ def _kind(failure: Mapping[str, Any], status: int, output: str, error: str) -> F
 
 
 def _last_words(output: str) -> str:
-    """Return Motley's last message, or else the last line that is not the launcher's."""
+    """Return Motley's last message in an output.
+
+    If Motley has printed no message, return the last line that the launcher has not printed.
+    """
     lines = [line.strip() for line in output.splitlines()]
     ours = [line.removeprefix("motley: ") for line in lines if line.startswith("motley: ")]
     rest = [line for line in lines if not _NOISE.search(line)]
@@ -179,7 +185,11 @@ class BaselineFolder:
             )
 
     def _check(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the stored cells, by name. Raise MotleyError if they belong to another matrix."""
+        """Return the stored cells by name.
+
+        Raises:
+            MotleyError: the folder holds another matrix.
+        """
         theirs = read_json(self.path / "matrix.json")
         saved = {cell["name"]: cell for cell in theirs.get("cells", [])}
         clashes = [key for key in ("steps", "options", "hosts") if theirs.get(key) != ours[key]] + [
@@ -193,7 +203,7 @@ class BaselineFolder:
         return saved
 
     def take_cell(self, cell: Cell) -> TextIO:
-        """Lock a cell, to measure it, until the returned file is closed or this process ends.
+        """Lock a cell for its measurement, until the returned file is closed or this process ends.
 
         Raises:
             MotleyError: another process measures the cell.
@@ -204,7 +214,7 @@ class BaselineFolder:
         )  # fmt: skip
 
     def writing_table(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which one process at a time reads outcomes and writes the table."""
+        """Return a lock under which one process at a time reads outcomes and writes the table."""
         return one_at_a_time(self.path / ".table.lock")
 
     def matrix_cells(self) -> list[Cell]:
@@ -234,7 +244,10 @@ class BaselineFolder:
         return self.cells / f"{cell.name}.{repeat}.json"
 
     def end(self, cell: Cell, repeat: int, status: int | None, seconds: float) -> Outcome:
-        """Judge a repeat that has ended. Store the outcome, so that the repeat is not run again."""
+        """Judge a repeat that has ended, store its outcome, and return the outcome.
+
+        A repeat with a stored outcome is not run again.
+        """
         folder = self.attempt(cell, repeat)
         output = self.output(cell, repeat).read_text(errors="replace")
         outcome = judge(status, output, folder.read_run(), folder.read_steps(), seconds)

@@ -1,6 +1,6 @@
-"""The table of a matrix, one row per cell, from the records of its runs. Pure.
+"""The table of a matrix, one row per cell, from the records of its runs.
 
-The table is written for readers (results.md) and for spreadsheets (results.csv).
+The table is written as text (results.md) and for spreadsheets (results.csv).
 """
 
 import csv
@@ -45,19 +45,19 @@ class Row:
             without warm-up steps.
         spread: difference of the highest and lowest rate, divided by the median; None for a single
             repeat.
-        limit_samples_per_s: sum of the rates that the machines would reach alone in this cell's
+        limit_samples_per_s: sum of the rates that each machine would reach alone in this cell's
             precision.
         fraction_of_limit: rate divided by the limit. The limit is the largest
-            ``limit_samples_per_s`` of all cells with the same machines and batch, whose models are
-            not compiled.
+            ``limit_samples_per_s`` of all cells that have the same machines and batch, and train
+            without --compile.
         efficiency: rate divided by ``limit_samples_per_s`` of this cell.
         epoch_s: seconds of an epoch's training at this rate.
-        memory_mib: largest memory of a rank, by host.
-        leak_mib: growth of memory per step; None: no growth.
-        joules: energy of the GPUs per sample.
+        memory_mib: largest memory of a rank in MiB, by host.
+        leak_mib: growth of memory per step in MiB; None: no growth.
+        joules: energy of the GPUs per sample, in joules.
         loss: loss of the last step.
-        score: main metric of the last evaluation, as the records name it; median of the repeats.
-        score_name: name of that score.
+        score: main metric of the last evaluation; median of the repeats.
+        score_name: name of this metric in the records.
         score_spread: difference of the highest and lowest score; None for a single repeat.
         loss_difference: difference of the loss from the loss of the fp32 reference, divided by the
             reference's loss.
@@ -67,7 +67,7 @@ class Row:
         comm_s: seconds of a step in which ranks communicate, mean over ranks.
         opt_s: seconds of a step in the optimizer, mean over ranks.
         host_s: seconds of a step in the loop's own Python, mean over ranks.
-        error: description of the failure; empty without one.
+        error: description of the failure; empty without a failure.
         when: epoch, step and phase of the failure, in words; see Outcome.
     """
 
@@ -111,7 +111,7 @@ class Row:
 
     @property
     def limit(self) -> float | None:
-        """Limit in samples/s, to which ``fraction_of_limit`` refers; None: unknown."""
+        """Limit in samples/s from which ``fraction_of_limit`` was computed; None: unknown."""
         if not self.samples_per_s or not self.fraction_of_limit:
             return None
         return self.samples_per_s / self.fraction_of_limit
@@ -123,7 +123,7 @@ class Row:
 
     @property
     def mean_rate(self) -> str:
-        """Mean rate by the clock, in the form of :attr:`rate`."""
+        """Mean rate over wall time as text, in the form of :attr:`rate`."""
         return self._words(self.mean_samples_per_s)
 
     def _words(self, samples_per_s: float | None) -> str:
@@ -147,7 +147,7 @@ class Row:
 
 
 def read_rows(folder: BaselineFolder) -> list[Row]:
-    """Return the rows of all cells with a run that has ended, references first."""
+    """Return the rows of all cells of which a run has ended. The references come first."""
     cells = folder.matrix_cells()
     result = {cell: folder.repeats(cell) for cell in cells}
     references = {
@@ -242,7 +242,7 @@ _Reference = tuple[JsonDict, float | None]  # run.json, and the last loss
 
 
 def _difference(about: JsonDict, loss: float | None, reference: _Reference | None) -> float | None:
-    """Return the relative difference of the last loss from that of the fp32 reference.
+    """Return the relative difference of the last loss from the last loss of the fp32 reference.
 
     The result is None if the two trainings differ in an option that affects the loss, or for local
     SGD, which reports a mean of earlier losses.
@@ -274,7 +274,7 @@ def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
 
 
 def _rate(steps: Steps) -> float | None:
-    """Return the samples/s of all ranks, from the median step; for Local SGD, from the mean."""
+    """Return the samples/s of all ranks: by the median step, or for Local SGD by the mean step."""
     lines = lead(steps)
     if not lines:
         return None
@@ -285,7 +285,10 @@ def _rate(steps: Steps) -> float | None:
 
 
 def _part(steps: Steps, part: str) -> float | None:
-    """Return the mean seconds of a part of a step over steps and ranks; None if a rank lacks it."""
+    """Return the mean seconds of a part of a step, over all steps and ranks.
+
+    None: the records of a rank lack this part.
+    """
     values = [line[f"t_{part}"] for lines in steps.values() for line in lines]
     return statistics.fmean(values) if values and None not in values else None
 
@@ -335,7 +338,7 @@ HEAD = [title for title, _ in _SHOWN]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the table, with failures, leaks and other notes below it."""
+    """Return the table as Markdown, followed by notes on failures, memory growth and so on."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in shown(row)) + " |"
               for row in rows]  # fmt: skip
