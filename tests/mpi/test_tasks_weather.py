@@ -37,6 +37,6 @@ def test_aurora_is_learnt_as_by_one_rank(module_jobs: Jobs, alone: Trained, name
     assert first[0] == pytest.approx(first[1], rel=2e-6)
     assert run.losses == pytest.approx(alone.losses, rel=1e-3)
     assert run.losses[-1] < run.losses[0]
-    assert run.run["task"]["title"].endswith("on 9x16, 2 levels, of made waves")
+    assert run.run["task"]["title"].endswith("on 9x16, 2 levels, of synthetic waves")
     ends = [each.run["result"]["rmse_2t"] for each in (run, alone)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-2)

@@ -178,8 +178,7 @@ class RoundingReducer(Reducer):
 
 
 def as_real(value: Tensor) -> Tensor:
-    """Return a real view of a complex tensor, [..., 2], and any other tensor unchanged.
-    """
+    """Return a real view of a complex tensor, [..., 2], and any other tensor unchanged."""
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 

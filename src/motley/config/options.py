@@ -65,7 +65,7 @@ class OptimizationOptions:
     lr: float = option(
         "learning rate at the top of the schedule, default 1e-3",
         NUMBERS, 1e-3, read=above_zero, metavar="RATE",
-        usual="at the top of the schedule, default 1e-3",
+        usual="rate at the top of the schedule, default 1e-3",
     )  # fmt: skip
     opt_kwargs: tuple[Keyword, ...] | None = option(
         "further arguments of the optimizer, as in betas=0.9,0.95 eps=1e-8; default: its own (text "
@@ -321,7 +321,7 @@ class BatchOptions:
     shares: PerRank[float] | None = option(
         "shares of the ranks in the batch, as in 5,4,3,2,1, or equal; default: by measured speed",
         PLAN, read=read_shares, metavar="S,S,...|equal",
-        usual="of ranks, as 5,4,3; default: by measured speed", per_launch=True,
+        usual="ranks' shares, as 5,4,3; default: by measured speed", per_launch=True,
     )  # fmt: skip
     replan: str = option(
         "auto (default): split the batch again when ranks become slower or faster during the "
@@ -343,7 +343,9 @@ class BatchOptions:
     wire: WireMode | None = option(  # its modes are registered
         "", NUMBERS | PLAN, unset="auto", usual="what is sent between hosts, default auto"
     )
-    epochs: int = option("default 30", NUMBERS, 30, read=positive, metavar="E", usual="default 30")
+    epochs: int = option(
+        "number of epochs, default 30", NUMBERS, 30, read=positive, metavar="E", usual="default 30"
+    )
     max_steps: int | None = option(
         "stop after K steps; without --epochs, the learning-rate schedule ends there too",
         NOTHING, read=positive, metavar="K", cell="--steps, before the --,",

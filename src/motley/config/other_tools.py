@@ -126,7 +126,7 @@ _ONE_BATCH = (
 )
 _ACCUMULATION = (
     "Motley accumulates gradients by itself: each rank computes its share of the global "
-    "--batch-size in pieces that fit its memory; leave it out"
+    "--batch-size in pieces that fit its memory; leave this option out"
 )
 _WARMUP = "the warm-up is counted in steps or epochs: --warmup-steps K, or --warmup-epochs 0.5"
 _ARGUMENTS = "write it after --opt-kwargs, as in betas=0.9,0.95 eps=1e-8"
@@ -137,7 +137,7 @@ _EVALUATION = (
 _PRECISION = (
     "--precision auto, the default, computes in 16 bits where that is faster; leave this option out"
 )
-_CLASSES = "the data set determines the number of classes; leave it out"
+_CLASSES = "the data set determines the number of classes; leave this option out"
 _DEEPSPEED = (
     "DeepSpeed trains with a script of its own: mpirun -np 2 ./entry_cn.sh "
     "deepspeed/train_vit.py --stage 3"
@@ -159,35 +159,37 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--per-device-batch-size", "--per-device-train-batch-size", "--per-gpu-train-batch-size",
         "--train-micro-batch-size-per-gpu",
     ),
-    "an evaluation computes its samples in pieces that fit in memory; leave it out": (
+    "an evaluation computes its samples in pieces that fit in memory; leave this option out": (
         "--eval-batch-size", "--per-device-eval-batch-size", "--validation-batch-size",
     ),
-    "Motley pins memory and prefetches automatically; leave it out": (
+    "Motley pins memory and prefetches automatically; leave this option out": (
         "--dataloader-pin-memory", "--no-prefetcher", "--pin-mem", "--pin-memory",
     ),
-    "Motley does this automatically; leave it out": (
+    "Motley does this automatically; leave this option out": (
         "--ddp-find-unused-parameters", "--overwrite-output-dir",
     ),
-    "the model's configuration decides how pixels are scaled; leave it out": ("--mean", "--std"),
-    "a data set names its splits (train, and validation, val or test); leave it out": (
+    "the model's configuration decides how pixels are scaled; leave this option out": (
+        "--mean", "--std",
+    ),
+    "a data set names its splits (train, and validation, val or test); leave this option out": (
         "--train-split",
     ),
     "--data-fraction F trains on a fraction of the training data, and --eval-samples N evaluates "
     "on N held-out samples": (
         "--train-num-samples", "--val-num-samples",
     ),
-    "CIFAR is downloaded where it is missing; leave it out": ("--dataset-download",),
+    "CIFAR is downloaded where it is missing; leave this option out": ("--dataset-download",),
     "classes are sorted by name, and --classes selects some of them; leave this option out": (
         "--class-map",
     ),
-    "images are read with as many channels as the data set has; leave it out": (
+    "images are read with as many channels as the data set has; leave this option out": (
         "--in-chans", "--input-img-mode",
     ),
     "the data set decides which columns hold the image and the label; for a CSV file, use "
     "--label-columns": (
         "--input-key", "--target-key",
     ),
-    "Motley runs no code of a data set; leave it out": ("--dataset-trust-remote-code",),
+    "Motley runs no code of a data set; leave this option out": ("--dataset-trust-remote-code",),
     "--initial-checkpoint loads only weights, not the optimizer's state": (
         "--no-resume-opt",
     ),
@@ -195,20 +197,22 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
         "--bn-eps", "--bn-momentum", "--drop-block", "--fast-norm", "--gp", "--head-init-bias",
         "--head-init-scale", "--model-kwargs",
     ),
-    "GPUs that compute in 16 bits always use channels last; leave it out": (
+    "GPUs that compute in 16 bits always use channels last; leave this option out": (
         "--channels-last",
     ),
     "--compile compiles with torch's usual mode; leave this option out": (
         "--fuser", "--torchcompile-mode", "--torchscript",
     ),
-    "Motley's own code adds up gradients and waits for devices; leave it out": (
+    "Motley's own code adds up gradients and waits for devices; leave this option out": (
         "--device-modules", "--no-ddp-bb", "--synchronize-step",
     ),
     "only --layer-decay sets the rates of layers; leave this option out": (
         "--layer-decay-min-scale", "--layer-decay-no-opt-scale",
     ),
-    "Motley takes the fastest implementation that a device has; leave it out": ("--opt-foreach",),
-    "the learning rate changes in each step anyway; leave it out": ("--sched-on-updates",),
+    "Motley takes the fastest implementation that a device has; leave this option out": (
+        "--opt-foreach",
+    ),
+    "the learning rate changes in each step anyway; leave this option out": ("--sched-on-updates",),
     "--lr is the rate for the global batch: give --lr-base times the batch size, divided by "
     "--lr-base-size": (
         "--lr-base", "--lr-base-scale", "--lr-base-size",
@@ -216,15 +220,17 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "for such a rate, define schedule(step, total) in a task of your own": (
         "--cooldown-epochs", "--lr-k-decay", "--patience-epochs",
     ),
-    "the noise of --lr-noise has a standard deviation of 1; leave it out": ("--lr-noise-std",),
-    "the schedule always begins after the warm-up; leave it out": ("--warmup-prefix",),
+    "the noise of --lr-noise has a standard deviation of 1; leave this option out": (
+        "--lr-noise-std",
+    ),
+    "the schedule always begins after the warm-up; leave this option out": ("--warmup-prefix",),
     "an epoch uses each sample once: give more --epochs, or --balanced-sampling": (
         "--aug-repeats", "--epoch-repeats",
     ),
-    "each sample is augmented once per epoch, and has its own loss; leave it out": (
+    "each sample is augmented once per epoch, and has its own loss; leave this option out": (
         "--aug-splits", "--jsd", "--jsd-loss", "--resplit",
     ),
-    "crops are random and resized, within --scale and --ratio; leave it out": (
+    "crops are random and resized, within --scale and --ratio; leave this option out": (
         "--train-crop-mode",
     ),
     "change colours by --color-jitter, or by a policy such as --aa rand-m9": (
@@ -240,15 +246,15 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "--cutmix 0": (
         "--mixup-off-epoch",
     ),
-    "the average is on each rank's device, and is the same on all ranks; leave it out": (
+    "the average is on each rank's device, and is the same on all ranks; leave this option out": (
         "--model-ema-force-cpu",
     ),
-    "each sample has its own seed, from --seed, epoch and index; leave it out": (
+    "each sample has its own seed, from --seed, epoch and index; leave this option out": (
         "--worker-seeding",
     ),
     "the report shows the held-out images with the largest loss: --worst N": ("--save-images",),
-    "loader processes serve the whole run; leave it out": ("--use-multi-epochs-loader",),
-    "the schedule ends with the run, at --max-steps or --epochs; leave it out": (
+    "loader processes serve the whole run; leave this option out": ("--use-multi-epochs-loader",),
+    "the schedule ends with the run, at --max-steps or --epochs; leave this option out": (
         "--lr-decay-iters", "--lr-decay-steps",
     ),
     "--resume auto continues after the last saved step": ("--start-epoch",),

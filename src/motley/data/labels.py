@@ -413,7 +413,7 @@ def read_class_weights(text: str, images: Images) -> list[float]:
     """
     flag, classes = f"--class-weights {text}", images.classes
     if images.kind == VALUE:
-        raise MotleyError(f"{flag} needs classes, and --target value has none; leave it out")
+        raise MotleyError(f"{flag} needs classes, and --target value has none; leave out {flag}")
     targets = getattr(images.train, "targets", None)
     if text == "balanced":
         if targets is None:

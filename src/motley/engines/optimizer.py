@@ -159,7 +159,7 @@ def check_optimizer(config: Config) -> None:
             if name in typed:
                 raise MotleyError(
                     f"--{name.replace('_', '-')} has no effect, since {name_optimizer(config)} "
-                    "creates the optimizer; leave it out"
+                    "creates the optimizer; leave out the option"
                 )
         return
     if _plain_name(config) not in _list_names():

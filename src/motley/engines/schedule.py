@@ -35,12 +35,12 @@ def check_schedule(config: Config) -> None:
     if has_schedule(task) and (useless := [name for name in _OF_RATE if name in typed]):
         raise MotleyError(
             f"{_flag(useless[0])} has no effect, since schedule() of {type(task).__name__} sets "
-            "the learning rate; leave it out"
+            "the learning rate; leave out the option"
         )
     if config.sched not in _FALLS and (useless := [name for name in _CYCLES if name in typed]):
         raise MotleyError(
             f"{_flag(useless[0])} has no effect with --sched {config.sched}; take --sched "
-            f"{', '.join(_FALLS[:-1])} or {_FALLS[-1]}, or leave it out"
+            f"{', '.join(_FALLS[:-1])} or {_FALLS[-1]}, or leave out the option"
         )
     if config.lr_noise is not None and len(config.lr_noise) > 2:
         raise MotleyError(

@@ -1,6 +1,7 @@
 """The time of one rank in each activity of a step, measured without GPU synchronisation.
 
-A lap is a period of time in one activity, such as reading data or computing."""
+A lap is a period of time in one activity, such as reading data or computing.
+"""
 
 import time
 from collections import deque

@@ -85,7 +85,7 @@ def open_trained(
     if averaged and not (average := select_part(tensors, "ema")):
         raise MotleyError(
             f"--use-ema: {folder} has no averaged parameters, because it was trained without "
-            "--model-ema; leave it out"
+            "--model-ema; leave out --use-ema"
         )
     chosen = task.with_files(own) if own else task
     return Trained(folder, weights, chosen, saved.get(SAMPLES, ""), average, tuple(problems))

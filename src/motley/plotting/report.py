@@ -71,24 +71,24 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     for row in measured:
         if is_wrong(row):
             sentences.append(
-                f"{row.name} ends with a loss {row.loss_difference:+.1%} from that of the fp32 "
-                "run on the same samples. Find the reason before you rely on its speed."
+                f"The last loss of {row.name} differs by {row.loss_difference:+.1%} from that of "
+                "the fp32 run on the same samples. Find the reason before you rely on the speed."
             )
     if sane and not any(map(is_wrong, measured)):
         known = [abs(row.loss_difference) for row in sane if row.loss_difference is not None]
         if known:
             sentences.append(
-                "All losses agree with that of the fp32 run to a relative difference of "
-                f"{max(known):.0e}."
+                "All last losses agree with that of the fp32 run, with a relative difference of at "
+                f"most {max(known):.0e}."
             )
     if leaky := [row for row in measured if row.leak_mib]:
         words = ", ".join(f"{row.name} ({row.leak_mib:.3g} MiB a step)" for row in leaky)
-        sentences.append(f"Memory grows to the end of the run: {words}.")
+        sentences.append(f"Memory grows until the end of the run: {words}.")
     failed = [row for row in rows if row.outcome != DONE]
     if failed:
         words = ", ".join(f"{row.name} ({row.outcome})" for row in failed)
-        sentences.append(f"{len(failed)} of {len(rows)} did not end well: {words}.")
-    return sentences or ["Nothing is done yet."]
+        sentences.append(f"{len(failed)} of {len(rows)} cells did not finish: {words}.")
+    return sentences or ["No run is finished yet."]
 
 
 def is_wrong(row: Row) -> bool:

@@ -19,9 +19,9 @@ def describe_trace(found: TraceSummary) -> list[str]:
     """Return the lines that summarise the trace of one rank."""
     busy = "the GPU had nothing to do" if found.on_gpu else "no operator ran"
     lines = [
-        f"rank {found.rank} on {found.host}: {found.steps} steps in {found.seconds:.3f} s; for "
-        f"{found.wire:.0%} of it something was on the wire, for {found.waited:.0%} the rank waited "
-        f"for that; for {found.idle:.0%} {busy}"
+        f"rank {found.rank} on {found.host}: {found.steps} steps in {found.seconds:.3f} s; data "
+        f"was sent for {found.wire:.0%} of this time, the rank waited for the data for "
+        f"{found.waited:.0%}, and {busy} for {found.idle:.0%}"
     ]
     for name, seconds, calls in found.busiest:
         part = seconds / found.seconds

@@ -494,7 +494,8 @@ def runs_screen(
 ) -> list[Text]:
     """Return the lines of the screen that shows all runs, the newest first.
 
-    The lines of a run have its state, headline, loss and evaluations."""
+    The lines of a run have its state, headline, loss and evaluations.
+    """
     text = f"{len(runs)} runs" if runs else "there is no run yet; this view waits for one"
     lines = [Text(text, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")

@@ -282,7 +282,7 @@ class BaselineFolder:
         workers = [f"{worker['host']}: {worker['device']}" for worker in widest["ranks"]]
         day = time.strftime("%Y-%m-%d", time.gmtime(first["started"]))
         return "\n".join([
-            f"- {what}, {content['steps']} steps a run, of which the first third is not counted; "
+            f"- {what}, {content['steps']} steps per run; the first third is not counted; "
             f"{' '.join(content['options'])}",
             f"- ranks: {'; '.join(workers)}",
             f"- {day}, " + ", ".join(f"{name} {v}" for name, v in versions.items() if v)

@@ -290,7 +290,7 @@ class HfModel:
         has_numbers = not any(parameter.is_meta for parameter in net.parameters())
         if has_numbers and not _is_causal(net, self.vocabulary):
             raise MotleyError(
-                self._no_language_model("what it says of a token depends on later ones")
+                self._no_language_model("its output for a token depends on later tokens")
             )
         if has_numbers and packed and not _separates(net, self.vocabulary):
             raise MotleyError(
@@ -337,7 +337,7 @@ class HfModel:
             if names:
                 raise MotleyError(
                     f"{self.flag} {says} {len(names)} of the model's weights, such as {names[0]}. "
-                    f"is its {_CONFIG} of another model?"
+                    f"The {_CONFIG} may belong to another model"
                 )
         result: dict[str, Tensor] = net.state_dict()
         return result

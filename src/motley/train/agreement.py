@@ -130,7 +130,10 @@ class Agreement:
         engine.load_state(Scope.REPLICATED, taken)
         engine.on_same()
         engine.scale.load_state_dict(scale)
-        self._report(wrong, position, f"{difference}; all ranks now take the latter values, {why}")
+        self._report(
+            wrong, position,
+            f"{difference}; all ranks now take the values of {self._names([right])}, {why}",
+        )  # fmt: skip
 
     def _go_back(self, wrong: list[int], position: TrainState, folders: list[Path]) -> TrainState:
         job = self._job

@@ -80,7 +80,7 @@ def check_optimization(config: Config) -> None:
     if "clip_mode" in typed and config.clip_mode != CLIP_MODES[0] and config.clip_grad is None:
         raise MotleyError(
             f"--clip-mode {config.clip_mode} has no effect without --clip-grad; add --clip-grad "
-            f"{'0.01' if config.clip_mode == 'agc' else '1.0'}, or leave it out"
+            f"{'0.01' if config.clip_mode == 'agc' else '1.0'}, or leave out --clip-mode"
         )
 
 

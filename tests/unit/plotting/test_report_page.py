@@ -88,7 +88,7 @@ def test_it_is_one_page_that_says_what_won_and_what_failed(page: Path) -> None:
     said = page.read_text()
     assert "hosts1 is the fastest" in said and "hosts2 (out of memory)" in said
     assert "&lt;b&gt;&amp; out of memory" in said and "<b>&" not in said
-    assert "GPT of 2 blocks, 30 steps a run" in said and " tokens/s" in said
+    assert "GPT of 2 blocks, 30 steps per run" in said and " tokens/s" in said
     assert "A step took 0.158 s." in said and said.count("data:image/png;base64,") > 30
     assert "2 of 2 runs finished" in said and "<p>The run reached 63% of the limit" in said
     runs = said[said.index("2 of 2 runs finished") :]

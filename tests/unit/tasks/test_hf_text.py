@@ -135,7 +135,7 @@ def test_lora_beside_a_tied_layer_is_merged_into_that_layer_alone(tmp_path: Path
 @pytest.mark.parametrize(
     ("kind", "changed", "says"),
     [
-        ("bert", {}, r"type bert cannot learn .* depends on later ones. It may be an encoder"),
+        ("bert", {}, r"type bert cannot learn .* depends on later tokens. It may be an encoder"),
         ("t5", {}, r"type t5 cannot learn .* no causal model of it"),
         ("gpt2", {"model_type": "mine"}, r"transformers \d.* has no model_type 'mine'"),
         ("gpt2", {"model_type": None}, r"config.json has no model_type"),

@@ -121,8 +121,8 @@ def test_tables_and_folders_that_have_no_text_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tokenizer": "a", "tokens": "bytes"}, "--tokenizer has no effect on --tokens bytes"),
-        ({"val_text": ("a",), "val_fraction": 0.2}, "--val-fraction has no effect beside --val-t"),
+        ({"tokenizer": "a", "tokens": "bytes"}, "--tokenizer has no effect with --tokens bytes"),
+        ({"val_text": ("a",), "val_fraction": 0.2}, "--val-fraction has no effect with --val-t"),
         ({"val_fraction": 1.0}, r"--val-fraction 1.0 leaves nothing to train or"),
         ({"paragraphs": True, "pack": True}, "and --pack make samples in different ways"),
     ],

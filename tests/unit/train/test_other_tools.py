@@ -60,7 +60,7 @@ ANSWERED = {
     "--gradient-accumulation-steps 4": "accumulates gradients by itself",
     "--accumulate_grad_batches=4": "accumulates gradients by itself",
     "--per_device_train_batch_size 8": "--batch-size is the global batch",
-    "--per-device-eval-batch-size 8": "pieces that fit in memory; leave it out",
+    "--per-device-eval-batch-size 8": "pieces that fit in memory; leave this option out",
     "--deepspeed ds.json": "deepspeed/train_vit.py --stage 3",
     "--stage 3": "deepspeed/train_vit.py --stage 3",
     "--num_nodes 2": "the launcher decides this: mpirun -np N",

@@ -69,7 +69,7 @@ class LocalSgd(WireMode):
     def price(self) -> str:
         """Effect of the mode on the gradient and on accuracy, in words."""
         if self.steps == 1:
-            return "ranks that meet after every step take it together; this is exact"
+            return "parameters are averaged after every step; this is exact"
         return super().price
 
     def in_job(self, precisions: Collection[str]) -> WireMode:

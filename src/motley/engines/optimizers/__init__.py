@@ -77,7 +77,8 @@ def own_optimizers() -> tuple[OwnOptimizer, ...]:
 def find_own(opt: str) -> OwnOptimizer | None:
     """Return this package's entry for a value of ``--opt``. None: the optimizer is one of timm's.
 
-    For an optimizer that wraps another one, return the entry of the wrapped optimizer."""
+    For an optimizer that wraps another one, return the entry of the wrapped optimizer.
+    """
     name = opt.lower().removeprefix(_WRAPPER)
     return next((each for each in own_optimizers() if each.name == name), None)
 

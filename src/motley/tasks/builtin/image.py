@@ -111,16 +111,18 @@ class ImageTask(Task):
     directions = DIRECTIONS
 
     name: str | None = option(
-        "timm name; default: vit_digits for digits, else vit_base_patch16_224",
-        MODEL | SPEED, name="model", usual="of timm; default: ViT-B/16, for digits a small one",
+        "timm's name of the model; default: vit_digits for digits, else vit_base_patch16_224",
+        MODEL | SPEED, name="model", usual="timm's name; default: ViT-B/16, vit_digits for digits",
     )  # fmt: skip
     img_size: int | None = option(
-        "default: the model's own", MODEL | SPEED, read=positive, metavar="PIXELS",
-        usual="default: the model's own",
+        "side of an image; default: the model's own", MODEL | SPEED, read=positive,
+        metavar="PIXELS", usual="side of an image; default: the model's own",
     )  # fmt: skip
-    drop: float = option("drop-out, default 0", NUMBERS, 0.0, read=fraction, metavar="P")
+    drop: float = option(
+        "drop-out probability, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
+    )
     drop_path: float = option(
-        "stochastic depth, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
+        "probability of stochastic depth, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
     )
     dataset: str = option(
         "; ".join(f"{each.name} {each.says}" for each in known_datasets().values()),
@@ -128,8 +130,9 @@ class ImageTask(Task):
         usual="default: digits, which need no download",
     )  # fmt: skip
     data_dir: str = option(
-        "default: data; without --dataset, a folder", NUMBERS, _USUAL_DIR, metavar="DIR",
-        usual="where it is, default: data",
+        "folder of the data set, default: data; without --dataset, a folder of images with one "
+        "folder per class",
+        NUMBERS, _USUAL_DIR, metavar="DIR", usual="folder of the data, default: data",
     )  # fmt: skip
     labels: str | None = option(
         "CSV file with the labels of the images below --data-dir, and optionally a column split "
@@ -293,7 +296,7 @@ class ImageTask(Task):
         if self.bce_loss and self.target != CLASS:
             raise MotleyError(
                 f"--bce-loss is a loss for classes, and --target {self.target} has another loss; "
-                "leave it out"
+                "leave out --bce-loss"
             )
         if self.bce_target_thresh is not None and not self.bce_loss:
             raise MotleyError(
@@ -573,7 +576,7 @@ class ImageTask(Task):
         Args:
             files: the files.
             folder: a common parent folder of the files, which messages leave out of file names.
-                test_crops: number of crops of each image; None: the number that the task has now.
+            test_crops: number of crops of each image; None: the number that the task has now.
         """
         from motley.data.images import with_files
 

@@ -233,8 +233,8 @@ class TextTask(HfOptions):
         MODEL | SPEED, False,
     )  # fmt: skip
     tokens: str | None = option(
-        f"{', '.join(KINDS)}, or {TOKENIZER}, the tokenizer in the model's folder; default: that "
-        "with --pretrained or --tokenizer, otherwise bytes",
+        f"{', '.join(KINDS)}, or {TOKENIZER}, the tokenizer in the model's folder; default: "
+        f"{TOKENIZER} with --pretrained or --tokenizer, otherwise bytes",
         MODEL | SPEED, choices=(*KINDS, TOKENIZER),
     )  # fmt: skip
     tokenizer: str | None = option(
@@ -247,10 +247,10 @@ class TextTask(HfOptions):
         NOTHING, read=steps_or_time, metavar="K|TIME",
     )  # fmt: skip
     sample_prompt: str = option(
-        "begin of these texts, default a new line", NOTHING, "\n", metavar="TEXT"
+        "beginning of these texts, default: a new line", NOTHING, "\n", metavar="TEXT"
     )
     sample_length: int = option(
-        "largest number of tokens of such a text, default 200",
+        "largest number of tokens in one of these texts, default 200",
         NOTHING,
         200,
         read=positive,
@@ -266,8 +266,8 @@ class TextTask(HfOptions):
         usual="tokens of a sample, default 128",
     )  # fmt: skip
     vocabulary: int | None = option(
-        "number of different tokens that the model has, default: as many as the text; 50304 is "
-        "GPT-2's, rounded up",
+        "number of different tokens that the model has, default: as many as the text has; 50304 "
+        "is GPT-2's number, rounded up",
         MODEL | SPEED, read=positive, metavar="N",
     )  # fmt: skip
     paragraphs: bool = option(
@@ -280,11 +280,13 @@ class TextTask(HfOptions):
         usual="blocks, default 4",
     )  # fmt: skip
     width: int = option(
-        "of a token, default 128", MODEL | SPEED, 128, read=positive, metavar="N",
-        usual="of a token, default 128",
+        "embedding width of a token, default 128", MODEL | SPEED, 128, read=positive, metavar="N",
+        usual="width of a token, default 128",
     )  # fmt: skip
-    heads: int = option("of attention, default 4", MODEL | SPEED, 4, read=positive, metavar="N")
-    dropout: float = option("default 0", NUMBERS, 0.0, read=fraction, metavar="P")
+    heads: int = option("attention heads, default 4", MODEL | SPEED, 4, read=positive, metavar="N")
+    dropout: float = option(
+        "drop-out probability, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
+    )
 
     def __post_init__(self) -> None:
         usual = {each.name: each.default for each in fields(TextTask)}
@@ -307,14 +309,15 @@ class TextTask(HfOptions):
         """Raise MotleyError for options of the text that contradict each other."""
         for name, wrong, fix in (
             ("--tokenizer", self.tokenizer and self.tokens != TOKENIZER,
-             f"has no effect on --tokens {self.tokens}; leave one of them out"),
+             f"has no effect with --tokens {self.tokens}; leave out one of the two"),
             ("--val-fraction", self.val_fraction is not None and self.val_text,
-             "has no effect beside --val-text; leave one of them out"),
+             "has no effect with --val-text; leave out one of the two"),
             (f"--val-fraction {self.val_fraction}", self.val_fraction in (0.0, 1.0),
-             "leaves nothing to train or to evaluate on; give a number between them, such as 0.1"),
+             "leaves nothing to train or to evaluate on; give a number between 0 and 1, such as "
+             "0.1"),
             ("--paragraphs", self.paragraphs and (self.chat or self.pack),
-             f"and --{'chat' if self.chat else 'pack'} make samples in different ways; leave one "
-             "of them out"),
+             f"and --{'chat' if self.chat else 'pack'} make samples in different ways; leave out "
+             "one of the two"),
         ):  # fmt: skip
             if wrong:
                 raise MotleyError(f"{name} {fix}")

@@ -49,11 +49,11 @@ class WeatherTask(Task):
     )
     fields: tuple[str, ...] = option(
         "NetCDF files with 2t 10u 10v msl, z u v t q on pressure levels, and z slt lsm, by these "
-        "or ERA5's other names; the last tenth is held out. Default: made waves",
+        "or ERA5's other names; the last tenth is held out. Default: synthetic waves",
         NUMBERS, (), metavar="FILE", several=True,
     )  # fmt: skip
     levels: tuple[int, ...] | None = option(
-        "pressure levels in hPa; default: all levels of the files, or of made fields "
+        "pressure levels in hPa; default: all levels of the files, or for synthetic fields "
         f"{','.join(map(str, _MADE_LEVELS))}",
         MODEL | SPEED, read=positives, metavar="L[,L...]",
     )  # fmt: skip
@@ -61,18 +61,19 @@ class WeatherTask(Task):
         "hours from one state to the next, default 6", MODEL, 6, read=positive, metavar="H"
     )
     grid: str = option(
-        "size of made fields, latitudes x longitudes, default 17x32; 721x1440 is ERA5's",
+        "size of synthetic fields, latitudes x longitudes, default 17x32; 721x1440 is ERA5's size",
         MODEL | SPEED, "17x32", metavar="LATxLON",
     )  # fmt: skip
     states: int = option(
-        "number of made states, default 120", NUMBERS, 120, read=positive, metavar="N"
+        "number of synthetic states, default 120", NUMBERS, 120, read=positive, metavar="N"
     )
     embed_dim: int | None = option(
-        "width of a patch, a multiple of 64; default: as --aurora",
+        "embedding width of a patch, a multiple of 64; default: that of --aurora",
         MODEL | SPEED, read=positive, metavar="N",
     )  # fmt: skip
     depths: tuple[int, ...] | None = option(
-        "blocks of the encoder's stages; the decoder has the reverse; default: as --aurora",
+        "number of blocks of each encoder stage; the decoder has the numbers in reverse order; "
+        "default: those of --aurora",
         MODEL | SPEED, read=positives, metavar="N,N[,N...]",
     )  # fmt: skip
     latent_levels: int = option(
@@ -240,7 +241,7 @@ class WeatherTask(Task):
         """Return one line that describes the task."""
         own = f"{self.shape.width} wide, {','.join(map(str, self.shape.depths))} blocks"
         kind = f"{self.aurora} Aurora" if not (self.embed_dim or self.depths) else f"Aurora, {own},"
-        where = f"{len(self.fields)} files" if self.fields else "made waves"
+        where = f"{len(self.fields)} files" if self.fields else "synthetic waves"
         return f"{kind} on {self.source.grid.text}, of {where}"
 
 
