@@ -54,7 +54,7 @@ class Opened:
             only: prefixes of tensor names to read, such as ``model``; empty: all tensors.
 
         Raises:
-            MotleyError: a file is damaged; the message names it.
+            MotleyError: a file is damaged. The message names the file.
         """
         wanted = [part for part in (*PARTS, *MORE) if part in (only or (*PARTS, *MORE))]
         if self.parts is not None:
@@ -84,7 +84,7 @@ class Opened:
         """Compare all hashes, and return the total size of all tensors in bytes.
 
         Raises:
-            MotleyError: a file is damaged; the message names it.
+            MotleyError: a file is damaged. The message names the file.
         """
         if self.parts is not None:
             return self.parts.check()
@@ -99,7 +99,7 @@ def open_checkpoint(folder: Path, needs: Collection[str] = ()) -> Opened:
         needs: entries that progress.json must have, besides the step.
 
     Raises:
-        MotleyError: a file is missing or damaged; the message names it.
+        MotleyError: a file is missing or damaged. The message names the file.
     """
     manifest = _read_manifest(folder / "manifest.json")
     path = folder / "progress.json"
@@ -204,7 +204,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 def _are_parts(names: Collection[str]) -> bool:
     """Return True if the file names are those of a checkpoint in parts.
 
-    The manifest of such a checkpoint lists only the index of each part, and progress.json.
+    The manifest of a checkpoint in parts lists only the index of each part, and progress.json.
     """
     indexes = {part_names(rank)[1] for rank in range(len(names) - 1)}
     return len(names) > 1 and {*names} == {*indexes, "progress.json"}

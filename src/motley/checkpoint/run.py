@@ -261,7 +261,7 @@ class Run:
         Rank 0 then records the events and faults of all ranks.
 
         Args:
-            content: further entries of run.json, ``ranks`` among them.
+            content: other entries of run.json, including ``ranks``.
             step: number of optimizer steps that are done already.
         """
         world = self._world

@@ -326,7 +326,7 @@ def keyword(text: str) -> Keyword:
 
 
 def named_path(text: str) -> Keyword:
-    """Read a named path, such as night=photos/night."""
+    """Read a path with a name for it, such as night=photos/night."""
     name, is_joined, path = text.partition("=")
     if not (is_joined and name.isidentifier() and path):
         raise argparse.ArgumentTypeError(

@@ -26,7 +26,7 @@ def get_place(name: str) -> str:
 
 
 def is_saved(folder: Path) -> bool:
-    """Return True if ``save_to_disk`` wrote the folder."""
+    """Return True if ``save_to_disk`` of the datasets library has written the folder."""
     return any((folder / name).is_file() for name in _SAVED)
 
 

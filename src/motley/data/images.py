@@ -133,7 +133,7 @@ class InMemory:
 
     @property
     def targets(self) -> list[int]:
-        """The labels, under torchvision's name."""
+        """Label of each sample. The attribute has the name that torchvision uses."""
         return [self.places[index][1] for index in range(len(self))]
 
     def __len__(self) -> int:
@@ -174,7 +174,7 @@ class _OfClasses:
 
     @property
     def targets(self) -> list[int]:
-        """The labels, under torchvision's name."""
+        """Label of each sample. The attribute has the name that torchvision uses."""
         labels: list[int] = self._source.targets  # type: ignore[attr-defined]
         return [self._new[labels[at]] for at in self.chosen]
 
@@ -347,7 +347,7 @@ def load_image(path: str) -> Image.Image:
 
 
 class _Files:
-    """Image files without labels."""
+    """A source of image files without labels."""
 
     def __init__(self, files: Sequence[Path], colours: str) -> None:
         self._files, self._colours = files, colours

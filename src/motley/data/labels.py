@@ -59,7 +59,7 @@ class LabelledFiles:
 
     @property
     def targets(self) -> list[Any]:
-        """The labels, under torchvision's name."""
+        """Label of each sample. The attribute has the name that torchvision uses."""
         return [label for _, label in self.samples]
 
     def __len__(self) -> int:

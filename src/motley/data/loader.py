@@ -225,13 +225,13 @@ class _Exchange:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Pass an error to the training thread."""
+        """Pass an error to the training thread, where :meth:`get` raises the error."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Make the prefetching thread end."""
+        """Make :meth:`is_wanted` return False, so that the prefetching thread ends."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -33,7 +33,7 @@ class Shards:
     Args:
         paths: paths of the files.
         label_key: key of the label in ``.json``, in place of ``label``. Samples with a label below
-            0 under such a key are left out, as in timm.
+            0 under this key are left out, as in timm.
 
     Raises:
         MotleyError: a file cannot be read, is cut short, or an image in it has no label.
@@ -48,7 +48,7 @@ class Shards:
 
     @property
     def targets(self) -> list[int]:
-        """The labels, under torchvision's name."""
+        """Label of each sample. The attribute has the name that torchvision uses."""
         result: list[int] = self._places[:, 3].tolist()
         return result
 

@@ -150,7 +150,7 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of all samples."""
+        """Total weight of the samples in the mean loss."""
         return float(len(self)) if self.weights is None else float(self.weights.sum())
 
     def tensors(self) -> list[Tensor]:
@@ -200,7 +200,7 @@ class Samples(Protocol):
 
     @property
     def weight(self) -> float:
-        """Weight of a usual sample in the mean."""
+        """Weight of a usual sample in the mean loss."""
 
     def data(self, held_out: bool) -> Source:
         """Return the source of the training samples or of the held-out samples."""
@@ -209,10 +209,10 @@ class Samples(Protocol):
         """Return the sources of further held-out samples by name."""
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """Return the tensors of an item of the source."""
+        """Return the tensors of one item of a source, by name."""
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
-        """Return a batch of one or more samples."""
+        """Return a batch of samples: tensors by name, with one row for each sample."""
 
     def weights(self, batch: Tensors) -> Tensor | None:
         """Return the weight of each sample in the mean loss, [n].

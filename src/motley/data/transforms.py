@@ -10,7 +10,7 @@ sample. Each image is therefore decoded once, both images of a pair are in one m
 result does not depend on the ranks.
 
 Sources: Zhang et al., "mixup", 2018; Yun et al., "CutMix", 2019; timm.data.mixup for the choice
-between them.
+between mixup and CutMix.
 
 A rank that shares one core with other ranks cannot read as fast as its GPU computes. If images in
 memory are only shifted and mirrored, the GPU can do this work instead. The host draws three numbers

@@ -196,7 +196,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the result of :func:`random_state`."""
+    """Set the states of the random number generators to a result of :func:`random_state`."""
     torch.set_rng_state(state["rng.cpu"])
     if device.type == "cuda" and "rng.cuda" in state:
         torch.cuda.set_rng_state(state["rng.cuda"], device)

@@ -282,4 +282,4 @@ class EngineFactory(Protocol):
         """Traits of the engines that this factory makes."""
 
     def __call__(self, model: "TaskModel", context: EngineContext) -> Engine:
-        """Return an engine for a model."""
+        """Build and return an engine for a model."""

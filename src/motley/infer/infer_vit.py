@@ -97,7 +97,7 @@ class Leases:
             return True
 
     def drop(self, name: str) -> None:
-        """Release a lease."""
+        """Release a lease, so that another rank can take it."""
         self._drop(self._folder / f"{name}.lease")
 
     def _drop(self, path: Path) -> None:
@@ -234,7 +234,7 @@ class Shards:
         return f"shard.{number:05d}"
 
     def get_items(self, number: int) -> range:
-        """Return the indices of a shard's items."""
+        """Return the range of the indices of a shard's items."""
         return range(self._size * number, min(self._size * (number + 1), self._items))
 
     def path(self, number: int) -> Path:

@@ -77,7 +77,7 @@ def draw_all(
 
     Args:
         folders: folders of records. If ``out`` is None, the picture of each folder is written into
-            it.
+            the folder itself.
         picture: function that draws the records of one folder.
         name: file name of the picture, for example ``gpu.png``. If ``out`` is given, the file name
             begins with the name of the folder.
@@ -118,7 +118,7 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def warn(message: object) -> None:
-    """Print a warning on stderr."""
+    """Print a message on stderr as a warning."""
     print(f"motley: {message}", file=sys.stderr)
 
 

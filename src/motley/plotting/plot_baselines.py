@@ -4,7 +4,7 @@
     python plots/plot_baselines.py baselines/ --out pictures
     python plots/plot_baselines.py old_logs/                         # 5_GPUs/p1_b16_e10/metrics.csv
 
-Exit code: 0, or 2 if there is nothing to draw.
+The exit code is 0, or 2 if there is nothing to draw.
 """
 
 import re
@@ -247,7 +247,7 @@ def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
 
 
 def draw_folder(folder: BaselineFolder) -> "Figure":
-    """Draw the picture of one matrix."""
+    """Draw the picture of the results of one matrix of runs."""
     rows = read_rows(folder)
     if not rows:
         raise MotleyError(f"{folder.path} is left out: none of its runs has ended")

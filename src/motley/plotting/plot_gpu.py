@@ -4,7 +4,7 @@
     python plots/plot_gpu.py logs/ --out pictures     # all PNGs in one folder
 
 The command reads Motley's gpu.<host>.csv and the lab's older metrics.csv with eleven columns, in
-folders of any depth. Exit code: 0, or 2 if there is nothing to draw.
+folders of any depth. The exit code is 0, or 2 if there is nothing to draw.
 """
 
 import itertools
@@ -57,7 +57,7 @@ class Series:
 
     @property
     def label(self) -> str:
-        """Label such as ``ecetesla0: GPU 0 (Tesla P4)``."""
+        """Label in the legend, such as ``ecetesla0: GPU 0 (Tesla P4)``."""
         name = next((device_name(sample.name) for sample in self.samples if sample.name), "")
         device = f"GPU {self.gpu}" if self.gpu else "CPU"
         return f"{self.host}: {device}" + (f" ({name})" if name else "")
@@ -301,7 +301,7 @@ def few_starts(series: list[Series]) -> list[float]:
 
 
 def draw_folder(name: str, series: list[Series]) -> "Figure":
-    """Return the picture of one folder of logs."""
+    """Return the picture of one folder of GPU logs."""
     panels, starts = make_panels(name, series), few_starts(series)
     figure = style.new_figure(9, 1.2 + 1.75 * len(panels) + 0.1 * len(series))
     figure.suptitle(f"Machines of {name}")

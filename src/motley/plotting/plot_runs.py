@@ -3,8 +3,8 @@
     python plots/plot_runs.py logs/                       # logs/runs.png; a row for each task
     python plots/plot_runs.py logs/a logs/b --out pictures
 
-The energy is that of the GPUs that trained, if the records know their power. Exit code: 0, or 2 if
-there is nothing to draw.
+The energy is that of the GPUs that trained, if the records contain their power. The exit code is 0,
+or 2 if there is nothing to draw.
 """
 
 import os
@@ -217,7 +217,7 @@ def read_losses(trainings: Iterable[Training]) -> dict[str, Losses]:
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
-    """Draw all runs together, and return the exit code."""
+    """Draw one picture of all runs under the paths, and return the exit code."""
     runs = read_losses(filter(None, map(read_or_say, find_runs(paths))))
     if not runs:
         raise command.nothing("run", paths)

@@ -4,7 +4,7 @@
     python plots/plot_timeline.py logs/ --steps 100:104       # logs/<run>/timeline.png, every run
 
 The command reads the steps that every run records. For the operators within a step, see the traces
-of --profile. Exit code: 0, or 2 if there is nothing to draw.
+of --profile. The exit code is 0, or 2 if there is nothing to draw.
 """
 
 import argparse
@@ -186,7 +186,7 @@ def read_steps(text: str) -> tuple[int, int]:
 
 
 def draw(paths: list[Path], out: Path | None, steps: tuple[int, int] | None) -> int:
-    """Draw every run, and return the exit code."""
+    """Draw the timeline of every run under the paths, and return the exit code."""
     runs = {folder.path: folder for folder in find_runs(paths)}
     if not runs:
         raise command.nothing("run", paths)

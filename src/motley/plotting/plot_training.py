@@ -5,7 +5,7 @@ The picture also shows the loss scale, if the run has used one.
     python plots/plot_training.py logs/                   # logs/<run>/training.png, every run
     python plots/plot_training.py logs/ --out pictures    # all PNGs in one folder
 
-Exit code: 0, or 2 if there is nothing to draw.
+The exit code is 0, or 2 if there is nothing to draw.
 """
 
 from collections.abc import Callable, Iterator
@@ -257,7 +257,7 @@ def _panel(height: float, fill: "Callable[[Axes], object]") -> "Figure":
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
-    """Draw every run, and return the exit code."""
+    """Draw the picture of every run under the paths, and return the exit code."""
     runs = {folder.path: folder for folder in find_runs(paths)}
     if not runs:
         raise command.nothing("run", paths)

@@ -7,8 +7,8 @@
 The command only reads the records of the run, so a running training is not affected. If you repeat
 the command, it publishes the records that are new since the last time. A resumed run continues in
 the same run of the tracker. To publish all records again, remove logs/RUN/published.*.json. The
-command uses no network unless the tracker's own environment variables allow it. Exit code: 0, or 2
-if the run cannot be published.
+command uses no network unless the tracker's own environment variables allow it. The exit code is 0,
+or 2 if the run cannot be published.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Publish the run, and return the exit code."""
+    """Publish the run on the command line, and return the exit code."""
     escape_unprintable()
     try:
         kinds = trackers()
@@ -149,7 +149,7 @@ def end_on_signals(publisher: Publisher) -> None:
 
 
 def print_counts(args: argparse.Namespace, told: PublishedCounts) -> None:
-    """Print the counts of published records."""
+    """Print how many records of each kind were published."""
     if not told.status:
         print(f"{args.run} has no run.json yet, so nothing is published")
         return

@@ -4,8 +4,8 @@
     python plots/report.py baselines/strategies logs/ --out report
     python plots/report.py baselines/
 
-The page opens from disk, without a network. Its tables can be sorted. Exit code: 0, or 2 if there
-is nothing to show.
+A browser opens the page from the disk, without a network. A reader can sort the tables of the page.
+The exit code is 0, or 2 if there is nothing to show.
 """
 
 import base64
@@ -331,7 +331,7 @@ def details(
     co2: float,
     summary: str = "",
 ) -> Details:
-    """Return the section of one run.
+    """Return the page's section on one run.
 
     Args:
         run: folder of the run.
@@ -373,7 +373,7 @@ def details(
 
 
 def make_matrix_section(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
-    """Return the section of one matrix."""
+    """Return the page's section on one matrix of runs."""
     rows = read_rows(folder)
     firsts = {cell.name: folder.attempt(cell, 0) for cell in folder.matrix_cells()}
     runs = {name: run for name, run in firsts.items() if run.read_run()}
@@ -487,7 +487,7 @@ def make_runs_section(runs: list[RunFolder], colours: dict[str, str], co2: float
 
 
 def draw(paths: list[Path], out: Path | None, co2: float) -> int:
-    """Write the page, and return the exit code."""
+    """Write the page on all runs under the paths, and return the exit code."""
     colours = style.colours_under(paths)
     matrices = [file.parent for path in paths for file in sorted(path.rglob("matrix.json"))]
     alone = [run for run in find_runs(paths)

@@ -4,7 +4,8 @@
     python plots/diff.py logs/                       # all runs there, one column each
 
 The command prints a row for each value that differs between the runs, and for each result. A dash
-stands for a value that a run does not have. Exit code: 0, or 2 if there are fewer than two runs.
+stands for a value that a run does not have. The exit code is 0, or 2 if there are fewer than two
+runs.
 """
 
 import json
@@ -22,7 +23,7 @@ _RESULTS = "results"
 
 
 def describe_run(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    """Return the facts of a run by section and name."""
+    """Return the facts of a run, such as options and results, by section and name."""
     run = folder.read_run()
     config = {name: value for name, value in run.get("config", {}).items() if name not in _OWN}
     plan, task = run.get("plan") or {}, run.get("task") or {}

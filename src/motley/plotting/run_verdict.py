@@ -4,7 +4,7 @@
     python plots/verdict.py logs/RUN --json          # for a program: one line per run
     python plots/verdict.py logs/RUN --co2 56        # grams per kWh where it ran, here: in France
 
-Exit code: 0, or 2 if there is nothing to judge.
+The exit code is 0, or 2 if there is nothing to judge.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_co2(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the CO2 per kWh."""
+    """Add the option ``--co2``, the grams of CO2 per kWh of energy."""
     parser.add_argument(
         "--co2", type=float, default=CO2_PER_KWH, metavar="G",
         help=f"grams of CO2 per kWh, default: {CO2_PER_KWH:g}, the world's mean of 2023 (Ember)",

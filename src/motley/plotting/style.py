@@ -67,7 +67,7 @@ class Part:
 
     @property
     def fill(self) -> dict[str, Any]:
-        """Properties of a bar's fill."""
+        """Keyword arguments that give a matplotlib bar this colour and pattern."""
         return {"color": self.colour, "hatch": self.pattern}
 
 
@@ -166,7 +166,11 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def panel(height: float = 3.2) -> "tuple[Figure, Axes]":
-    """Return a figure for one panel of a page."""
+    """Return a new figure with one pair of axes, of the width of a page's panel.
+
+    Args:
+        height: height in inches.
+    """
     figure = new_figure(PANEL_WIDTH, height)
     return figure, figure.subplots()
 

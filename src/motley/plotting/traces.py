@@ -4,7 +4,7 @@
     python plots/traces.py logs/                    # logs/<run>/trace.json.gz, every profiled run
 
 The merged trace, trace.json.gz, can be opened at ui.perfetto.dev. All ranks have one time axis.
-Exit code: 0, or 2 if there is no trace.
+The exit code is 0, or 2 if there is no trace.
 """
 
 from pathlib import Path

@@ -8,7 +8,7 @@
 Once per second, the command reads the new records of the run. The run is not affected. If the
 output is not a terminal, --once is implied. To see the page from another machine, forward the port:
 ssh -L 8080:127.0.0.1:8080 HEAD. If the address after --serve is not 127.0.0.1, the page needs a
-token, which is part of the printed address. Exit code: 0, or 2 if there is nothing to watch.
+token, which is part of the printed address. The exit code is 0, or 2 if there is nothing to watch.
 """
 
 import argparse
@@ -262,7 +262,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Watch the runs, and return the exit code."""
+    """Show the runs on the command line live, and return the exit code."""
     escape_unprintable()
     args = parse()
     os.nice(19)  # a run on this machine comes first

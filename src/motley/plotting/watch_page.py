@@ -193,7 +193,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S
 
     def do_GET(self) -> None:
-        """Answer with the page, or with its content."""
+        """Answer a GET request with the page, or with the page's content as JSON."""
         if refusal := self._refusal():
             self._answer(403, refusal.encode())
             return

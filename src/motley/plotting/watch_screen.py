@@ -150,7 +150,7 @@ def fit(said: str, width: int, cut: str) -> str:
 
 
 def facts(now: Snapshot) -> list[str]:
-    """Return short facts, the most important first."""
+    """Return short texts on the state of a run, the most important first."""
     share = f"{now.fraction:.2f} of the limit" if now.fraction is not None else ""
     rate = "" if now.rate is None else f"{format_rate(now.rate)} {now.unit}/s"
     return [*filter(None, (
@@ -249,7 +249,7 @@ def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
 
 
 def head(widths: dict[Column, int], signs: Signs) -> Text:
-    """Return the line of the columns' titles."""
+    """Return the line with the titles of the table's columns."""
     cells = [_cell(column.title, column, width, signs) for column, width in widths.items()]
     return Text(" ".join(cells), "bold")
 

@@ -116,7 +116,11 @@ class Matrix:
     varies_seed: bool = False
 
     def get_seed(self, repeat: int) -> int:
-        """Return the seed of a repeat, which counts from 0."""
+        """Return the seed of a repeat of all cells.
+
+        Args:
+            repeat: number of the repeat, from 0.
+        """
         return repeat if self.varies_seed else 0
 
     @property

@@ -139,7 +139,7 @@ def _last_words(output: str) -> str:
 
 
 class BaselineFolder:
-    """The folder of the results of one matrix."""
+    """The folder with the results of one matrix of runs."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -233,11 +233,11 @@ class BaselineFolder:
             raise MotleyError(f"{file} was not written by baseline_measure.py: {error}") from None
 
     def attempt(self, cell: Cell, repeat: int) -> RunFolder:
-        """Return the run folder of one repeat."""
+        """Return the run folder of one repeat of a cell."""
         return RunFolder(self.cells / f"{cell.name}.{repeat}")
 
     def output(self, cell: Cell, repeat: int) -> Path:
-        """Return the path of the output that a run printed."""
+        """Return the path of the file with the output that a repeat of a cell has printed."""
         return self.cells / f"{cell.name}.{repeat}.log"
 
     def _outcome(self, cell: Cell, repeat: int) -> Path:

@@ -40,7 +40,7 @@ def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
     """Build a ViT for the digits: 8x8 pixels in patches of 4, 0.45 M parameters.
 
     The model is a registered timm model with other sizes, so a program without this file can build
-    it.
+    the model.
     """
     size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
     shape = {"embed_dim": 96, "depth": 4, "num_heads": 3, "global_pool": "avg"}
@@ -52,7 +52,7 @@ def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A classifier of timm, identified by its name."""
+    """An image classifier of timm, identified by its name in timm."""
 
     name: str
 

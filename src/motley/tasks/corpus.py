@@ -58,12 +58,12 @@ class Codec:
 
     @property
     def vocabulary(self) -> int:
-        """Number of different tokens."""
+        """Number of different tokens of this encoder."""
         return len(self.alphabet) or 256
 
     @property
     def size(self) -> int:
-        """Number of tokens that a model may write."""
+        """Number of tokens from which generated text may be drawn, added tokens included."""
         return self.vocabulary
 
     @property
@@ -115,7 +115,10 @@ class Codec:
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. Bytes that are not UTF-8 become replacement characters."""
+        """Return the text that tokens represent.
+
+        Bytes that are not UTF-8 become replacement characters.
+        """
         if self.kind == "bytes":
             return bytes(tokens).decode(errors="replace")
         return "".join(self.alphabet[token] for token in tokens)
@@ -216,7 +219,7 @@ class TokenizerCodec(Codec):
 
     @property
     def size(self) -> int:
-        """Number of tokens that a model may write."""
+        """Number of tokens from which generated text may be drawn, added tokens included."""
         number: int = self._backend.get_vocab_size(with_added_tokens=True)
         return number if self.known is None else min(number, self.known)
 
@@ -336,13 +339,16 @@ class TokenizerCodec(Codec):
         return result
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text that tokens represent."""
         result: str = self._backend.decode([int(token) for token in tokens],
                                            skip_special_tokens=False)  # fmt: skip
         return result
 
     def sizes(self, samples: Sequence[Encoded] = ()) -> "NDArray[np.float64]":
-        """Return average sizes; see Codec. Summed over ``samples``, they equal the true total."""
+        """Return the average number of bytes of each token in UTF-8, [vocabulary].
+
+        The sizes of all tokens of ``samples`` add up to the number of bytes of ``samples``.
+        """
         import numpy as np
 
         known = self.size if self.known is None else self.known

@@ -364,7 +364,7 @@ def _without_numbers(value: Any) -> Any:
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation writes to."""
+    """Return the arguments of an operation that the operation changes in place."""
     result: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

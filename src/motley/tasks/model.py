@@ -262,13 +262,13 @@ class _Idle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        """Return the losses of no samples, fp32 [0]."""
+        """Return an empty tensor, fp32 [0]: the losses of a pass without samples."""
         ctx.save_for_backward(*parameters)
         return parameters[0].new_zeros(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Return zeros for each parameter."""
+        """Return a gradient of zeros for each parameter."""
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 

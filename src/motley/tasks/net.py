@@ -90,7 +90,7 @@ def build_net(task: Task, config: Config) -> nn.Module:
 
 
 def prepared(net: nn.Module, task: Task, config: Config) -> nn.Module:
-    """Freeze and recompute parts of a network as its options require, and return it."""
+    """Apply the options that freeze or recompute parts of a network, and return the network."""
     if config.freeze:
         freeze(net, config.freeze, task.head(net))
     if config.grad_checkpointing:

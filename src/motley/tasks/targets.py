@@ -58,10 +58,10 @@ class Target(Protocol):
         """Return the weight of each image in the mean loss, [n], on the CPU; None: 1 each."""
 
     def scores(self, outputs: Tensor, labels: Tensor) -> Scores:
-        """Return the scores of held-out images; see Task."""
+        """Return the scores of held-out images by name, [n] each; see ``Task.scores``."""
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an evaluation; see Task."""
+        """Return the metrics of an evaluation, given the mean of each score."""
 
     def compute_metrics(self, probabilities: Tensor, targets: Tensor) -> dict[str, float]:
         """Return the metrics that need the outputs of all held-out images together."""

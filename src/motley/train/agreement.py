@@ -222,8 +222,8 @@ def arithmetic(device: torch.device) -> list[int]:
 def unsound(told: Sequence[Sequence[int]]) -> list[int]:
     """Return the ranks whose device computed wrong results.
 
-    These are the ranks whose results changed between trials. If there are none, these are the ranks
-    whose result differs from the most frequent result.
+    The result has the ranks whose own results changed between trials. If no rank's results changed,
+    the result has the ranks that differ from the most frequent result.
 
     Args:
         told: result of :func:`arithmetic` of each rank. All devices are of the same model.

@@ -72,7 +72,7 @@ class GroupRebuild:
         return self.world.supervisor.get_survivors(error)
 
     def leave_lost(self, survivors: Survivors) -> list[int]:
-        """Leave the process group with the lost rank, and return the survivors' ranks in it.
+        """Leave the process group of the lost rank, and return the survivors' ranks in this group.
 
         All survivors call this method, and then :meth:`join`.
         """

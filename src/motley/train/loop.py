@@ -397,7 +397,7 @@ class Loop:
         return evaluated
 
     def _act(self, model: TaskModel) -> None:
-        """Call the task's :meth:`after_evaluation` on rank 0, if it has one."""
+        """Call the task's :meth:`after_evaluation` on rank 0, if the task defines this method."""
         if dist.get_rank() > 0 or not acts_after_evaluation(model.task):
             return
         with _evaluating(model):

@@ -157,7 +157,7 @@ class Reporter:
         self._first, self._started = done_steps, time.monotonic()
 
     def step(self, record: StepRecord) -> None:
-        """Report a step."""
+        """Report a finished step in the progress bar or in a line."""
         done = record.step + 1
         if record.loss is not None:
             self._loss = f"loss {record.loss:.4f}  "
@@ -174,7 +174,7 @@ class Reporter:
         print(f"  step {done}/{self._total}  {text}  {clock(remaining)} left", flush=True)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Report an evaluation."""
+        """Print a line with the metrics of an evaluation."""
         is_epoch = self._by_epoch and record.step > 0
         when = f"epoch {record.epoch}" if is_epoch else f"step {record.step}"
         for name, samples, own, averaged in record.list_parts():
@@ -186,7 +186,7 @@ class Reporter:
             )
 
     def print_line(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the progress bar."""
         if self._on_terminal:
             self._bar.console.print(text, highlight=False, markup=False)
         elif not self._silent:
@@ -380,7 +380,7 @@ class Recorder:
         return timed
 
     def flush(self) -> None:
-        """Write the last step. All ranks call it."""
+        """Complete and write the record of the last step. All ranks call it."""
         own = self._pending.laps.ready_s if self._pending else 0.0
         self._complete(tuple(ready for (ready,) in all_gather_floats([own])))
         self.write()
@@ -456,7 +456,7 @@ class Recorder:
         self._scale = record.loss_scale
 
     def epoch(self, record: EpochRecord) -> None:
-        """Record an evaluation."""
+        """Record and report an evaluation."""
         if self._epochs is not None:
             self._epochs.write(record.as_json())
         self._reporter.epoch(record)
@@ -505,7 +505,7 @@ class Recorder:
             self._reporter.print_line(text)
 
     def note_own(self, kind: str, text: str, **content: Any) -> None:
-        """Record and print a note that only this rank has."""
+        """Record and print a note about this rank alone."""
         words = f"rank {self._launched} on {socket.gethostname()}: {text}"
         self._run.event(kind, text=words, **content)
         self._reporter.print_line(words)

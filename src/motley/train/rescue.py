@@ -1,6 +1,7 @@
 """Recovery of the state of the last finished step after a rank was lost.
 
-The surviving ranks hold this whole state. They save it, or continue with it without a restart.
+Each surviving rank holds this whole state. The surviving ranks save the state, or continue from the
+state without a restart.
 
 After a loss the training thread is blocked in a collective that never ends, so the thread that
 watches the ranks copies the state. The copy is consistent if the training thread changes nothing

@@ -26,7 +26,7 @@ _OF_ZERO = {"stage", "deepspeed_config"}
 
 
 def main() -> None:
-    """Train with the options on the command line."""
+    """Train a model with the options on the command line."""
     _train(str(__doc__), sys.argv[1:])
 
 

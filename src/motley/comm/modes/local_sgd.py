@@ -81,7 +81,7 @@ class LocalSgd(WireMode):
         return dataclasses.replace(exact, sync_every=self.steps)
 
     def __str__(self) -> str:
-        """Return the mode as ``--wire`` takes it."""
+        """Return the mode as a user writes it after ``--wire``."""
         return f"{self.name}:{self.steps}"
 
 

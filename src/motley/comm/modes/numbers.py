@@ -13,7 +13,7 @@ from motley.plan.wire import Addition, WireMode
 
 @dataclass(frozen=True)
 class Exact(WireMode):
-    """An all-reduce in fp32."""
+    """The mode of ``--wire exact``: an all-reduce of gradients in fp32."""
 
     name = usage = "exact"
     says = "exact, in fp32"
@@ -49,7 +49,7 @@ class Exact(WireMode):
 
 @dataclass(frozen=True)
 class Bf16(Exact):
-    """An all-reduce of gradients rounded to bf16."""
+    """The mode of ``--wire bf16``: an all-reduce of gradients that are rounded to bf16."""
 
     name = usage = "bf16"
     says = "rounded to bf16, half the bytes"
@@ -76,7 +76,10 @@ class Bf16(Exact):
 
 @dataclass(frozen=True)
 class Fp16(Bf16):
-    """An all-reduce of gradients rounded to fp16: finer than bf16, but a loss scale is needed."""
+    """The mode of ``--wire fp16``: an all-reduce of gradients that are rounded to fp16.
+
+    The rounding is finer than that to bf16, but gradients need a loss scale.
+    """
 
     name = usage = "fp16"
     says = "or to fp16"

@@ -108,7 +108,7 @@ class PowerSgd(WireMode):
         return PowerSgdReducer(self, device)
 
     def __str__(self) -> str:
-        """Return the mode as ``--wire`` takes it."""
+        """Return the mode as a user writes it after ``--wire``."""
         return f"{self.name}:{self.rank}{'+bf16' if self.rounded else ''}"
 
 

@@ -50,7 +50,7 @@ class Dataset:
     needs_workers: bool = True
 
     def prepare(self, folder: Path) -> None:
-        """Download and unpack missing files; call it on one rank per host.
+        """Download and unpack missing files. Only one rank of each host calls this method.
 
         Hosts that share the folder wait for each other at a lock.
 

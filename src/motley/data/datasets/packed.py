@@ -24,7 +24,7 @@ class _Part:
 
     @property
     def targets(self) -> list[int]:
-        """The labels, under torchvision's name."""
+        """Label of each sample. The attribute has the name that torchvision uses."""
         result: list[int] = self._rows[:, 4].tolist()
         return result
 

@@ -101,7 +101,7 @@ def convert(tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dic
     """Return a checkpoint's tensors in the format of an optimizer.
 
     Args:
-        tensors: tensors by name, ``optimizer.<parameter>.<slot>`` among them.
+        tensors: tensors by name, including ``optimizer.<parameter>.<slot>``.
         optimizer: the optimizer that will load them.
     """
     for own in own_optimizers():

@@ -142,7 +142,7 @@ def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tenso
     """Convert the saved state of AdamW to that of AdamW8bit or back.
 
     Args:
-        tensors: tensors by name, ``optimizer.<parameter>.<slot>`` among them.
+        tensors: tensors by name, including ``optimizer.<parameter>.<slot>``.
         in_8_bits: True: convert moments to 8 bits. False: convert them to 32 bits.
     """
     result = dict(tensors)

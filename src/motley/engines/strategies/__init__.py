@@ -79,7 +79,7 @@ class Engines:
     build: Callable[["TaskModel", "EngineContext"], "Engine"]
 
     def __call__(self, model: "TaskModel", context: "EngineContext") -> "Engine":
-        """Return an engine for a model."""
+        """Build and return an engine for a model."""
         return self.build(model, context)
 
 
@@ -100,7 +100,8 @@ def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strat
 
     Args:
         config: the options.
-        strategies: strategies of the script. If there are several, ``--strategy`` names one.
+        strategies: strategies of the script. If the script has several strategies, the option
+            ``--strategy`` names one of them.
     """
     name = config.group(StrategyOptions).strategy if len(strategies) > 1 else next(iter(strategies))
     return strategies[name]
