@@ -1,6 +1,6 @@
-"""Access to images by index, and folders of images with one folder per class.
+"""Access to images by index, and folders of images with one subfolder per class.
 
-Files of a folder that are not read are counted.
+The module counts the files of a folder that it does not read as images.
 
 Images stay uint8 and are normalised on the device (motley.tasks.builtin.image). Transfers from
 loader processes and over the PCI bus then take a quarter of the bytes.
@@ -46,7 +46,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def image_endings() -> tuple[str, ...]:
-    """Return the file name endings, such as ``.png``, of images that Pillow can read here."""
+    """Return the file name endings, such as ``.png``, of the image formats that Pillow can read."""
     known = Image.registered_extensions()
     return tuple(f".{name}" for name in _FORMATS if known.get(f".{name}") in Image.OPEN)
 
@@ -360,7 +360,7 @@ class _Files:
 
 
 class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
-    """torchvision's ImageFolder, without files that other programs leave in a folder.
+    """An ImageFolder of torchvision that skips files which other programs leave in a folder.
 
     The names of classes are in Unicode's composed form (NFC). Files are sorted by that form,
     because file systems differ in the form of names. A link to a parent folder is not followed.
@@ -442,7 +442,7 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
 
 
 def account(train: ImageFolder, test: ImageFolder, held_out: str = "val") -> str:
-    """Return one line on the images that were read, and the files that were not.
+    """Return one line with the numbers of images that were read, and of files that were not.
 
     An example is ``16 images of 2 classes, 8 held out; not read: 8 .svg, 1 folder (Permission
     denied)``.

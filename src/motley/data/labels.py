@@ -45,7 +45,7 @@ class _Row:
 
 
 class LabelledFiles:
-    """Image files with labels.
+    """A source of image files with labels.
 
     Attributes:
         root: folder of the images.
@@ -166,7 +166,7 @@ def _count(images: int, kind: str, names: Sequence[str], held_out: int) -> str:
 
 
 def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
-    """Return the rows of a CSV file. The delimiter is found in the header."""
+    """Return the rows of a CSV file. The header shows which character is the delimiter."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -201,7 +201,7 @@ def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
 def _find_columns(
     file: Path, header: Sequence[str], given: Sequence[str]
 ) -> tuple[int, int, int | None]:
-    """Return the positions of the columns for file, label and split."""
+    """Return the positions of the columns for file, label and split. None: no column for split."""
     if given:
         for name in given:
             if name not in header:
@@ -285,7 +285,7 @@ def _read_labels(
 ) -> tuple[list[Any], tuple[str, ...]]:
     """Return the label of each image, and the names of the classes.
 
-    Several rows of one image are joined, and ``found`` then has one row for each image.
+    The labels of several rows of one image are joined. Afterwards ``found`` has one row per image.
 
     Args:
         found: rows with their images' paths, sorted by path. The list is changed in place.
@@ -356,7 +356,10 @@ def _number(row: _Row, text: str, file: Path) -> float:
 
 
 def _find_separator(texts: Any) -> str:
-    """Return the separator of several labels in a cell; a space if no other separator occurs."""
+    """Return the character that separates several labels in a cell.
+
+    The result is a space if no other separator occurs in the texts.
+    """
     count = Counter(letter for text in texts for letter in text if letter in "|;,")
     return next((each for each in "|;," if count[each]), " ")
 
@@ -458,7 +461,7 @@ def labels_to_balance(images: Images) -> list[int]:
     """Return the class of each training image, for ``--balanced-sampling``.
 
     Raises:
-        MotleyError: the images have no classes, or their labels are not listed.
+        MotleyError: the images have no classes, or the data set does not list the labels.
     """
     targets = getattr(images.train, "targets", None)
     if images.kind != CLASS or targets is None:

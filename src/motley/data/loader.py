@@ -1,6 +1,7 @@
 """The loader, which gives every rank its own micro-batches of the global order.
 
-Micro-batches are read ahead and copied to the rank's device. motley.data.source defines the order.
+The loader reads micro-batches ahead, and copies them to the rank's device. The module
+motley.data.source defines the order.
 
 Without loader processes, the training thread itself reads each micro-batch. With loader processes,
 a prefetching thread takes each micro-batch as soon as it is ready, and copies it to the device. The
@@ -264,9 +265,10 @@ def _prefetch(
 
 
 def _used_by(batch: Batch, computing: torch.cuda.Stream) -> Batch:
-    """Mark a batch as used by a stream, so that its memory is not reused before the stream is done.
+    """Mark a batch as used by a stream, and return the batch.
 
-    Another stream has filled the batch.
+    Another stream has filled the batch. Without the mark, the allocator could reuse the memory
+    before the stream ``computing`` is done.
     """
     for tensor in batch.data.values():
         tensor.record_stream(computing)

@@ -42,7 +42,7 @@ _ALIGNED = 64  # bytes; a multiple of the size of every dtype
 
 
 class Place(NamedTuple):
-    """The position and layout of a tensor in a slot.
+    """The position and layout of a tensor in a slot of shared memory.
 
     Attributes:
         offset: bytes from the beginning of the slot.
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Passed:
-    """A batch whose tensors lie in a slot.
+    """A batch whose tensors lie in a slot of shared memory.
 
     Attributes:
         slot: number of the slot.
@@ -236,7 +236,9 @@ def held(workers: int) -> int:
 def workers_that_fit(
     wanted: int, sample: float, micro_batch: int, free: Callable[[], float]
 ) -> tuple[int, str]:
-    """Return how many of ``wanted`` loader processes fit into memory, and a message if fewer do.
+    """Return the number of loader processes that fit into memory, up to ``wanted``, and a message.
+
+    The message is empty if all wanted processes fit.
 
     Args:
         wanted: number of processes.
@@ -351,7 +353,10 @@ class LoaderGrowth:
         self._skip = _SETTLING
 
     def step(self, record: StepRecord) -> Growth | None:
-        """Process a finished step of this rank; return a request for more processes, or None."""
+        """Process the record of a finished step of this rank.
+
+        Return a request for more loader processes, or None.
+        """
         if self._workers >= self._most or record.step == self._seen:
             return None
         self._seen = record.step
@@ -380,7 +385,7 @@ class LoaderGrowth:
         """Record the new number of processes, after a request was handled.
 
         Args:
-            workers: new number of processes. If it is unchanged, no more processes fit.
+            workers: new number of processes. If the number is unchanged, no more processes fit.
             waited: see :class:`Growth`.
         """
         if workers == self._workers:

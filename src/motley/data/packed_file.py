@@ -81,7 +81,7 @@ class Packed:
     Attributes:
         path: path of the file.
         about: description of the content.
-        rows: int64 [images, 5]; see this module.
+        rows: the row of each image, int64 [images, 5]; see the docstring of this module.
         content: uint8 [bytes], mapped copy-on-write, so that changes stay in this process.
         identity: SHA-256 of the images, labels and classes. The hash does not depend on the path or
             the modification times of the source.
@@ -303,10 +303,10 @@ def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
 
 
 def count_bytes(folder: Folder, keep: Keep) -> int:
-    """Return the bytes that all images take when packed.
+    """Return the number of bytes that all images of a folder take when packed.
 
-    Pixels are counted exactly, except for unreadable images. The size of JPEGs is estimated from
-    some of them.
+    For pixels, the number is exact, except for unreadable images. For JPEGs, the number is an
+    estimate from some of the images.
     """
     if keep.kind == PIXELS:
         return sum(_pixel_bytes(path, keep.longest) for path in folder.paths)
@@ -352,7 +352,7 @@ def _read_reduced(path: Path, keep: Keep) -> _Image:
 def pack(
     folder: Folder, keep: Keep, path: Path, processes: int, tell: Callable[[int], None]
 ) -> tuple[str, ...]:
-    """Pack images into a new file, which gets its name when it is complete.
+    """Pack images into a new file. The file has a temporary name until it is complete.
 
     Args:
         folder: the images.

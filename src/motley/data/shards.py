@@ -73,7 +73,7 @@ class Shards:
 
 
 def _places(path: Path, label_key: str) -> NDArray[np.int64]:
-    """Return a row for each image of a shard, int64 [images, 4].
+    """Return the positions of all images in a shard, one row per image, int64 [images, 4].
 
     A row has the offset of the header, the offset of the content, the size in bytes and the label.
     """

@@ -23,7 +23,10 @@ from motley.plan.plan import Plan
 
 
 def make_seed(*numbers: int) -> int:
-    """Return a 63-bit seed derived from several numbers, the same in all versions of NumPy."""
+    """Return a 63-bit seed that is derived from several numbers.
+
+    The result is the same in all versions of NumPy.
+    """
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -52,7 +55,7 @@ class Order:
     Attributes:
         samples: number of samples in the training set.
         seed: seed of the permutations.
-        fraction: fraction of the samples that is used. Every epoch uses the same samples.
+        fraction: fraction of the samples that training uses. Every epoch uses the same samples.
         classes: class of each sample, if epochs are balanced to have equally many samples of each
             class. None: an epoch has each sample once.
     """
@@ -182,7 +185,7 @@ class UnreadableSample(Exception):  # noqa: N818 - the sample is at fault, not t
 
 
 class Source(Protocol):
-    """Samples that are read by index."""
+    """A sequence of samples that are read by index."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -242,10 +245,9 @@ class Samples(Protocol):
 def read(source: Source, index: int) -> Any:
     """Return ``source[index]``.
 
-    Pillow has no error type of its own. Its decoders raise OSError, SyntaxError, ValueError,
-    DecompressionBombError, TypeError and other types for damaged or hostile files, and other
-    libraries do the same. An out-of-memory error does not come from the sample, and is not
-    converted.
+    For damaged or hostile files, Pillow's decoders raise OSError, SyntaxError, ValueError,
+    DecompressionBombError, TypeError and other types. Other libraries do the same. All of these
+    errors are converted, but not an out-of-memory error, which does not come from the sample.
 
     Raises:
         UnreadableSample: the decoder raised any other error.
@@ -369,7 +371,7 @@ class Keyed(Dataset[Answer]):
 
 
 class Both(Dataset[Answer]):
-    """Training samples and held-out samples, for loader processes that serve a whole run."""
+    """A data set of training samples and held-out samples, for loader processes of a whole run."""
 
     def __init__(self, train: Keyed, tests: Mapping[str, Keyed]) -> None:
         self._train, self._tests = train, tests
@@ -380,7 +382,7 @@ class Both(Dataset[Answer]):
 
 
 class MicroBatchKeys:
-    """The keys of each micro-batch in the current pass over the data."""
+    """An iterable of the keys of each micro-batch in the current pass over the data."""
 
     def __init__(self) -> None:
         self.keys: Iterable[list[Key]] = ()

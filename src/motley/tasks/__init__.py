@@ -1,1 +1,1 @@
-"""Tasks: the model to train, its samples, its losses, and the cost of a batch."""
+"""Tasks: the model to train, its samples, its losses, and its metrics."""

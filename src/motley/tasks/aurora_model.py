@@ -58,7 +58,7 @@ class Shape:
 
 
 def aurora() -> Any:
-    """Import and return the package ``aurora``.
+    """Import Microsoft's package ``aurora``, and return it.
 
     Raises:
         MotleyError: the package is not installed.
@@ -70,8 +70,8 @@ def aurora() -> Any:
 def build(shape: Shape, step: int) -> nn.Module:
     """Return an Aurora with new weights.
 
-    The model has no LoRA matrices, which are for roll-outs of a trained model. Aurora's own
-    autocast is off, because the task decides which parts compute in 16 bits.
+    The model has no LoRA matrices, because these serve only the roll-outs of a trained model.
+    Aurora's own autocast is off, because the task decides which parts compute in 16 bits.
 
     Args:
         shape: sizes of the model.
@@ -233,9 +233,9 @@ class ForecastErrors:
         return {**made, "hour": example["hour"].new_zeros(count)}
 
     def _between(self, net: Net, batch: Tensors) -> tuple[Tensor, Tensor]:
-        """Return forecast minus observation, in the units of the variables.
+        """Return the forecast minus the true state, in the units of the variables.
 
-        The shapes are [n, 4, lat, lon] and [n, 5, levels, lat, lon].
+        The shapes of the surface part and the atmospheric part are [n, 4, lat, lon] and [n, 5, levels, lat, lon].
         """
         surface, air = batch["surface"], batch["air"]
         known = as_batch(

@@ -91,7 +91,7 @@ class BlockByBlock:
     def fold(self, device: torch.device) -> None:
         """Make all blocks of a kind compute with the tensors of the first block of that kind.
 
-        The tensors of these first blocks, and all tensors outside of blocks, get their values.
+        The tensors of each first block, and all tensors outside of blocks, get initial values.
 
         Args:
             device: device of the values.
@@ -126,7 +126,7 @@ class BlockByBlock:
     def narrow(self, dtype: torch.dtype) -> None:
         """Convert the parameters of the folded network to a 16-bit dtype.
 
-        The network can then be timed for an engine that gathers parameters in 16 bits.
+        The folded network then takes the time of a network whose engine gathers 16-bit parameters.
         """
         made: dict[int, Tensor] = {}
         for held in self._held.values():
@@ -142,7 +142,7 @@ class BlockByBlock:
             held.put(held.tensor)
 
     def fill(self, parts: Iterable[nn.Module], device: torch.device) -> None:
-        """Fill the tensors of modules that have no values yet, on a device."""
+        """Give initial values, on a device, to the tensors of modules that have no values yet."""
         keys = {
             id(tensor): None
             for part in parts for module in part.modules()
@@ -191,7 +191,7 @@ def _ready(value: Tensor, held: _Held, device: torch.device) -> Tensor:
 
 
 def _list_tensors(block: nn.Module) -> Iterator[int]:
-    """Return an iterator over the ids of a block's tensors, each once."""
+    """Return an iterator over the ids of a block's tensors. A tied tensor occurs once."""
     result = (
         id(tensor)
         for module in block.modules()
@@ -280,8 +280,8 @@ def _build_small(task: Task, config: Config) -> nn.Module:
 def _open_data(task: Task) -> None:
     """Open the data before the network is recorded.
 
-    ``model()`` may need the data, and tensors that are created during the recording have no
-    values.
+    ``model()`` may open the data. If it did so during the recording, the tensors of the data would
+    have no values.
     """
     for held_out in (False, True):
         task.data(held_out)

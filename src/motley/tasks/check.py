@@ -1,4 +1,4 @@
-"""Checks of a task before it is trained, by a few passes over two samples.
+"""Checks of a task before training, by a few passes over two samples.
 
 Training is exact only under these conditions. Each sample has a loss of its own, which depends on
 no other sample. Random numbers come from torch, seeded for the sample. A forward pass changes no
@@ -87,7 +87,7 @@ _FIXES: dict[str, str] = {
 
 
 class ForwardChanges:
-    """A record of a network's parameters and buffers before some passes, to find changes later.
+    """A record of a network's parameters and buffers, to find the tensors that later passes change.
 
     Args:
         net: the network. The object stores fingerprints of the parameters and copies of the
@@ -101,8 +101,8 @@ class ForwardChanges:
         """Return the names of the parameters and buffers that have changed since construction.
 
         Args:
-            caches: True: include non-persistent buffers. Such a buffer may be a cache that the
-                first pass has filled.
+            caches: True: include non-persistent buffers. A non-persistent buffer may be a cache
+                that the first pass has filled.
         """
         saved, now = self._net.state_dict().keys(), _values(self._net)
         return [
@@ -113,7 +113,7 @@ class ForwardChanges:
 
 
 def check_renormalised(name: str, net: nn.Module) -> None:
-    """Raise MotleyError if an embedding has ``max_norm``, which rescales weights when read.
+    """Raise MotleyError if an embedding has ``max_norm``, which rescales weights in each lookup.
 
     A check of two samples does not always show that the forward pass changes these weights.
 
@@ -255,7 +255,7 @@ def refuse_unused(model: TaskModel, engine: str) -> None:
 def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyError:
     """Return the MotleyError for parameters that had no gradient in a training step.
 
-    These parameters all had a gradient in the check at the start.
+    All of these parameters had a gradient in the check before training.
 
     Args:
         model: the model that is trained.
@@ -307,7 +307,7 @@ def check_task(model: TaskModel) -> tuple[str, ...]:
 
 
 def _check_samples(name: str, task: Task) -> None:
-    """Raise MotleyError if there are no samples, or if one sample differs between two reads."""
+    """Raise MotleyError if there are no samples, or if two reads of a sample differ."""
     check_length(task, len(task.data(held_out=True)), held_out=True)
     for part, source in task.held_out_sets().items():
         check_length(task, len(source), held_out=True, part=part)
@@ -328,7 +328,10 @@ def _is_nan(value: Any) -> bool:
 
 
 def _check_hidden(name: str, net: nn.Module) -> None:
-    """Raise MotleyError if a plain list, tuple or dict of a module hides parameters from torch."""
+    """Raise MotleyError if a module holds parameters in a plain list, tuple or dict.
+
+    Torch does not register these parameters.
+    """
     known = {*map(id, net.modules()), *map(id, net.parameters())}
     for path, part in net.named_modules():
         for field, value in vars(part).items():

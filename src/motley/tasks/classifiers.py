@@ -153,8 +153,8 @@ def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
 def save_classifier(net: Any, folder: Path, look: Look, names: Sequence[str]) -> None:
     """Save model.safetensors and config.json into a folder, for timm and transformers.
 
-    The config describes how images are prepared, and has the names of the classes if they are
-    known.
+    The file config.json describes the preparation of images, and contains the names of the classes
+    if these are known.
     """
     of_other_weights = dict.fromkeys((*_OF_WEIGHTS, "label_names", "label_descriptions"))
     net.pretrained_cfg = {

@@ -127,8 +127,8 @@ class Codec:
         """Return the number of bytes of each token in UTF-8, [vocabulary].
 
         Args:
-            samples: documents over which the number is averaged, if the same token can stand for
-                different numbers of bytes.
+            samples: documents over which the number is averaged, if a token can stand for different
+                numbers of bytes.
         """
         import numpy as np
 
@@ -148,10 +148,10 @@ def make_alphabet(characters: set[str], ends: bool) -> str:
 
 
 def turns(messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a conversation in the plain template, each with a flag.
+    """Yield the parts of a conversation in a plain template, each with a flag.
 
-    A message is ``<|ROLE|>``, a newline, its content, and a newline. The flag is True for the
-    content of an answer, which alone counts in the loss.
+    The template writes a message as ``<|ROLE|>``, a newline, its content, and a newline. The flag
+    is True for the content of an answer. Only this content counts in the loss.
     """
     for message in messages:
         yield f"<|{message['role']}|>\n", False
@@ -205,7 +205,7 @@ class TokenizerCodec(Codec):
 
     @property
     def digest(self) -> str:
-        """Hash of everything that the tokens of a document depend on."""
+        """Hash of everything on which the tokens of a document depend."""
         content = f"{self._backend.to_str()} {self._loaded.chat_template} {self.end} {self.known}"
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -230,7 +230,7 @@ class TokenizerCodec(Codec):
         return result
 
     def encode(self, text: str) -> "Tokens":
-        """Return the tokens of a text, as Codec does.
+        """Return the tokens of a text, [tokens], in the smallest unsigned dtype.
 
         Raises:
             MotleyError: a token is not in the model's vocabulary.
@@ -268,8 +268,15 @@ class TokenizerCodec(Codec):
     ) -> Encoded:
         """Return an encoded text, with the number of bytes of each token.
 
-        A token's bytes extend from its start to the start of the next token. Spaces that a
-        tokenizer drops, and characters that it cuts, are therefore counted once.
+        A token's bytes extend from its start to the start of the next token. Spaces that the
+        tokenizer drops are therefore counted once. Characters that the tokenizer divides among
+        several tokens are also counted once.
+
+        Args:
+            made: result of the tokenizer.
+            text: the text.
+            spans: start and end of each answer in the text; None: not a conversation.
+            behind: tokens to append.
         """
         import numpy as np
 
@@ -290,7 +297,10 @@ class TokenizerCodec(Codec):
         return Encoded(tokens, learnt, widths)
 
     def _mark(self, document: Document) -> tuple[str, list[tuple[int, int]] | None]:
-        """Return a document's text, and the start and end of each answer; None: not a chat."""
+        """Return a document's text, and the start and end of each answer in this text.
+
+        The second value is None if the document is not a conversation.
+        """
         if isinstance(document, str):
             return document, None
         if not self._loaded.chat_template:
@@ -361,10 +371,10 @@ class TokenizerCodec(Codec):
 
 
 class Windows:
-    """Consecutive pieces of a text, one for every ``length`` tokens.
+    """Samples from one continuous text: one item for every ``length`` tokens of the text.
 
-    An item has up to ``2 * length`` tokens. A training sample is ``length`` + 1 of these tokens,
-    from a random start.
+    An item has up to ``2 * length`` tokens. A training sample is ``length + 1`` consecutive tokens
+    of an item, from a random start.
     """
 
     def __init__(self, tokens: "Tokens", length: int) -> None:
@@ -395,7 +405,7 @@ class Part:
 
 
 class Pieces:
-    """Samples that consist of a document or paragraph each, or of several packed together.
+    """Samples that consist of one document or paragraph each, or of several packed together.
 
     A document longer than ``length`` is cut into several pieces. Only the first piece of a
     conversation is used, since an answer depends on all tokens before it. The first token of a
@@ -404,7 +414,7 @@ class Pieces:
     Args:
         part: the tokens, with the end of each document.
         length: largest number of predicted tokens in a sample.
-        packed: True: a sample has as many pieces as fit.
+        packed: True: a sample has as many pieces as fit into ``length``.
     """
 
     def __init__(self, part: Part, length: int, packed: bool = False) -> None:

@@ -5,9 +5,10 @@ are recorded while a network is built. The operations run later, when the values
 requested.
 
 Small tensors get their values at once. A model may initialise its parameters and buffers in any
-way. Each random operation has its own generator on the CPU, seeded by the seed and by the
-operation's place in the record. Values therefore depend neither on devices, nor on the number of
-ranks, nor on the tensors that are requested. All cores may draw at once.
+way. Each random operation has its own generator on the CPU. The seed of the generator depends on
+the run's seed and on the operation's place in the record. Values therefore depend neither on
+devices, nor on the number of ranks, nor on the tensors that are requested. All cores may draw at
+once.
 
 Source of the idea: torchdistx.deferred_init.
 """
@@ -277,7 +278,7 @@ class _AsOnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Return the result of a function of torch or of an attribute access."""
+        """Return the result of a call of torch, with the device ``cpu`` in place of ``meta``."""
         if func == _IS_META:
             return False
         result = None

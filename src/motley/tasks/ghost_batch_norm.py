@@ -1,16 +1,17 @@
-"""Batch norm over fixed groups of the global order ("ghost batch norm"): exact on any machines.
+"""Batch norm over fixed groups of samples ("ghost batch norm"), exact for any split of the batch.
 
-A plain batch norm takes its statistics over all samples of a rank's micro-batch. A sample's loss
-then depends on how the batch is split. Here a group is ``grain`` consecutive samples of the global
-order. A group stays together in one micro-batch, and its statistics depend on no other sample. The
-running statistics, which evaluation uses, are updated once per step. Momentum m moves them towards
-the mean over all groups of the global batch that pass through the layer:
+A plain batch norm computes its statistics over all samples of a rank's micro-batch. A sample's loss
+then depends on the split of the batch. In this module a group is ``grain`` consecutive samples of
+the global order. A group stays together in one micro-batch, and its statistics depend on no other
+sample. The running statistics, which evaluation uses, are updated once per step. Momentum m moves
+the running statistics towards the mean over all groups of the global batch:
 
     r <- (1 - m) r + m (1/N) sum over groups of size * (mean, unbiased variance)
 
 A layer that a pass calls twice is updated twice, as in torch. A layer in eval mode is not updated.
-The update is linear, so each rank computes its own part of it. The parts are added when ranks
-synchronise their parameters. A recomputed pass (activation checkpointing) changes no statistics.
+The update is linear, so each rank computes its own part of the update. The parts are added when
+ranks synchronise their parameters. A recomputed pass (activation checkpointing) changes no
+statistics.
 
 Source of the name: Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017.
 """
@@ -60,19 +61,19 @@ def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
 def is_frozen(part: nn.Module) -> bool:
     """Return True if a layer has parameters, and none of them is trained.
 
-    Its running statistics stay unchanged too.
+    The running statistics of a frozen layer stay unchanged, too.
     """
     own = list(part.parameters(recurse=False))
     return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 def is_grouped(part: nn.Module) -> bool:
-    """Return True if a layer is a batch norm that takes its statistics over groups."""
+    """Return True if a layer is a batch norm that computes its statistics over groups."""
     return isinstance(part, _Groups)
 
 
 def keep_frozen(net: nn.Module) -> None:
-    """Make frozen batch norms use their running statistics in training too."""
+    """Make frozen batch norms use their running statistics in training, as in evaluation."""
     for part in net.modules():
         if isinstance(part, _BatchNorm) and is_frozen(part):
             part.train = MethodType(_never_train, part)  # type: ignore[method-assign]
@@ -107,7 +108,7 @@ class _Groups(_BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x, [rows, C, ...], over its groups.
 
-        The rows are n / grain groups, interleaved, or a single shorter group.
+        With n samples, the rows are n / grain interleaved groups, or a single shorter group.
 
         Raises:
             MotleyError: the number of rows does not fit the number of samples.
@@ -139,10 +140,10 @@ _GROUPED: dict[type[nn.Module], type[_BatchNorm]] = {
 
 
 class GroupStatistics:
-    """Changes of a model's running statistics on this rank since the last :meth:`unite`.
+    """The changes of a model's running statistics on this rank since the last :meth:`unite`.
 
     Args:
-        net: the network. Its batch norms are changed to take statistics over groups.
+        net: the network. Its batch norms are changed to compute statistics over groups.
         grain: number of samples in a group.
     """
 
@@ -178,7 +179,7 @@ class GroupStatistics:
         self._global = 1
 
     def find_rows(self, compute: Callable[[Tensors], object], two: Tensors) -> None:
-        """Find how many rows of each layer's input belong to one sample, by an evaluation pass.
+        """Find the number of input rows per sample in each layer, by a pass in evaluation mode.
 
         Args:
             compute: function that computes the losses of samples.
@@ -277,8 +278,8 @@ class GroupStatistics:
         """Update the running statistics with the passes of a step, or discard these passes.
 
         Args:
-            taken: True if the optimizer has taken the step, False to discard the passes. A tensor
-                on the device avoids a wait for the device.
+            taken: True if the optimizer has taken the step. False: discard the passes. With a
+                tensor on the device, the host does not wait for the device.
         """
         if taken is False or not self._layers:
             self._sums, self._samples = [], []
@@ -451,7 +452,7 @@ class GroupStatistics:
         self.unite()
 
     def reset(self) -> None:
-        """Start again from the layers' buffers, and discard this rank's changes."""
+        """Discard this rank's changes, and start again from the layers' buffers."""
         self._whole = None
         self._moved = torch.zeros_like(self._moved)
         self._steps = torch.zeros_like(self._steps)
@@ -469,7 +470,7 @@ def _never_train(part: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
-    """Return the error for a layer whose groups cannot be counted in samples.
+    """Return the MotleyError for a layer whose input rows cannot be divided into groups of samples.
 
     Args:
         path: path of the layer.
@@ -486,6 +487,8 @@ def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
 
 def _rows_match(first: Tensor, same: Tensor, other: Tensor) -> bool:
     """Return True if ``same`` is equal to ``first``, up to rounding.
+
+    The difference of ``other`` and ``first`` shows how large rounding errors may be.
 
     Args:
         first: rows of a sample.
@@ -512,7 +515,7 @@ def _unbiased(variance: Tensor, count: int) -> Tensor:
 
 
 class _Normalized(torch.autograd.Function):
-    """Batch norm over groups, from basic operations of torch.
+    """Autograd function for batch norm over groups, from basic operations of torch.
 
     The forward pass is one reduction and one pointwise operation, and so is the backward pass.
     Autograd's own backward pass of these operations takes four sums where two are enough. With

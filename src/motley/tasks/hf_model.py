@@ -2,12 +2,12 @@
 
 A config.json gives the shape of a model. Its weights are drawn at random or read from the folder.
 
-Nothing is downloaded, and only the library's own code runs. Weights are read from safetensors
-alone, because a pickle may run any code. With LoRA the model's weights stay as they are, and small
-matrices beside some of the layers are trained.
+The module downloads no model, and runs only the library's own code. Weights are read only from
+safetensors, because a pickle may run any code. With LoRA the model's weights stay as they are, and
+small matrices beside some of the layers are trained.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. The peft library
-implements it.
+implements LoRA.
 """
 
 import copy
@@ -43,7 +43,7 @@ def add_lora(
             a known architecture.
 
     Raises:
-        MotleyError: peft is missing, or finds no such layers.
+        MotleyError: peft is missing, or the network has no target layers.
     """
     peft = import_offline("peft", f"--lora {rank}")
     config = peft.LoraConfig(
@@ -146,14 +146,14 @@ _LOOKED_AT = 8  # tokens in the test for causality, which changes the later half
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy the existing files of a tokenizer into another folder."""
+    """Copy the files of a tokenizer that exist in one folder into another folder."""
     for name in _TOKENIZER:
         if (path / name).is_file():
             shutil.copyfile(path / name, folder / name)
 
 
 def find_tokenizer(name: str, downloads: bool) -> Path:
-    """Return the folder of a tokenizer that has a name on the Hugging Face hub.
+    """Return the local folder of a tokenizer that is on the Hugging Face hub.
 
     Args:
         name: the name, as OWNER/NAME.
@@ -234,7 +234,7 @@ class HfModel:
         """Configuration of the model, an object of the transformers library.
 
         Raises:
-            MotleyError: this version of transformers does not know such a model.
+            MotleyError: this version of transformers has no model of this type.
         """
         transformers = import_offline("transformers", self.option)
         kind = self.fields["model_type"]
@@ -313,7 +313,8 @@ class HfModel:
         The transformers library converts the names in older files.
 
         Raises:
-            MotleyError: there are no weights, they are pickles, some are missing, or shapes differ.
+            MotleyError: the folder has no weights, the weights are pickles, some weights are
+                missing, or shapes differ.
         """
         self._check_files()
         transformers = import_offline("transformers", self.option)

@@ -1,7 +1,7 @@
 """Metrics of torchmetrics over all held-out samples, by the names that ``--metrics`` takes.
 
-The names are known without torchmetrics, because ``-h`` and the parser read them. An average over
-classes is part of a name, as in ``f1_macro``.
+This module lists the names without an import of torchmetrics, because ``-h`` and the parser need
+them. A name includes the kind of average over classes, as in ``f1_macro``.
 """
 
 import argparse

@@ -101,7 +101,10 @@ class Task:
     # -- to be written
 
     def model(self) -> "nn.Module":
-        """Return the model, on the CPU. ``--seed`` has seeded torch's random numbers."""
+        """Return the model, on the CPU.
+
+        The caller has seeded torch's random numbers with ``--seed``.
+        """
         raise NotImplementedError
 
     def data(self, held_out: bool) -> "Source":
@@ -147,7 +150,11 @@ class Task:
         return result
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
-        """Return a batch: tensors by name, stacked or padded, one row for each sample."""
+        """Return a batch of samples: tensors by name, with one row for each sample.
+
+        By default, the tensors of the samples are stacked. Override the method to pad tensors of
+        different shapes.
+        """
         from torch.utils.data import default_collate
 
         try:
@@ -171,7 +178,7 @@ class Task:
     def complete(self, batch: "Tensors") -> "Tensors":
         """Return a batch on the rank's device with everything that :meth:`losses` needs.
 
-        A task whose :meth:`collate` leaves work to the device does that work here.
+        This method does the work that :meth:`collate` has left to the device.
         """
         return batch
 
@@ -234,8 +241,8 @@ class Task:
         """Return the metrics that an evaluation records.
 
         Args:
-            means: each score of :meth:`scores`, summed over all samples and divided by their total
-                weight.
+            means: for each score of :meth:`scores`, its sum over all samples, divided by the total
+                weight of the samples.
         """
         return means
 
@@ -315,7 +322,11 @@ class Task:
         return result
 
     def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
-        """Return the blocks by name, in order. Each is sharded and recomputed as one unit."""
+        """Return the blocks of the model by name, in order.
+
+        An engine shards each block as one unit. With ``--grad-checkpointing``, each block is
+        recomputed as one unit.
+        """
         from motley.tasks.net import find_blocks
 
         return find_blocks(net, self.block_classes)
@@ -331,7 +342,7 @@ class Task:
     def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
         """Return the initial weights of a new run by name, and a description of their source.
 
-        None: random weights. Rank 0 calls this method and broadcasts the weights.
+        Return None for random weights. Rank 0 calls this method and broadcasts the weights.
         """
         return None
 

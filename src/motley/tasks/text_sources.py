@@ -57,7 +57,7 @@ class Sources:
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """All names. The name of a folder is replaced by its files, sorted by path.
+        """Files and data sets of all names. A folder's name is replaced by its sorted files.
 
         Raises:
             MotleyError: a folder has no file that can be read.
@@ -83,7 +83,7 @@ class Sources:
 
     @property
     def has_rows(self) -> bool:
-        """True if a file or data set in :attr:`places` has rows, and each row is a document."""
+        """True if a file or data set in :attr:`places` consists of rows that are documents."""
         return any(map(self._has_rows, self.places))
 
     def _has_rows(self, place: str) -> bool:
@@ -260,7 +260,7 @@ class Sources:
 
     @property
     def have_held_out_split(self) -> bool:
-        """True if all places are data sets that have a held-out split."""
+        """True if all :attr:`places` are data sets that have a held-out split."""
         from motley.data.datasets import HELD_OUT
 
         return all(
@@ -324,7 +324,10 @@ class Sources:
 
 
 def _check_text(value: str, name: str) -> None:
-    """Raise MotleyError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Raise MotleyError if a text contains half of a surrogate pair.
+
+    JSON can hold half of a pair, but UTF-8 cannot encode it.
+    """
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -1,8 +1,8 @@
 """The tokens of a text, split into training and held-out part, and their cache on the disk.
 
 A text is encoded once per host. All ranks of the host map the cache file into memory. The cache
-file is a safetensors file, so that opening it runs no code. The file's name is a hash of the
-content of the text, the tokenizer and the options. Opening the file verifies the hash of its
+file is a safetensors file, because reading safetensors runs no code. The file's name is a hash of
+the text's content, the tokenizer and the options. A reader of the file verifies the hash of the
 tokens.
 """
 
@@ -58,7 +58,7 @@ class TextSpec:
     documents: bool = False
 
     def key(self) -> tuple[str, int]:
-        """Return a hash of the content and of the options, and the size of the content in bytes."""
+        """Return a hash of the text's content and of the options, and the text's size in bytes."""
         texts = [self.train, *([] if self.validation is None else [self.validation])]
         prints = [each.fingerprint() for each in texts]
         codec = self.codec.digest if isinstance(self.codec, TokenizerCodec) else self.codec.kind
@@ -99,9 +99,10 @@ class TokenizedText:
 
 
 def open_text(spec: TextSpec, folder: Path | None = None) -> TokenizedText:
-    """Return a text as tokens, read from the cache, or encoded now and written to the cache.
+    """Return a text as tokens.
 
-    While one process of a host encodes the text, the other processes of the host wait.
+    The tokens are read from the cache. If the cache does not have them, one process of the host
+    encodes the text and writes the cache file. The other processes of the host wait meanwhile.
 
     Args:
         spec: specification of the text and its tokens.
@@ -262,9 +263,9 @@ class _Builder:
         )  # fmt: skip
 
     def _limit(self, hashes: Sequence[bytes]) -> bytes:
-        """Return the largest hash that a held-out document may have.
+        """Return the largest hash at which a document is held out.
 
-        Equal documents have equal hashes, so they are all held out or all trained on.
+        Equal documents have equal hashes. They are therefore either all held out or all trained on.
 
         Raises:
             MotleyError: no document would remain to train on.

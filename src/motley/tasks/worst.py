@@ -1,4 +1,4 @@
-"""Selection of the held-out samples with the largest loss, on the device, in an evaluation."""
+"""The selection of the held-out samples with the largest loss in an evaluation."""
 
 import base64
 import io
@@ -86,9 +86,13 @@ def _select_worst(rows: Tensors, most: int) -> Tensors:
 
 
 def merge(parts: Sequence[Sequence[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """Return the records with the largest loss of all ranks, in order.
+    """Return the records of the samples with the largest loss on any rank, the largest first.
 
     A loss that is not finite counts as the largest.
+
+    Args:
+        parts: the records of each rank.
+        most: number of records to return.
     """
     every = [record for part in parts for record in part]
     every.sort(key=lambda each: (-(math.inf if each["loss"] is None else each["loss"]),
@@ -97,7 +101,11 @@ def merge(parts: Sequence[Sequence[dict[str, Any]]], most: int) -> list[dict[str
 
 
 def _encode(pixels: Tensor) -> dict[str, str]:
-    """Return a thumbnail of an image, uint8 [channels, height, width], in base64."""
+    """Return the entries of a sample's record for a picture: a thumbnail in base64, and its format.
+
+    Args:
+        pixels: the image, uint8 [channels, height, width].
+    """
     array = pixels.permute(1, 2, 0) if pixels.shape[0] == 3 else pixels[0]
     image, buffer = Image.fromarray(array.numpy()), io.BytesIO()
     is_small = max(image.size) <= _SMALL

@@ -1,6 +1,6 @@
-"""The kinds of ``--dataset``.
+"""The data sets that ``--dataset`` can name.
 
-A module in this package adds kinds by listing them in ``DATASETS``.
+A module in this package adds data sets by listing them in ``DATASETS``.
 """
 
 import fcntl
@@ -36,7 +36,8 @@ class Dataset:
         download: function that downloads missing files into the folder ``--data-dir``; None:
             nothing can be downloaded.
         model: default of ``--model``.
-        keeps: True: runs write checkpoints. False if there is nothing to learn.
+        keeps: True: runs write checkpoints. False: the data set is noise, from which nothing can be
+            learnt.
         needs_workers: True if reading and decoding an image take longer than passing it between
             processes.
     """

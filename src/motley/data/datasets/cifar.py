@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: 50,000 training images of 32x32 pixels, and 10,000 held-out ones.
+"""CIFAR-10 and CIFAR-100: 50,000 training images and 10,000 held-out images of 32x32 pixels.
 
 Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """

@@ -1,4 +1,4 @@
-"""1,797 real 8x8 images of handwritten digits from scikit-learn, of which 360 are held out."""
+"""Handwritten digits of scikit-learn: 1,797 images of 8x8 pixels, and 360 of these held out."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +42,7 @@ def split_by_class(labels: Any, held_out: int) -> tuple[Any, Any]:
         held_out: number of samples to hold out.
 
     Returns:
-        Two arrays of indices.
+        Two arrays of indices into ``labels``.
     """
     import numpy as np
 

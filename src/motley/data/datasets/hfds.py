@@ -73,7 +73,7 @@ def _open(name: str, folder: Path, img_size: int) -> "Images":
 def _prepare(name: str, folder: Path) -> None:
     """Download the data set, or convert a folder's images into one file per split.
 
-    One rank does this for all ranks of a host.
+    One rank of each host calls this function.
     """
     _load(name, folder)
 

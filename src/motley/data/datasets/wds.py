@@ -1,8 +1,7 @@
 """Shards of webdataset, named as in timm's ``wds/``, with access to images by index.
 
-timm's reader reads shards from beginning to end, in a different order in each process. Here the
-global order of samples decides which image comes next. Therefore motley.data.shards reads the
-shards.
+timm's reader reads shards from beginning to end, in a different order in each process. Motley reads
+images in the global order of samples. Therefore motley.data.shards reads the shards.
 """
 
 import json

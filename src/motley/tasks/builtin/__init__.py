@@ -1,6 +1,6 @@
 """The built-in tasks, one per file, and the search for the task that ``--task`` names.
 
-``--task`` names a built-in task, or a user's file that defines a task.
+The option ``--task`` names a built-in task, or a user's file that defines a task.
 """
 
 import dataclasses
@@ -152,7 +152,7 @@ def _only_task(name: str, module: ModuleType) -> type[Task]:
 
 
 def _check_complete(name: str, kind: type[Task]) -> type[Task]:
-    """Return a task's class as a dataclass.
+    """Check a task's class, and return it as a dataclass.
 
     Raises:
         MotleyError: the class lacks a method that every task needs, or has an ``__init__``.

@@ -61,7 +61,7 @@ RECIPES = {
 
 
 def crops(text: str) -> int:
-    """Parse the number of crops of an image at test time."""
+    """Parse the number of crops per held-out image: 1, 5 or 10."""
     count = natural(text)
     if count not in (1, 5, 10):
         raise argparse.ArgumentTypeError(
@@ -405,8 +405,9 @@ class ImageTask(Task):
     def look(self) -> "Look":
         """The preparation of images for the model: size, crop and normalisation.
 
-        If the weights are random and the data set has a mean and std, these are used. Otherwise the
-        mean and std with which the model was trained are used.
+        If the weights are random and the data set has a mean and a standard deviation, pixels are
+        normalised by these values. Otherwise pixels are normalised by the values with which the
+        model was trained.
         """
         from motley.data.transforms import Look
 
@@ -643,8 +644,8 @@ class ImageTask(Task):
 
         The logits of several crops of an image, [n, crops, C, H, W], are averaged.
 
-        Images are enlarged and normalised here, on the device. Small uint8 images take a fraction
-        of the bytes in transfers from worker processes and over the PCI bus.
+        This method enlarges and normalises the images on the device. Until then images are small
+        and uint8, so transfers from loader processes and over the PCI bus take fewer bytes.
         """
         if images.dim() == 5:
             each = self.logits(net, images.flatten(0, 1))
@@ -730,20 +731,19 @@ class ImageTask(Task):
         return self._target.describe(scores)
 
     def rank(self, net: Net, batch: "Tensors", top_k: int) -> list[dict[str, Any]]:
-        """Return a prediction for each image, the most probable classes first.
+        """Return a prediction for each image, with the most probable classes first.
 
         Args:
             net: the model.
             batch: the images.
-            top_k: number of classes.
+            top_k: number of classes in a prediction.
         """
         return self._target.rank(self.logits(net, batch["images"]), top_k)
 
     def noise(self, example: "Tensors", count: int) -> "Tensors":
-        """Return random pixels as a batch for timing.
+        """Return a batch of ``count`` images of random pixels, for timing.
 
-        Constant images would make a GPU draw less power, so that its steps would be faster than in
-        training.
+        With constant images a GPU draws less power, so its steps would be faster than in training.
         """
         import torch
 

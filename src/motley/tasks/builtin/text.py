@@ -93,7 +93,7 @@ class HfOptions(Task):
         """Raise MotleyError for options that contradict each other or have no effect.
 
         Args:
-            shape: names of the given options that apply to the built-in GPT alone.
+            shape: names of the options that the user gave and that apply only to the built-in GPT.
             tokens: value of ``--tokens``.
             tokenizer: value of ``--tokenizer``.
         """
@@ -324,7 +324,7 @@ class TextTask(HfOptions):
 
     @cached_property
     def _codec(self) -> Codec:
-        """The encoder of text to tokens. Its alphabet is not set yet."""
+        """The encoder of text to tokens, without an alphabet."""
         kind = str(self.tokens)
         if kind != TOKENIZER:
             return Codec(kind)
@@ -332,7 +332,11 @@ class TextTask(HfOptions):
         return TokenizerCodec(kind, folder=self._tokenizer_folder(), known=known)
 
     def _tokenizer_folder(self, downloads: bool = False) -> Path:
-        """Return the folder of the tokenizer."""
+        """Return the folder with the files of the tokenizer.
+
+        Args:
+            downloads: True if missing files may be downloaded.
+        """
         if self.tokenizer is None:
             assert self.named is not None
             return self.named.path
@@ -433,7 +437,7 @@ class TextTask(HfOptions):
 
     @property
     def _is_in_pieces(self) -> bool:
-        """True if samples differ in length: paragraphs, documents or conversations."""
+        """True if samples are paragraphs, documents or conversations, which differ in length."""
         return self.paragraphs or self.pack or self.chat
 
     def _too_short(self, held_out: bool) -> str:
