@@ -211,7 +211,11 @@ def _are_parts(names: Collection[str]) -> bool:
 
 
 def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a file. Raise ValueError if size or hash differs from the manifest."""
+    """Return the bytes of a file.
+
+    Raises:
+        ValueError: the size or the hash of the file differs from the manifest.
+    """
     _check_size(path, [expected["bytes"]])
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
@@ -226,7 +230,7 @@ def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
 def _check_size(path: Path, allowed: Container[int]) -> None:
     """Raise ValueError unless the path is a regular file of an allowed size.
 
-    A pipe or a device must not be read, because it could be endless.
+    A pipe or a device must not be read, because reading might never end.
     """
     result = path.stat()
     if not stat.S_ISREG(result.st_mode) or result.st_size not in allowed:

@@ -90,7 +90,7 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
 
 
 def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
-    """Return False if the head of the weights was trained on other classes than the task's."""
+    """Return True unless the weights were trained on other classes than those of the task."""
     before, names = found.config.get(CLASS_NAMES), list(task.class_names)
     if before and names:
         return bool(before == names)

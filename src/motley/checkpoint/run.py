@@ -145,7 +145,7 @@ def _names(path: Path) -> Iterator[Path]:
 
 
 def new_folder(path: Path) -> Path:
-    """Create and return a new folder. If the name exists, a number is appended to it."""
+    """Create and return a new folder. If the name exists, append a number to the name."""
     for each in _names(path):
         try:
             each.mkdir(parents=True)
@@ -223,7 +223,7 @@ class Run:
         return self._world.rank == 0
 
     def for_survivors(self, world: World) -> None:
-        """Continue this run with the survivors of a lost rank, from the state that they hold.
+        """Continue this run with the surviving ranks, from the state that these ranks hold.
 
         Args:
             world: the world of the survivors.
@@ -389,7 +389,7 @@ class Run:
         self.event("finished", **result)
 
     def finish(self) -> None:
-        """Write this rank's completion record, wait for all ranks, and mark the run as finished."""
+        """Record that this rank has finished, wait for all ranks, and mark the run as finished."""
         self.folder.write_done(self._world.number, self._world.host)
         self._world.supervisor.finish()
         if not self._first:

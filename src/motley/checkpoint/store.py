@@ -139,7 +139,7 @@ class Checkpoints:
         """Save a checkpoint while training continues. Wait for the previous checkpoint first.
 
         Args:
-            tensors: tensors of the state. They must not change afterwards.
+            tensors: tensors of the state. The caller must not change the tensors afterwards.
             progress: entries of the checkpoint besides tensors.
 
         Raises:
@@ -347,7 +347,7 @@ class Checkpoints:
             self.mark_best(None)
 
     def list_folders(self, until: int | None = None) -> list[Path]:
-        """Return the folders of checkpoints, newest first, intact or not.
+        """Return the folders of all checkpoints, the newest first. Checkpoints may be damaged.
 
         Args:
             until: last step to include; None: include all steps.

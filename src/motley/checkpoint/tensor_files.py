@@ -232,7 +232,11 @@ class Piece:
     sha256: str
 
     def read(self) -> Tensor:
-        """Return all rows. Raise ValueError if their hash differs from the saved hash."""
+        """Return all rows of the piece.
+
+        Raises:
+            ValueError: the hash of the rows differs from the saved hash.
+        """
         size = math.prod(self.shape) * self.dtype.itemsize
         content = bytearray(size)
         with self.file.open("rb") as source:
@@ -278,7 +282,11 @@ class Parts:
         }
 
     def digest(self, part: str) -> str:
-        """Return a SHA-256 over the hashes of all tensors with a prefix, such as ``model``."""
+        """Return a SHA-256 over the hashes of the tensors whose names have a prefix.
+
+        Args:
+            part: the prefix, such as ``model``.
+        """
         result = hashlib.sha256()
         for name, pieces in sorted(self._pieces.items()):
             if name.partition(".")[0] == part:

@@ -68,7 +68,7 @@ def _open(gate: Future[None]) -> None:
 
 
 def connections() -> frozenset[int]:
-    """Return the inodes of the TCP connections of this process."""
+    """Return the inode numbers of this process's TCP connections."""
     return frozenset(map(_inode, _connections()))
 
 

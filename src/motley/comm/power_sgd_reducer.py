@@ -134,7 +134,7 @@ class _Lane:
         """Replace the hook's error by the error of this rank's own matrices.
 
         The hook computes the error as this rank's part of the gradient minus the mean of all ranks,
-        P Q^T. The sum of these errors over ranks is right. But each error grows in every step in
+        P Q^T. The sum of these errors over ranks is correct. But each error grows in every step in
         which the ranks' parts differ, until rounding makes the sum inaccurate. All ranks have the
         same orthogonal P, and Q is the mean of the ranks' own matrices q. This rank's own error,
         part - P q^T, is therefore (part - P Q^T) + P (Q - q)^T.
@@ -174,7 +174,8 @@ class PowerSgdReducer(Reducer):
     scale, too.
 
     A bucket's second matrix cannot be sent before the sum of the first matrix has arrived. On a CPU
-    buckets alternate between two queues (:class:`_Lane`), so that a link is not idle meanwhile.
+    buckets alternate between two queues (:class:`_Lane`), so that a link is not idle during this
+    wait.
     """
 
     def __init__(self, mode: PowerSgd, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Buckets of gradients, and reducers, which sum buckets over ranks.
 
-The class Reducer is the plain all-reduce, on which other reducers build. SlowRankReducer spares a
-slow link.
+The class Reducer sums by a plain all-reduce, and other reducers derive from it. SlowRankReducer
+sends less over one slow link.
 """
 
 import threading
@@ -159,7 +159,7 @@ class Unsent(Reducer):
     """A reducer that sends nothing, for passes whose gradients are not used."""
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """Return a future of the unchanged bucket, as torch's own debugging hook does."""
+        """Return a future of the unchanged bucket, like torch's debugging hook ``noop_hook``."""
         future: Future[Tensor] = Future()
         future.set_result(bucket.flat)
         return future
@@ -168,8 +168,8 @@ class Unsent(Reducer):
 class RoundingReducer(Reducer):
     """A reducer that sends 16-bit numbers.
 
-    The loss includes the division by N and the loss scale, so the gradient has both before it is
-    rounded. If a sum overflows, the norm of the gradient is not finite.
+    The loss is divided by N and multiplied by the loss scale, so the gradient has both factors
+    before it is rounded. If a sum overflows, the norm of the gradient is not finite.
     """
 
     def __init__(self, dtype: str) -> None:

@@ -94,7 +94,7 @@ class Option:
     def to_text(self, value: Any) -> Any:
         """Return a value in the form that records and checkpoints store.
 
-        The form is JSON, with texts that :attr:`read` reads.
+        The result is a value for JSON. Texts in the result are texts that :attr:`read` reads.
         """
         if value is None:
             return self.unset
@@ -140,7 +140,7 @@ def get_options(group: type) -> dict[str, Option]:
 
 
 def _plain(group: type, each: "Field[Any]") -> Option:
-    """Return the option of a field that is declared without :func:`option`."""
+    """Return the option for a dataclass field that is declared without :func:`option`."""
     name, hint = f"{group.__name__}.{each.name}", get_type_hints(group)[each.name]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = tuple(kind for kind in kinds if kind is not NoneType)

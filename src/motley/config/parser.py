@@ -52,7 +52,11 @@ class OneVoice(argparse.ArgumentParser):
         return [other_tools.with_dashes(word, self._option_string_actions) for word in words]
 
     def format_help(self) -> str:
-        """Return the text of ``-h``. Commands have the form that works in this installation."""
+        """Return the text of ``-h``.
+
+        Commands in the text have the form that works in this installation: ``motley train``, or the
+        path of a script.
+        """
         return typed_command(super().format_help())
 
     def print_help(self, file: object = None) -> None:
@@ -61,7 +65,10 @@ class OneVoice(argparse.ArgumentParser):
             super().print_help()
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with status 2. Suggest the nearest option for an unknown one."""
+        """Print the error, and exit with status 2.
+
+        For an unknown option, the error suggests the nearest option.
+        """
         if message.startswith("unrecognized arguments: "):
             typed = [word.partition("=")[0] for word in message.split()[2:]]
             options = [word for word in typed if re.match(r"--?[a-zA-Z]", word)]
@@ -361,7 +368,7 @@ def _flag(declared: Option, usual: Any) -> str:
 
 
 def _rest(declared: Option, usual: Any) -> dict[str, Any]:
-    """Return argparse's arguments for an option besides its names and its default."""
+    """Return the arguments of argparse for an option, without its names and its default."""
     if isinstance(usual, bool):
         return {"action": "store_false" if usual else "store_true"}
     rest: dict[str, Any] = {"type": declared.read}
@@ -397,7 +404,7 @@ _OF_ONE_LAUNCH = ("run", "logs", "resume", "hosts", "shares", "profile", "profil
 
 
 def split_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the file after ``--config``, or None, and the other words of a command line.
+    """Return the file that follows ``--config``, or None, and the other words of a command line.
 
     Raises:
         MotleyError: no file follows ``--config``, or several are named.

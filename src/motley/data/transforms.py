@@ -134,9 +134,9 @@ class Look:
     def for_crops(self, count: int) -> Transform:
         """Return the transform of a held-out image to several crops, uint8 [count, C, size, size].
 
-        The shorter side is resized as for one crop. If one crop would take the whole side, the side
-        is resized to 1 / 0.875 of the size instead. The crops are torchvision's: four corners and
-        the middle, and with 10 crops also their mirror images.
+        The shorter side is resized as for one crop. If a single crop would take the whole side, the
+        side is resized to 1 / 0.875 of the crop's side instead. The crops are torchvision's: four
+        corners and the middle, and with 10 crops also the mirror images of these five.
 
         Args:
             count: 5 or 10.
@@ -154,9 +154,9 @@ class Look:
     def enlarged(self, pixels: Tensor) -> Tensor:
         """Return a batch in the model's size, [n, C, size, size].
 
-        Enlarged pixels are floats, and are not rounded. Devices differ in the last bit, and
-        rounding could turn this difference into a full level. Overshoot of a cubic filter is
-        clipped to the range of uint8.
+        Enlarged pixels are floats, and are not rounded. Results of different devices differ in the
+        last bit. Rounding to whole numbers could enlarge this difference to 1. Values outside of
+        the range of uint8, which a cubic filter can produce, are clipped to this range.
 
         Args:
             pixels: 0 to 255, [n, C, H, W], on any device.
@@ -170,12 +170,12 @@ class Look:
     def _fit(self, native: int, whole: bool = False) -> list[Transform]:
         """Return the transforms from images of a known size to the model's size.
 
-        By default the device enlarges small images later. Enlarging an image here from 32 to 224
-        pixels per side would multiply the bytes to transfer by 50.
+        By default the device enlarges small images later. If the host enlarged an image from 32 to
+        224 pixels per side, the number of bytes to transfer would be 50 times as large.
 
         Args:
             native: pixels per side of the images.
-            whole: True: enlarge small images here.
+            whole: True: the transforms also enlarge small images.
         """
         if native == self.size or (native < self.size and not whole):
             return []
@@ -233,7 +233,9 @@ class Look:
 
 
 class ShiftAndFlip:
-    """RandomCrop of a padded image and RandomHorizontalFlip, twice as fast as torchvision's.
+    """A transform that equals torchvision's RandomCrop with padding and RandomHorizontalFlip.
+
+    The transform takes half the time of torchvision's two transforms.
 
     The random numbers are equal to torchvision's, and so are the pixels, bit by bit.
 
@@ -250,8 +252,8 @@ class ShiftAndFlip:
         """Draw a random shift and mirroring of an image from torch's generator.
 
         Returns:
-            The numbers of pixels by which the image is shifted down and to the right. Third value:
-            True if the image is mirrored afterwards.
+            The numbers of pixels by which the image is shifted down and to the right, and True if
+            the image is mirrored afterwards.
         """
         down, right = (
             self.padding - int(torch.randint(2 * self.padding + 1, ())) for _ in range(2)
@@ -289,7 +291,9 @@ def _overlap(shift: int, size: int) -> tuple[slice, slice]:
 
 
 class RandomCropAndFlip:
-    """RandomResizedCrop and RandomHorizontalFlip of one image, twice as fast as torchvision's.
+    """A transform that equals torchvision's RandomResizedCrop and RandomHorizontalFlip.
+
+    The transform takes half the time of torchvision's two transforms.
 
     The random numbers are equal to torchvision's, and so are the pixels, bit by bit.
 
@@ -344,10 +348,10 @@ class RandomCropAndFlip:
 
 
 def _posterize(image: Any, bits: int, **known: Any) -> Any:
-    """Reduce an image to ``bits`` bits per channel, and to at least one bit.
+    """Reduce an image to ``bits`` bits per channel, but at least to one bit.
 
     For the strongest change timm passes 0 bits, which Pillow 12 refuses. Earlier versions of Pillow
-    made the image all black.
+    returned a black image.
     """
     return auto_augment.posterize(image, max(1, bits), **known)  # type: ignore[no-untyped-call]
 
@@ -411,7 +415,9 @@ class Mixing:
 
 
 def pairs(n: int, grain: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of rows of a micro-batch to be mixed. An odd row is in no pair.
+    """Yield the pairs of rows of a micro-batch that are mixed with each other.
+
+    The last row of an odd number of rows has no partner, and is left out.
 
     Args:
         n: number of rows.
@@ -433,8 +439,8 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, grain: int) -> dict[str, 
         grain: number of samples per interleaved group; see motley.data.source.
 
     Returns:
-        ``images`` and ``labels``. Further tensors: ``partners``, the label of each image's partner,
-        and ``own``, the weight of ``labels``, fp32 [n].
+        The tensors ``images`` and ``labels``, ``partners``, the label of each image's partner, and
+        ``own``, the weight of ``labels``, fp32 [n].
     """
     partners, own = labels.clone(), torch.ones(len(labels))
     for one, other in pairs(len(labels), grain):

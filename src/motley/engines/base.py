@@ -1,4 +1,4 @@
-"""Base class of engines, with everything except the step: optimizer, evaluation and state."""
+"""Base class of engines, which has the optimizer, the evaluation and the state, but no step."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,7 +116,10 @@ def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
 
 
 class EngineBase:
-    """Base class of all engines: model, optimizer, evaluation and state, without a step."""
+    """Base class of all engines, which has the optimizer, the evaluation and the state.
+
+    Subclasses add the step.
+    """
 
     replicated = True
     _sharding: Sharding | None = None

@@ -183,7 +183,7 @@ class NoOverlapEngine(ReducingEngine):
             broadcast([*model.net.parameters(), *model.net.buffers()])
 
     def _may_read_late(self) -> bool:
-        """Return True if the device can finish a step without a decision of the host."""
+        """Return True if no decision of the host is needed to finish a step on the device."""
         return dist.get_backend() == "nccl" and self._finishes_on_device()
 
     def _finishes_on_device(self) -> bool:

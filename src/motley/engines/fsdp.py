@@ -197,7 +197,7 @@ def share_tensor(value: Tensor, own: Tensor | None) -> Tensor:
 
 
 def reshard(net: nn.Module) -> None:
-    """Free parameters that stay gathered because no backward pass followed a forward pass."""
+    """Free gathered parameters after a forward pass that no backward pass has followed."""
     for part in net.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -382,7 +382,10 @@ class FsdpEngine(SynchronousEngine):
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:
-        """Return the state with each whole tensor sharded like its parameter in ``net``."""
+        """Return a state in which each whole tensor is cut to this rank's shard.
+
+        A tensor is sharded in the same way as its parameter in ``net``.
+        """
         tensors = {
             key: share_tensor(value, find_parameter(key, net))
             for key, value in state.tensors.items()

@@ -196,7 +196,10 @@ class EarlySum:
 
     @property
     def sums(self) -> list[Tensor]:
-        """The sums after :meth:`wait`, one per parameter. Complex sums are viewed as real."""
+        """Sum of each parameter's gradients over the ranks, after :meth:`wait`.
+
+        The sum of complex gradients is a real view.
+        """
         return [each for sent in self._sent for each in sent.bucket.grads]
 
     def take(self) -> None:
@@ -228,7 +231,11 @@ def drop_absent(parameters: Sequence[Tensor], absent: Sequence[int], wire: torch
 
 
 def wire_device(device: torch.device) -> torch.device:
-    """Return the device of the tensors that the process group sends from a rank's device."""
+    """Return the device on which a tensor must be, so that the process group can send it.
+
+    Args:
+        device: device of the rank.
+    """
     return device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 

@@ -3,10 +3,10 @@
 The state consists of tensors, of plain values, of tensors that are sharded over ranks along their
 first dimension, and of an exponential moving average.
 
-Most optimizers have only tensors as state, a few per parameter. Some store a step in a parameter
-group (LAMB, Adan, Lookahead), Python numbers (RAdam, MARS), lists of tensors, or their own random
-state (Kron). A checkpoint contains all state: tensors by name, and other values as JSON, which
-preserves types.
+Most optimizers have only tensors as state, a few per parameter. Some optimizers store a step in a
+parameter group (LAMB, Adan, Lookahead), Python numbers (RAdam, MARS), lists of tensors, or their
+own random state (Kron). A checkpoint contains all state: tensors by name, and other values as JSON,
+which preserves types.
 
 The moving average with decay d is updated after each step that was taken:
 
@@ -80,7 +80,10 @@ def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. A sharded tensor is gathered first, and all ranks must call it."""
+    """Copy a tensor to the CPU.
+
+    A sharded tensor is gathered first. All ranks must then call this function.
+    """
     return _gather_tensor(value).cpu()
 
 
@@ -91,8 +94,8 @@ def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
 
     Args:
         value: the tensor. A DTensor is gathered first.
-        pinned: True: use pinned memory, to which a GPU writes several times as fast. Its allocation
-            waits for all work that is queued on the GPU.
+        pinned: True: use pinned memory, to which a GPU writes several times as fast. The allocation
+            of pinned memory waits for all work that is queued on the GPU.
     """
     whole = _gather_tensor(value)
     if not whole.is_cuda:
@@ -127,7 +130,7 @@ def select_part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
 
 
 def model_state(net: nn.Module, keep: Callable[[Tensor], Tensor] = on_cpu) -> dict[str, Tensor]:
-    """Return parameters and buffers as ``model.<name>``.
+    """Return the parameters and buffers of a network, with the names ``model.<name>``.
 
     Args:
         net: the network.
@@ -293,7 +296,7 @@ class OptimizerMemory:
         return State({name: keep(tensor) for name, tensor in tensors.items()}, plain)
 
     def groups(self, tensors: dict[str, Tensor]) -> list[JsonDict]:
-        """Return :meth:`changed` as JSON. Each entry has the names of the group's parameters.
+        """Return the result of :meth:`changed` as JSON, with the names of each group's parameters.
 
         Args:
             tensors: dictionary to which the tensors among the values are added.
@@ -473,7 +476,10 @@ class ParameterAverage:
         self.exchanged = not self.exchanged
 
     def put_back(self, state: dict[str, Tensor]) -> None:
-        """Swap ``model.<name>`` and ``ema.<name>`` in a state that was taken during an exchange."""
+        """Swap the tensors ``model.<name>`` and ``ema.<name>`` in a state.
+
+        Call this method for a state that was read while :attr:`exchanged` is True.
+        """
         for name in self.tensors:
             model, ema = f"model.{name}", f"ema.{name}"
             state[model], state[ema] = state[ema], state[model]
@@ -488,7 +494,9 @@ class ParameterAverage:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the result of :meth:`state`. Tensors are sharded like this rank's parameters.
+        """Restore the result of :meth:`state`.
+
+        The given tensors are sharded in the same way as this rank's parameters.
 
         If the state has no average, the average starts from the parameters.
         """

@@ -38,7 +38,7 @@ for _own in own_optimizers():
 
 
 def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.optim.Optimizer:
-    """Build timm's optimizer ``--opt``, without weight decay on norms and biases.
+    """Build the optimizer of ``--opt``, without weight decay on norms and biases.
 
     Args:
         net: the network, whose parameters are optimised.
@@ -47,7 +47,7 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
             CPU, by a factor of 3.6. Complex parameters have no fused kernel.
 
     Raises:
-        MotleyError: timm has no such optimizer, or it cannot be built.
+        MotleyError: timm has no optimizer of this name, or the optimizer cannot be built.
     """
     task = get_task(config)
     if has_optimizer(task):
@@ -75,7 +75,7 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
 
 
 def _plain_name(config: Config) -> str:
-    """Return the name of ``--opt``, or of the optimizer that it wraps."""
+    """Return the name in ``--opt``, without the prefix of an optimizer that wraps another one."""
     return config.opt.lower().removeprefix("lookahead_")
 
 
@@ -92,13 +92,16 @@ def _unknown_optimizer(config: Config) -> MotleyError:
 
 
 def name_optimizer(config: Config) -> str:
-    """Return the name of the optimizer for messages."""
+    """Return a name for the run's optimizer in messages: ``--opt NAME``, or the task's method."""
     task = get_task(config)
     return f"optimizer() of {type(task).__name__}" if has_optimizer(task) else f"--opt {config.opt}"
 
 
 def has_optimizer(task: Task) -> bool:
-    """Return True if a task overrides :meth:`Task.optimizer` with a method, not with an option."""
+    """Return True if a task overrides the method :meth:`Task.optimizer`.
+
+    An option of the task that is named ``optimizer`` does not count.
+    """
     own = type(task).optimizer
     return callable(own) and own is not Task.optimizer
 
@@ -142,7 +145,7 @@ def _list_keywords(config: Config) -> list[str]:
 def _read_keywords(config: Config) -> dict[str, Any]:
     """Return the values of ``--opt-kwargs``.
 
-    A task's own default applies only to Adam and similar optimizers.
+    The default values of a task apply only to Adam and similar optimizers.
     """
     if config.opt_kwargs is None:
         return {}
@@ -193,7 +196,7 @@ def _check_keyword(config: Config, given: Keyword, known: list[str]) -> None:
 
 
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
-    """Return a module with one parameter of ``numbers`` elements, and a gradient of zeros.
+    """Return a module with one parameter of ``numbers`` elements, whose gradient is zero.
 
     If the optimizer needs whole rows, the number is rounded up to whole rows.
     """
@@ -287,13 +290,13 @@ class _Trial:
             self.optimizer.step()
 
     def save(self) -> State:
-        """Return the state in the form that a checkpoint has."""
+        """Return the state of the layer and its optimizer, in the form of a checkpoint."""
         saved = self.memory.state()
         tensors = model_state(self.net) | saved.tensors
         return State({name: value.clone() for name, value in tensors.items()}, saved.plain)
 
     def load(self, state: State) -> None:
-        """Load the state in the form that a checkpoint has."""
+        """Load a state of the layer and its optimizer, in the form of a checkpoint."""
         state = State(state.tensors, json.loads(json.dumps(state.plain)))
         if self._sharding is not None:
             state = self._sharding.share(self.net, state)
@@ -343,7 +346,7 @@ def try_optimizer(
 def _try(
     config: Config, device: torch.device, rows: int, fused: bool, sharding: Sharding | None
 ) -> tuple[dict[str, Tensor], OptimizerTraits]:
-    """Return the unsharded parameters after the trial, and the optimizer's traits."""
+    """Run one trial, and return the unsharded parameters afterwards and the optimizer's traits."""
     before = random_state(device)
     try:
         with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the trial

@@ -184,8 +184,8 @@ class Engine(Protocol):
         :meth:`step` reads the outcome immediately.
 
         Args:
-            late: True if the caller reads the outcome after accumulating the next step's
-                micro-batches.
+            late: True if the caller computes the micro-batches of the next step before it reads the
+                outcome.
         """
 
     def drop_gradients(self) -> None:

@@ -59,7 +59,10 @@ def _flag(name: str) -> str:
 
 
 def has_schedule(task: Task) -> bool:
-    """Return True if a task overrides :meth:`Task.schedule`, and has no option of this name."""
+    """Return True if a task overrides the method :meth:`Task.schedule`.
+
+    An option of the task that is named ``schedule`` does not count.
+    """
     own = type(task).schedule
     return callable(own) and own is not Task.schedule
 
@@ -129,10 +132,10 @@ class Schedule:
             group["lr"] = factor * rate * group.get("lr_scale", 1.0)
 
     def _add_noise(self, bounds: tuple[float, ...], epoch: int) -> None:
-        """Change the rates of an epoch by a random fraction, given by ``--seed`` and the epoch.
+        """Change the learning rates of an epoch by a random fraction.
 
-        The fraction has a normal distribution. Like timm, this method draws again if the fraction
-        is not below ``--lr-noise-pct``.
+        The fraction has a normal distribution, and depends on ``--seed`` and the epoch. Like timm,
+        this method draws again if the fraction is not below ``--lr-noise-pct``.
         """
         begin, end = (part * self._config.epochs for part in (*bounds, math.inf)[:2])
         if begin <= epoch < end:
@@ -182,7 +185,13 @@ def make_cycle(
 
 
 def warmup_steps(config: Config, length: Length, total: int) -> int:
-    """Return the number of steps of the warm-up, out of ``total`` steps of the schedule."""
+    """Return the number of warm-up steps.
+
+    Args:
+        config: the options.
+        length: length of the run.
+        total: number of steps of the whole schedule.
+    """
     typed, new = config.typed_names, config.typed_names - config.continued_names
     is_typed = "warmup_steps" in typed  # else the number is a task's default
     in_epochs = "warmup_epochs" in (new if is_typed else typed | config.recipe_names)
@@ -209,7 +218,10 @@ def cycle_ends(config: Config, steps: int) -> list[int]:
 
 
 def schedule_steps(config: Config, length: Length) -> int:
-    """Return the number of updates after which the schedule ends: all epochs, or the run."""
+    """Return the number of steps after which the schedule ends.
+
+    The schedule ends with the last epoch, or with the run.
+    """
     total = length.steps_an_epoch * config.epochs
     if config.schedule_ends_with_run and config.max_steps is not None:
         total = min(total, math.ceil(length.updates_at(config.max_steps)))

@@ -85,7 +85,10 @@ def unscale_and_clip(
     most: float | None,
     correction: Tensor | None = None,
 ) -> None:
-    """Multiply all gradients by :func:`clip_factor` in place, in one pass."""
+    """Multiply all gradients by the result of :func:`clip_factor`, in place.
+
+    See :func:`clip_factor` for the arguments.
+    """
     factor = clip_factor(norm, scale, most, correction)
     grads = _gradients(parameters)
     if factor is None or not grads:  # memory may have run out before the first gradient
@@ -159,9 +162,9 @@ class StepEngine(EngineBase):
 
     A subclass has ``traits``, equal to those of its :class:`EngineFactory`, and these methods:
 
-    - ``_accumulate`` is :meth:`Engine.accumulate` without the handling of memory errors.
+    - ``_accumulate`` computes a micro-batch, without the handling of memory errors.
 
-    - ``_abandon`` cleans up after memory ran out, so that no rank steps.
+    - ``_abandon`` cleans up after memory ran out, so that no rank takes the step.
 
     - ``_send`` sends the gradients that the last backward pass has not sent, and for which other
       ranks wait.
@@ -211,7 +214,7 @@ class StepEngine(EngineBase):
         return broadcast(factors.to(wire_device(self.device))).to(factors.device)
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
-        """Return each sample's loss, detached, after a backward pass.
+        """Run a forward and a backward pass, and return each sample's loss, detached.
 
         The backward pass starts from the sum of the losses, divided by ``_nominal_weight``.
         """
@@ -288,7 +291,7 @@ class StepEngine(EngineBase):
         return replace(launched, read=read)
 
     def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
-        """Start a step. An engine that cannot read outcomes late takes the whole step here."""
+        """Start a step. An engine that cannot read outcomes late takes the whole step at once."""
         result = self._step(loss_sum, ready_s)
         return LaunchedStep(lambda: result, wait=mark_now(self.device))
 
@@ -502,11 +505,11 @@ def _was_taken(copy: Copy) -> bool | None:
 
 
 class ReducingEngine(SynchronousEngine):
-    """A synchronous engine with a reducer. A subclass fills buckets and sends them.
+    """A synchronous engine that sums buckets by a reducer. A subclass fills and sends the buckets.
 
     With N samples in the global batch, each rank's loss is the sum of its samples' losses, divided
     by N. The gradient of the global mean is the *sum* of the ranks' gradients. Buckets are
-    therefore summed and never divided, and a rank's share appears nowhere else.
+    therefore summed and never divided by the number of ranks or by a rank's share.
     """
 
     traits = EngineTraits(additions=(Addition.NUMBERS, Addition.BUCKETS))

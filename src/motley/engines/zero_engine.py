@@ -403,7 +403,7 @@ def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
     """Divide each parameter among the ranks, and keep only this rank's shard.
 
     All ranks call this function. Each block gets its initial values and is sharded before the next
-    block gets its values. Parameters outside of blocks are handled module by module.
+    block gets its values. Parameters outside of blocks are sharded module by module.
 
     Args:
         model: the model.

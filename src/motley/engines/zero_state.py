@@ -1,4 +1,4 @@
-"""Conversion of DeepSpeed's partitions to whole tensors and back.
+"""The conversion of DeepSpeed's partitions to whole tensors and back.
 
 Checkpoints contain whole tensors, so that they do not depend on the number of ranks.
 """
@@ -110,7 +110,7 @@ def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Return the optimizer slots of this rank's partition, in three groups.
+    """Return the optimizer's state (slots) for this rank's partition, in three groups.
 
     The groups are scalar tensors (such as AdamW's step), plain numbers (such as RAdam's step), and
     the names of all other tensors.

@@ -66,7 +66,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
 
 
 def follow_umask(path: Path) -> None:
-    """Set the permissions of a file to those of a file that open() creates."""
+    """Set the permissions of a file to those that open() gives a new file."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

@@ -42,7 +42,7 @@ GONE_S = 60.0  # NFS shows another machine's change of a time up to 30 s late
 
 
 class Leases:
-    """A context manager that takes leases for this process, and renews them until it exits.
+    """A context manager that takes leases for this process, and renews the leases until it exits.
 
     A lease is a file that gives one rank an exclusive right, such as to compute one shard.
 
@@ -200,7 +200,7 @@ class Shards:
         """Create the folder, or use an existing one with the same settings.
 
         Args:
-            about: settings that the predictions depend on.
+            about: settings on which the predictions depend.
 
         Raises:
             MotleyError: the folder was created with other settings.

@@ -40,7 +40,7 @@ def open_model(path: Path, data_dir: str | None, averaged: bool) -> "Trained":
     """Open the image model of a run, of a checkpoint, or of an exported folder.
 
     Raises:
-        MotleyError: there is no such model, or the model is not an image model.
+        MotleyError: the path has no model, or the model is not an image model.
     """
     from motley.infer.predictor import open_trained
     from motley.tasks.builtin.image import ImageTask

@@ -70,9 +70,9 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
 
 
 def epoch_seconds(samples: list[GpuSample]) -> float | None:
-    """Return the median seconds of an epoch, or None.
+    """Return the median seconds of an epoch in an old log, or None for fewer than two epochs.
 
-    The old logs have a row at each epoch's end.
+    The old logs have a row at the end of each epoch.
     """
     ends: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
@@ -280,7 +280,7 @@ def story(name: str, rows: Sequence[Row]) -> str:
 
 
 def draw_old(runs: Sequence[OldRun]) -> "Figure":
-    """Draw strong scaling from the lab's old logs: an epoch's time by the number of GPUs."""
+    """Draw strong scaling from the lab's old logs: the time of an epoch by the number of GPUs."""
     figure = style.new_figure(8, 4.4)
     ax = figure.subplots()
     groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -230,7 +230,7 @@ def draw_series(ax: "Axes", panel: Panel, one: Series, unit: float) -> None:
 
 
 def make_handles(series: list[Series], epochs: bool) -> "list[Line2D | Patch]":
-    """Return the entries of a legend that explains all panels."""
+    """Return the handles of the legend that all panels share."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

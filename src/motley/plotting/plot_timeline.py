@@ -172,7 +172,10 @@ def draw_timeline(
 
 
 def read_steps(text: str) -> tuple[int, int]:
-    """Return the steps of ``FROM:TO``: the steps after the first FROM steps, up to step TO."""
+    """Parse ``FROM:TO``, the steps after the first FROM steps, up to step TO.
+
+    Return FROM and TO.
+    """
     result = re.fullmatch(r"(\d+):(\d+)", text)
     if not result:
         raise argparse.ArgumentTypeError(
@@ -196,7 +199,7 @@ def draw(paths: list[Path], out: Path | None, steps: tuple[int, int] | None) -> 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this picture has."""
+    """Add the option ``--steps``, which only this command has."""
     parser.add_argument(
         "--steps",
         type=read_steps,

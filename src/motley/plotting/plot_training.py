@@ -110,7 +110,7 @@ def draw_rate(ax: "Axes", training: Training) -> None:
 
 
 def draw_scale(ax: "Axes", training: Training) -> None:
-    """Draw the loss scale, and the steps at which it was too large."""
+    """Draw the loss scale, and mark the steps at which the scale was too large."""
     scale = training.values("loss_scale")
     ax.plot(training.taken(), scale, color=LINE, drawstyle="steps-post", label="loss scale")
     mark_overflows(ax, training, scale)

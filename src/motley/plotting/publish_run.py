@@ -104,7 +104,7 @@ class Session:
         return self._publisher.publish(self._args.follow, self._look)
 
     def _look(self) -> bool:
-        """Print the destination, copy other hosts' records, and name hosts that sent no records.
+        """Print the destination, copy other hosts' records, and print hosts whose records lack.
 
         Returns:
             True if the publisher should read the records again at once.

@@ -92,7 +92,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def is_wrong(row: Row) -> bool:
-    """Return True if the cell's loss differs too much from the fp32 run with the same samples."""
+    """Return True if the cell's loss differs too much from that of its fp32 reference."""
     return row.loss_difference is not None and abs(row.loss_difference) > _WRONG
 
 
@@ -129,7 +129,10 @@ def _where_it_went(row: Row) -> str:
 
 
 def _frugal(ranked: Sequence[Row]) -> list[str]:
-    """Return sentences on the cells with least memory and energy, if they are not the fastest."""
+    """Return sentences on the cells that need the least memory and the least energy.
+
+    The fastest cell gets no sentence.
+    """
     sentences = []
     by_memory = [(memory, row) for row in ranked if (memory := most_memory(row)) is not None]
     if len(by_memory) > 1:

@@ -97,7 +97,7 @@ class Other:
     See :func:`motley.records.training.others_ready`.
 
     Attributes:
-        label: name of the position, and on a second line the rank that had it most often.
+        label: name of the position, and on a second line the rank that was most often at it.
         ready_s: mean seconds until the gradient of the rank at this position was ready.
         wait_s: mean seconds that the rank at this position waited.
     """

@@ -214,7 +214,8 @@ def smooth(values: Array, window: int) -> Array:
 def _moving_sum(values: Array, window: int) -> Array:
     """Return centred sums over ``window`` values.
 
-    Cumulative sums are used, which take milliseconds for half a million values and any window.
+    The function uses cumulative sums. For half a million values and any window, it takes
+    milliseconds.
     """
     before: Array = np.concatenate([[0.0], np.cumsum(np.pad(values, window // 2))])
     return before[window:] - before[:-window]

@@ -83,7 +83,7 @@ class Keys:
         return self._file is not None
 
     def wait(self, seconds: float) -> Key | None:
-        """Return the next known key within ``seconds``, else None."""
+        """Wait up to ``seconds`` for a known key, and return its action, or None."""
         if self._file is None:
             time.sleep(max(0.0, seconds))
             return None
@@ -147,7 +147,10 @@ def print_once(runs: Runs) -> None:
 
 
 def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
-    """Return the lines. For an ASCII terminal, replace the characters that it cannot show."""
+    """Return the lines, without the characters that an ASCII terminal cannot show.
+
+    If the terminal is not limited to ASCII, the lines are unchanged.
+    """
     if signs is ASCII:
         for line in lines:
             text = line.plain.translate(_LIKE)

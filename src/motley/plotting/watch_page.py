@@ -166,7 +166,7 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore an OSError, since it only means that a browser has left."""
+        """Ignore an OSError, which only means that a browser has closed the connection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -253,4 +253,4 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Write no log of requests."""
+        """Do nothing, so that requests are not logged."""

@@ -60,8 +60,8 @@ class Sort(Enum):
     def apply(self, rows: Sequence[Row], all_fit: bool = True) -> list[Row]:
         """Return the rows in this order.
 
-        With the order FIT, rows are sorted by rank if they all fit on the screen (``all_fit``),
-        else by :func:`waited`.
+        With the order FIT, rows are sorted by rank if all rows fit on the screen (``all_fit``), and
+        otherwise by :func:`waited`.
         """
         keys: dict[Sort, Callable[[Row], tuple[object, ...]]] = {
             Sort.FIT: lambda row: (row.rank,) if all_fit else waited(row),
@@ -189,12 +189,12 @@ class Column:
     """A column of the table.
 
     Attributes:
-        title: title of the column, cut to ``width`` if there is no room.
+        title: title of the column, cut to ``width`` if the screen is narrow.
         width: least width, in characters.
-        rank: order in which columns are dropped if there is too little room. The column with the
+        rank: number that decides which columns are dropped on a narrow screen. The column with the
             highest number is dropped first.
         most: largest width, in characters.
-        right: True if its cells are aligned to the right.
+        right: True if the cells of the column are aligned to the right.
     """
 
     title: str

@@ -170,7 +170,10 @@ class BaselineFolder:
         return lock
 
     def join(self, matrix: Matrix) -> None:
-        """Raise MotleyError unless the folder has been claimed for this matrix."""
+        """Raise MotleyError unless :meth:`claim` has prepared the folder for this matrix.
+
+        A Slurm task, which measures one cell, calls this method.
+        """
         ours = matrix.as_json()
         if not (self.path / "matrix.json").exists():
             raise MotleyError(
@@ -256,12 +259,12 @@ class BaselineFolder:
         return outcome
 
     def outcome(self, cell: Cell, repeat: int) -> Outcome | None:
-        """Return the outcome of a repeat; None if it has not ended."""
+        """Return the outcome of a repeat. None: the repeat has not ended."""
         file = self._outcome(cell, repeat)
         return Outcome(**read_json(file)) if file.exists() else None
 
     def repeats(self, cell: Cell) -> list[tuple[RunFolder, Outcome]]:
-        """Return the repeats that have ended, with their outcomes, in order."""
+        """Return the run folder and the outcome of each repeat of a cell that has ended."""
         result: list[tuple[RunFolder, Outcome]] = []
         while outcome := self.outcome(cell, len(result)):
             result.append((self.attempt(cell, len(result)), outcome))

@@ -216,7 +216,7 @@ def _row(
 
 
 def _get_score(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return the score fields of a row for some runs; empty if a run has no evaluation."""
+    """Return the fields of a row on the scores of some runs. Empty: a run has no evaluation."""
     last = [
         EpochRecord.read_metrics(evaluations[-1])
         for run in runs if (evaluations := run.read_epochs())
@@ -264,7 +264,7 @@ def _difference(about: JsonDict, loss: float | None, reference: _Reference | Non
 
 
 def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
-    """Return the steps without warm-up and without the smaller last batch of an epoch."""
+    """Return the steps that count, without warm-up steps and smaller last batches of epochs."""
     result = {}
     for rank, lines in steps.items():
         later = warm(lines)

@@ -235,7 +235,8 @@ class ForecastErrors:
     def _between(self, net: Net, batch: Tensors) -> tuple[Tensor, Tensor]:
         """Return the forecast minus the true state, in the units of the variables.
 
-        The shapes of the surface part and the atmospheric part are [n, 4, lat, lon] and [n, 5, levels, lat, lon].
+        The shapes are [n, 4, lat, lon] for surface variables, and [n, 5, levels, lat, lon] for
+        atmospheric variables.
         """
         surface, air = batch["surface"], batch["air"]
         known = as_batch(

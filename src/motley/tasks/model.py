@@ -5,8 +5,8 @@ block by block, or as a whole, including the loss.
 
 Blocks of one class are compiled once, whatever their number. The compile time of a ViT-B falls to a
 third of that of the whole model, and the compiled model is as fast. Gradients can be sent as soon
-as a block's backward pass ends. The parts around the blocks, such as a ViT's patch embedding, last norm and head, take
-1 % of a step.
+as a block's backward pass ends. The parts around the blocks, such as a ViT's patch embedding, last
+norm and head, take 1 % of a step.
 
 All dimensions of a shape are fixed except the first, which counts samples. A batch of another size
 therefore causes no recompilation. Convolutions are the exception: torch's kernels around them are

@@ -37,7 +37,7 @@ _TRIALS, _PROBED = 3, 20  # trials of a device's arithmetic, and steps in each
 
 
 class Agreement:
-    """The comparison of the state that all ranks replicate, and its repair.
+    """The comparison of the state that all ranks replicate, and the repair of differences.
 
     Args:
         job: the objects of the training.
@@ -173,7 +173,7 @@ def digests(engine: Engine) -> list[str]:
 
 
 def fingerprints(engine: Engine) -> dict[str, str]:
-    """Return the hash of each value of this rank's replicated state, by name."""
+    """Return the hash of each tensor and value in this rank's replicated state, by name."""
     state = engine.state(Scope.REPLICATED)
     named = sorted(state.tensors.items())
     result = [fingerprint(tensor).to(engine.device) for _, tensor in named]
@@ -282,7 +282,7 @@ def check_finite(
     Args:
         loss_sum: sum of the losses of all ranks.
         sample_loss: loss of each of this rank's samples, [n].
-        indices: indices of these samples.
+        indices: indices of this rank's samples.
         batches: function that reads this rank's batches again.
     """
     if math.isfinite(loss_sum):

@@ -208,7 +208,7 @@ def list_different_options(config: Config, other: Config) -> list[str]:
 
 
 def _is_for_single_ranks(value: Any) -> bool:
-    """Return True for a value that has one entry per rank, and thus fits one launch only."""
+    """Return True if a value has one entry per rank, so that it fits only one launch."""
     return isinstance(value, PerRank) and not value.for_all
 
 
@@ -230,7 +230,10 @@ def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]:
-    """Return the help texts and choices of options that list registered tasks and modes."""
+    """Return the properties of the options whose help texts list registered tasks or modes.
+
+    The result has the help text, choices and other properties by the name of the option.
+    """
     kinds = modes().values()
     return {
         "task": {
@@ -321,7 +324,10 @@ _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: 
 
 
 def make_resume_line(folder: RunFolder) -> str:
-    """Return the command line that continues this run: the user's line with ``--resume``."""
+    """Return the command line that continues this run.
+
+    The result is the user's own command line with ``--run`` and ``--resume auto``.
+    """
     line = _launcher_line()
     command = own_command()
     # A folder may have the command's name, as in mpirun --wdir ~/motley.

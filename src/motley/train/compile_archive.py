@@ -67,7 +67,7 @@ ERRORS = (OSError, *DAMAGE)
 
 @dataclass(frozen=True)
 class Carried:
-    """The files that were packed into an archive or unpacked from it.
+    """A summary of the files that were packed into an archive or unpacked from an archive.
 
     Attributes:
         files: number of files.
@@ -388,7 +388,7 @@ def _folders(folder: Path, below: Sequence[str]) -> dict[str, dict[str, os.stat_
 
 
 def _check_hash(file: io.BufferedReader, index: Index) -> None:
-    """Raise ValueError unless the archive has the hash in its index."""
+    """Raise ValueError if the hash of the archive differs from the hash in the index."""
     if hashlib.file_digest(file, "sha256").hexdigest() != index.sha256:
         raise ValueError(f"{index.archive} is damaged")
     file.seek(0)
@@ -427,9 +427,9 @@ class CompileKeeper:
         self._run: Run
 
     def take(self, world: "World") -> None:
-        """Unpack the archived code on each node, and note the results.
+        """Unpack the archived code on each node, and store notes on the results.
 
-        All ranks call this method, before anything is compiled. A failure does not end the run.
+        All ranks call this method before anything is compiled. A failure does not end the run.
         """
         received = [each for each in world.once_per_node(self._take) if each is not None]
         took = {host: carried for host, carried, _ in received if carried is not None}

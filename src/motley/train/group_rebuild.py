@@ -1,4 +1,4 @@
-"""The process group of the survivors after a lost rank."""
+"""The process group that the surviving ranks form after a rank was lost."""
 
 from collections.abc import Callable
 

@@ -257,13 +257,14 @@ class Loop:
         return job.engine.reads_late and not between
 
     def _read(self) -> bool:
-        """Read the outcome of the launched step, if there is one, and act on it.
+        """Read the outcome of the launched step, and act on the outcome. Do nothing without a step.
 
         The method reacts to exhausted memory and to values that are not finite, writes the record,
         saves a checkpoint if one is due, and changes the split if another split is better.
 
         Returns:
-            True if the epoch continues with the same batches. False: the loop must read them again.
+            True if the epoch continues with the same batches. False: the loop must read the batches
+            again.
         """
         if (unread := self._unread) is None:
             return True
@@ -294,7 +295,7 @@ class Loop:
         )
 
     def _shrink(self, batch: Plan, result: StepResult, step: int) -> None:
-        """Continue with smaller micro-batches on ranks whose memory ran out."""
+        """Change the plan to smaller micro-batches on the ranks whose memory ran out."""
         # Local SGD reports this late: the batch may have changed since.
         tried = batch if result.retry else self._plan
         less = shrink_micro_batches(tried, self._job, result, self._recorder, step)

@@ -1,4 +1,4 @@
-"""The recorder of a run's steps, and of its progress.
+"""The recorder of a run's steps, and the report of the run's progress.
 
 Each step has a record. Rank 0 reports progress as a bar on a terminal, and as plain lines in a log.
 The first steps are compared with the plan.
@@ -66,7 +66,7 @@ class FirstSteps:
         """Add a step of the first rank that trains.
 
         Returns:
-            A note for the user; empty unless the links have changed.
+            A note for the user. The note is empty unless the links have changed.
         """
         if self._memory is None or self._forecast is None:
             return ""
@@ -81,7 +81,7 @@ class FirstSteps:
         """Finish the comparison when enough steps were added, or when the run ends.
 
         Returns:
-            A note for the user; empty unless the links have changed.
+            A note for the user. The note is empty unless the links have changed.
         """
         memory, self._memory = self._memory, None
         if memory is None or self._forecast is None:
@@ -107,9 +107,10 @@ class FirstSteps:
 
 
 def _took_s(record: StepRecord, forecast: Forecast) -> float:
-    """Return a step's seconds: the forecast compute time plus the measured wire time.
+    """Return the seconds of a step, for a comparison with the forecast.
 
-    If an engine cannot separate computing from sending, return the seconds of the whole step.
+    The result is the forecast compute time plus the measured time of sending. If an engine cannot
+    separate computing from sending, the result is the measured time of the whole step.
     """
     if record.t_comm is None:
         return record.n_global / record.samples_per_s
@@ -124,8 +125,8 @@ class Reporter:
         total_steps: number of steps of the whole run.
         done_steps: number of steps that are done already.
         interval: seconds between two plain lines.
-        silent: True: print nothing, as on every rank except rank 0.
-        by_epoch: True: name the epoch of an evaluation. False: name its step.
+        silent: True: print nothing. Every rank except rank 0 is silent.
+        by_epoch: True: print the epoch of an evaluation. False: print the step.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ def console() -> Console:
 
 
 def on_terminal(number: int = 1) -> bool:
-    """Return True if standard output is a user's terminal.
+    """Return True if an output of this process is a user's terminal.
 
     Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output. A rank therefore tests
     the output of its parent process.
@@ -414,7 +415,7 @@ class Recorder:
     def write(self) -> None:
         """Write the record of the completed step.
 
-        The caller does this while the device still computes queued work.
+        The caller calls this method while the device still computes queued work.
         """
         with self._writing:
             self._write()
@@ -479,7 +480,10 @@ class Recorder:
         return [record for record in self._run.read_evaluations() if record["step"] <= step]
 
     def _open(self, done: int) -> None:
-        """Open the record files, and remove the records of later steps, which will be repeated."""
+        """Open the record files, and remove the records after the first ``done`` steps.
+
+        The run repeats the removed steps.
+        """
         folder = self._run.folder
         folder.drop_after(done, self._launched, self._ranks, self._diverges)
         writes = self._rank == 0 or not self._many
@@ -543,7 +547,7 @@ class Recorder:
 
 
 def memory_peak(device: torch.device) -> float:
-    """Return the peak in MiB of the GPU's allocations, or of this process's memory on a CPU."""
+    """Return the peak memory in MiB: of the GPU's allocations, or of this process for a CPU."""
     if device.type == "cuda":
         # max_memory_allocated returns the same, but first makes a flat table of all statistics.
         known = torch.cuda.memory_stats_as_nested_dict(device)

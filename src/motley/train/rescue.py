@@ -72,9 +72,9 @@ class Rescue:
         self.kept: KeptState | None = None
 
     def launched(self, state: TrainState, step: LaunchedStep) -> None:
-        """Set the state after a step that the device has started.
+        """Record the position after a step that was launched on the device.
 
-        The host reads the outcome later, and then calls :meth:`mark_consistent`.
+        The host reads the outcome of the step later, and then calls :meth:`mark_consistent`.
         """
         self._launched = state, step
         self.mark_unchanged()
@@ -138,7 +138,7 @@ class Rescue:
         """Return a copy of the state after the last finished step.
 
         Raises:
-            MotleyError: the training thread did not finish its change in time.
+            MotleyError: the training thread did not finish a change of the state in time.
         """
         deadline, engine = time.monotonic() + _WAIT_S, self._engine
         assert engine is not None
@@ -190,7 +190,7 @@ def beside_training(device: torch.device) -> Iterator[None]:
 
 
 def arm_rescue(world: World, begun: StartedJob, shared: bool) -> Rescue:
-    """Let surviving ranks save the last finished step when a rank is lost.
+    """Prepare this rank to save the last finished step when another rank is lost.
 
     Args:
         world: the ranks.
@@ -233,7 +233,7 @@ def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -
 
 @dataclass(frozen=True)
 class Continuation:
-    """The group, plan and state with which the survivors of a lost rank start.
+    """The process group, plan and state with which the survivors continue after a lost rank.
 
     Attributes:
         group: process group of the survivors, which this rank has joined.

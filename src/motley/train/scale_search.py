@@ -32,7 +32,7 @@ _SHOWN = 8  # samples, at most
 
 @dataclass(frozen=True)
 class Overflow:
-    """The first place where values are not finite.
+    """The first layer or parameter of a model whose values are not finite.
 
     Attributes:
         layer: name of the layer or parameter in torch.

@@ -54,7 +54,7 @@ class Budget:
         checkpoint: bytes of one checkpoint.
         saves: number of checkpoints that the rest of the run will save.
         keep: number of checkpoints to keep on the disk.
-        there: number of checkpoints that are on the disk already, and will be replaced.
+        there: number of checkpoints on the disk that new checkpoints will replace.
         free: free space of the disk in bytes.
         folder: folder of the checkpoints.
     """
@@ -72,8 +72,8 @@ class Budget:
     def needed(self) -> float:
         """Largest number of bytes that new checkpoints need on the disk.
 
-        The number includes one checkpoint more than are kept, because a new checkpoint is complete
-        before the oldest one is removed.
+        The number includes one more checkpoint than the number to keep, because a new checkpoint is
+        complete before the oldest one is removed.
         """
         return self.checkpoint * min(self.saves, max(1, self.keep + 1 - self.there))
 
@@ -275,7 +275,7 @@ def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
 
 
 def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
-    """Return the notes of all ranks' loaders on the memory of their hosts."""
+    """Return the notes of all ranks' loaders on the number of loader processes."""
     message = zip(group.workers, all_gather_object(loader.note), strict=True)
     return [
         ("loader_memory", f"rank {worker.rank} on {worker.host}: {text}", {"rank": worker.rank})

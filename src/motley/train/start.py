@@ -1,8 +1,8 @@
-"""A run, from the launched ranks to the last record. Start reading at :func:`train`.
+"""A run, from the launched ranks to the last record. The main function is :func:`train`.
 
 :func:`train` chooses the ranks that take part, opens the data and the model, makes a plan, runs the
-loop, and records the result. If a rank is lost and the other ranks can continue, they repeat these
-steps.
+loop, and records the result. If a rank is lost and the other ranks can continue, the other ranks
+repeat these steps.
 """
 
 import contextlib

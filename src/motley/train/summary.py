@@ -1,7 +1,7 @@
 """The summary of a run before it starts, for run.json and for the terminal.
 
-The summary has the expected time, and the disk space of the checkpoints. The tables that show a
-plan without training are made here, too.
+The summary has the expected time and the disk space of the checkpoints. The module also prints the
+tables that show a plan without training.
 """
 
 import dataclasses
@@ -189,7 +189,7 @@ def print_summary(
 
 
 def show_plan(world: World, config: Config) -> None:
-    """Plan on all ranks, and print the plan on rank 0."""
+    """Measure and plan on all ranks, and print the plan on rank 0."""
     group, planned = plan_only(world, config)
     if world.rank == 0:
         _show(group, planned, group.machines(world), get_task(config))

@@ -15,7 +15,7 @@ LOST_POINTS = {2: (0.3, 5), 4: (0.5, 8), 8: (0.3, 8)}  # see WireMode, by steps
 
 @dataclass(frozen=True)
 class LocalSgd(WireMode):
-    """The mode in which each rank takes local steps between averaging rounds of the parameters.
+    """The mode in which each rank takes several steps of its own before parameters are averaged.
 
     Attributes:
         steps: number of steps from one averaging round to the next.

@@ -1,4 +1,4 @@
-"""Optimizers besides timm's.
+"""Optimizers that Motley adds to those of timm.
 
 A module in this package adds optimizers by listing them in ``OPTIMIZERS``.
 """
@@ -47,8 +47,9 @@ class OwnOptimizer:
         kind: class of the optimizer. Its constructor takes ``lr`` and ``weight_decay``, as timm's
             classes do.
         has_betas: True if the constructor takes ``betas`` too.
-        row: 1: the optimizer may get flat parts of parameters. Above 1: the optimizer steps each
-            row of a parameter separately and needs whole rows, and trials use rows of this length.
+        row: 1: the optimizer may get flat parts of parameters. Above 1: the optimizer needs whole
+            rows, because it steps each row of a parameter separately. Trials use rows of this
+            length.
         codec: conversion of compressed state tensors; None: no state tensor is compressed.
         like: another value of ``--opt``. Each of the two optimizers can continue from the other's
             checkpoints.

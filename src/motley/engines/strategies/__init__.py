@@ -1,7 +1,8 @@
-"""The kinds of ``--strategy``.
+"""The strategies that ``--strategy`` can name.
 
-A module in this package adds a kind by listing it in ``STRATEGIES``. Neither this module nor its
-submodules import torch at the top, because ``-h`` and the matrix of runs import them, too.
+A module in this package adds a strategy by listing it in ``STRATEGIES``. Neither this module nor
+its submodules import torch at the top, because ``-h`` and the matrix of runs import these modules,
+too.
 """
 
 from collections.abc import Callable, Mapping

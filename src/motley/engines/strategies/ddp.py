@@ -1,4 +1,4 @@
-"""DDP: each rank keeps the whole model, and ``--wire`` selects how gradients travel."""
+"""DDP: each rank keeps the whole model, and ``--wire`` selects how ranks sum gradients."""
 
 from typing import TYPE_CHECKING
 
