@@ -104,9 +104,9 @@ class Slots:
 
         A loader process calls this method.
 
-        If the slot is too small, return the batch in separate shared memory. Errors in the batch
-        are raised here. The thread that sends the batch would only print an error, and the rank
-        would wait until its timeout.
+        If the slot is too small, return the batch in separate shared memory. This method raises
+        errors about the batch, because the thread that sends the batch would only print an error.
+        The rank would then wait until its timeout.
         """
         tensors = batch.tensors()
         places, size = _places(tensors)

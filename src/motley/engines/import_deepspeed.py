@@ -1,8 +1,8 @@
 """The import of DeepSpeed without its messages. No other module imports DeepSpeed.
 
-By default DeepSpeed prints warnings on every rank that do not apply here. On a CPU, DeepSpeed also
-compiles code for inference. The compilation takes half a minute, and needs headers that a host may
-lack.
+By default DeepSpeed prints warnings on every rank that do not apply to Motley. On a CPU, DeepSpeed
+also compiles code for inference. The compilation takes half a minute, and needs headers that a host
+may lack.
 
 Importing this module raises MotleyError if DeepSpeed is not installed, or if its version is known
 to train wrongly.

@@ -6,7 +6,7 @@
 
 RUN is the folder of a run with an image model, or of one of its checkpoints. From a run, the
 command loads the newest intact checkpoint. EXPORTED is a folder that torch_dist/export.py has
-written; with this folder, no data set is needed. The output has one line per image file, with the
+written. This folder needs no data set. The output has one line per image file, with the
 classes and their probabilities, as CSV or as JSON. The command also reads the images in subfolders.
 The command uses a GPU if the host has one.
 """

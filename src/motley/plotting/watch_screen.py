@@ -355,7 +355,7 @@ class View:
 
         Args:
             rows: the ranks.
-            by: number of rows to move down; negative: up.
+            by: number of rows to move down. A negative number moves up.
         """
         order = [row.rank for row in self.sort.apply(rows)]
         if not order:

@@ -9,7 +9,7 @@ Each cell is one way to train. A matrix file has the form
     options = ["--model", "vit_base_patch16_224", "--dataset", "synthetic"]  # of every cell
     script = "my/train.py"      # of every cell that names none; default: the strategy's
 
-    [matrix]                    # one value or a list per key; every combination is a cell
+    [matrix]                    # one value or a list per key. Every combination is a cell.
     strategy = ["ddp", "fsdp", "zero1"]
     precision = "auto"          # as --precision
     checkpointing = [false, true]  # or a module's name, as --grad-checkpointing takes it

@@ -2,12 +2,12 @@
 
 The outcome states that the run is done, or how, where and when the run failed.
 
-    matrix.json            the settings; another matrix may not be written here
-    cells/<cell>.<k>/      the run folder of repeat k; its output and outcome are beside it
+    matrix.json            the settings of the matrix, to which the folder belongs
+    cells/<cell>.<k>/      the run folder of repeat k, with its output and outcome beside it
     results.csv, results.md
 
-One command measures all cells, or several commands measure one cell each, as the tasks of a Slurm
-array. The command that measures a cell holds its lock.
+A single command measures all cells, or each task of a Slurm array measures one cell. The command
+that measures a cell holds the lock of the cell.
 """
 
 import contextlib

@@ -92,7 +92,8 @@ class _Groups(_BatchNorm):
         rows: rows of the layer's input that belong to one sample: 1, or the number of tokens if the
             model folds tokens into the batch.
         samples: number of samples in the pass.
-        calls: number of calls of the layer in this pass so far; _CLOSED outside a pass.
+        calls: number of calls of the layer in this pass so far. Outside a pass, the value is
+            _CLOSED.
         sinks: for each call in a pass, a tensor [2, C]. Its rows are the sum of the means and the
             sum of the unbiased variances of all groups. Each summand is multiplied by the number
             of samples in the group.
@@ -583,7 +584,7 @@ def _decomposed(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise x like :func:`_native`, by operations that torch.compile fuses.
 
     Returns:
-        The layer's output; mean and unbiased variance of each group, [groups, C].
+        The layer's output, the mean of each group, and the unbiased variance, [groups, C] each.
     """
     groups, each = _count_groups(layer, x)
     y, *result = _Normalized.apply(x, layer.weight, layer.bias, layer)
@@ -595,7 +596,7 @@ def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise x by one call of torch's batch norm, in which each group has its own channels.
 
     Returns:
-        The layer's output; mean and unbiased variance of each group, [groups, C].
+        The layer's output, the mean of each group, and the unbiased variance, [groups, C] each.
     """
     groups, each = _count_groups(layer, x)
     channels, sizes, rows = x.shape[1], x.shape[2:], layer.rows

@@ -58,8 +58,8 @@ class Compiled:
         around: modules whose ``forward`` is compiled beside the blocks. A call with an argument
             that is not a tensor runs uncompiled.
         counts: numbers of samples for which separate versions are compiled. A pass over another
-            number of samples runs uncompiled, unless several such passes follow one another. Empty:
-            compile one version for any number of samples.
+            number of samples runs uncompiled, unless several passes with other numbers follow one
+            another. Empty: compile one version for any number of samples.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Compiled:
 
 
 def _batched(given: Any) -> list[Tensor]:
-    """Return the tensors among (nested) arguments that have at least one dimension."""
+    """Return all tensors with at least one dimension in nested arguments."""
     return [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.dim()]
 
 
@@ -170,7 +170,7 @@ def _of_tensors(compute: Compute, plain: Compute) -> Compute:
     """Return a function that calls ``compute``, or ``plain`` if an argument is not a tensor.
 
     An argument that is not a tensor, such as the time of a forecast, is a constant for
-    torch.compile. Each new value would compile the module again.
+    torch.compile. Torch would compile the module again for each new value of the argument.
     """
 
     def computed(*given: Any, **named: Any) -> Any:
@@ -350,7 +350,7 @@ class TaskModel(nn.Module):
         return self.by_blocks.parameters() if self.by_blocks else list(self.net.parameters())
 
     def fill(self, *parts: nn.Module) -> None:
-        """Draw the initial values of modules that have none yet, on the model's device."""
+        """Draw the initial values of modules that have no values yet, on the model's device."""
         if self.by_blocks:
             self.by_blocks.fill(parts, self.device)
 
@@ -374,8 +374,8 @@ class TaskModel(nn.Module):
         Args:
             data: tensors by name, as in motley.data.source.Batch. An empty dictionary means no
                 samples.
-            scored: True for held-out samples. The method then returns the task's scores by name,
-                [n] each, instead of losses.
+            scored: True: the samples are held-out samples, and the method returns the task's scores
+                by name, [n] each, instead of losses.
         """
         samples = len(next(iter(data.values()), ()))
         if self._compiled is not None and samples:
@@ -478,9 +478,9 @@ def _channels_last(value: Any) -> Any:
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Switch TF32 on for the precision ``tf32``, and off for all other precisions.
+    """Turn TF32 on for the precision ``tf32``, and off for all other precisions.
 
-    The switch applies to matrix products and to convolutions. Without TF32 both use IEEE fp32
+    The setting applies to matrix products and to convolutions. Without TF32, both use IEEE fp32
     arithmetic.
     """
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"

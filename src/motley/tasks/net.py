@@ -75,7 +75,7 @@ def get_kind(block: nn.Module) -> Hashable:
 
 
 def _are_blocks(parts: Sequence[nn.Module]) -> bool:
-    """Return True for two or more trainable modules of one class that are not lists."""
+    """Return True if ``parts`` are two or more trainable modules of one class, and no lists."""
     kinds = {type(part) for part in parts}
     return (
         len(parts) > 1 and len(kinds) == 1 and not isinstance(parts[0], _LISTS)
@@ -84,7 +84,7 @@ def _are_blocks(parts: Sequence[nn.Module]) -> bool:
 
 
 def build_net(task: Task, config: Config) -> nn.Module:
-    """Return the task's network, changed by its options, with weights drawn from ``--seed``."""
+    """Build the task's network with weights drawn from ``--seed``, and apply the user's options."""
     torch.manual_seed(config.seed)
     return prepared(task.model(), task, config)
 
@@ -103,8 +103,8 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
 
     Args:
         net: the network.
-        names: paths of parameters or modules, or their last words. ``backbone``: all except
-            ``head``.
+        names: paths of parameters or modules, or the last words of these paths. The name
+            ``backbone`` stands for all parameters except those in ``head``.
         head: paths of the head's modules.
 
     Raises:

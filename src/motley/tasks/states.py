@@ -1,7 +1,7 @@
 """States of the atmosphere on a grid, from which Aurora learns: synthetic or from NetCDF files.
 
-The files have the layout of ERA5's. There may be any number of files, each with some of the
-variables at some of the times.
+The files have the layout of ERA5's files. Each file may contain some of the variables at some of
+the times.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True)
 class Grid:
-    """The points of a field.
+    """The points of the grid on which a field is given.
 
     Attributes:
         lat: latitudes in degrees, from north to south.
@@ -64,7 +64,7 @@ class Usual:
 
 
 class States(Protocol):
-    """A source of states of the atmosphere, which are read by their times."""
+    """A source of states of the atmosphere, from which states are read by time."""
 
     grid: Grid
     hours: Sequence[int]  # hours since 1970 of all states, UTC, ascending
@@ -122,7 +122,7 @@ class Made:
         """Return synthetic fields with values of about -2 to 2, [hours, count, lat, lon].
 
         Each field is a sum of waves. A wave is the product of a profile in latitude and a wave in
-        longitude. No random numbers are used, because versions of numpy may draw different ones.
+        longitude. Waves are not random, because versions of numpy may draw different numbers.
         """
         field, wave = np.ogrid[first : first + count, 0:_WAVES]
         dice = ((field * _WAVES + wave + 1) * _GOLDEN) % 1.0  # [count, waves]
@@ -187,7 +187,7 @@ class Forecasts:
         return {"surface": surface, "air": air, "hour": hours[INPUTS - 1]}
 
     def hours_at(self, index: int) -> list[int]:
-        """Return the hours of the states of one sample."""
+        """Return the times of the states of one sample, in hours since 1970."""
         return [self.starts[index] + number * self._step for number in range(INPUTS + 1)]
 
 
@@ -201,7 +201,7 @@ def split(states: States, step: int) -> tuple[Forecasts, Forecasts]:
         step: hours from one state to the next.
 
     Raises:
-        MotleyError: there are too few states.
+        MotleyError: the source has too few states.
     """
     known, length = set(states.hours), INPUTS * step
     starts = [hour for hour in states.hours if {hour + step, hour + length} <= known]
@@ -491,7 +491,7 @@ class Files:
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """Open a NetCDF file, and close it at the end of the context.
+    """Open a NetCDF file for a ``with`` block, and close the file at the end of the block.
 
     Raises:
         MotleyError: the file is missing, or cannot be read.
@@ -534,7 +534,7 @@ def _hours(path: str, times: Any) -> list[int]:
 
 
 def _hectopascals(level: Any) -> tuple[int, ...]:
-    """Return the pressure levels of a file in hPa. The file may have them in Pa."""
+    """Return the pressure levels of a file in hPa. In the file, the unit may be Pa."""
     values = np.asarray(level.values, dtype=float)
     return tuple(round(value) for value in values / (100 if values.max() > 2000 else 1))
 

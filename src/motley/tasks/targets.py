@@ -73,7 +73,7 @@ class Target(Protocol):
         """Return a prediction for each image, with the most probable classes first."""
 
     def describe(self, scores: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the label and the prediction of an image, given its row of the scores."""
+        """Return the label and the prediction of an image, given the image's scores."""
 
 
 @dataclass
@@ -216,7 +216,7 @@ class ClassTarget(Target):
 
 
 def _rank(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[list[dict[str, Any]]]:
-    """Return the most probable classes of each image, with their probabilities."""
+    """Return the most probable classes of each image, with the probability of each class."""
     best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
     return [
         [

@@ -30,7 +30,7 @@ class Sampling:
     top_p: float = 1.0
 
     def draw(self, logits: "Tensor", generator: "torch.Generator") -> int:
-        """Draw the next token.
+        """Draw the next token, and return its number.
 
         Args:
             logits: logits of all tokens, [vocabulary].
@@ -52,7 +52,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Writer:
-    """A trained language model.
+    """A generator of text, with a trained language model.
 
     Attributes:
         net: the network, in evaluation mode.

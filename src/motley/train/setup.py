@@ -385,7 +385,7 @@ def begin(
     initial: Sequence[str],
     kept: KeptState | None = None,
 ) -> StartedJob | None:
-    """Make the job, and load the state from which it continues.
+    """Make the job, and load the state from which the job continues.
 
     The result is None on a rank that takes no part in training.
 

@@ -228,9 +228,9 @@ def _step(parameter: Tensor, slots: Mapping[str, Tensor], factors: _Factors) -> 
 def _advance(values: Tensor, grad: Tensor, factors: _Factors, mean: Tensor, square: Tensor) -> None:
     """Take one AdamW step, in place.
 
-    Every operation here rounds in the same way on all devices. Fused operations (lerp, addcmul,
-    addcdiv, add with alpha) are avoided, because they round once on one device and twice on
-    another. Division by a scalar is avoided, because a GPU multiplies by the inverse.
+    Every operation of this function rounds in the same way on all devices. Fused operations (lerp,
+    addcmul, addcdiv, add with alpha) are avoided, because they round once on one device and twice
+    on another. Division by a scalar is avoided, because a GPU multiplies by the inverse.
     """
     grad = grad.float()
     mean.mul_(factors.beta1).add_(grad * (1 - factors.beta1))

@@ -722,7 +722,7 @@ class ImageTask(Task):
         return self._target.columns(self.logits(net, batch["images"]), batch["labels"])
 
     def pictures(self, batch: "Tensors") -> "Tensor | None":
-        """Return the images for the report; of several crops of an image, the middle one."""
+        """Return the images for the report, or the middle crop of each image with several crops."""
         images = batch["images"]
         return images[:, 4] if images.dim() == 5 else images
 
