@@ -169,7 +169,8 @@ def train_with(
     own = (begun.job.length.last_step(begun.state), begun.state.step) if begun else (0, 0)
     last_step, step = map(max, zip(*world.allgather(own), strict=True))
     world.clock.lap("engine")
-    run.start(make_records(world, config, group, plan, planned, traits, job, last_step), step)
+    records = make_records(world, config, group, plan, planned, traits, job, last_step)
+    run.start(records, step, trains=step < last_step)
     if world.rank == 0:
         run.folder.write_config(config.as_toml())
     shared = run.is_shared()
