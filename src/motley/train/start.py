@@ -271,13 +271,14 @@ def how_to_continue(
     saved = parse_step(result[0]) if result else None
     if saved is None:
         return "nothing of this run is saved yet; --save-every N saves it every N steps"
-    behind = (step or 0) - saved
+    behind = 0 if step is None else step - saved
     steps = (
         f"step {step}"
         if behind == 1
         else (f"steps {saved + 1} {'and' if behind == 2 else 'to'} {step}")
     )
-    repeated = f", and {steps} will be repeated" if behind > 0 else ""
+    # A checkpoint may be of a later step than the last one that the ranks have reported.
+    repeated = f", and {steps} will be repeated" if behind > 0 else ", so no step will be repeated"
     return f"the last checkpoint is of step {saved}{repeated}; continue with: {line}"
 
 
