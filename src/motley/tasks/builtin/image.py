@@ -614,6 +614,10 @@ class ImageTask(Task):
         changed.__dict__["look"] = self.look  # images are prepared as in the run's evaluations
         return changed
 
+    def with_rows(self, rows: Sequence[Mapping[str, Any]]) -> Task:
+        """See Task; images are given as files."""
+        raise MotleyError("this is a run of images; name image files, or folders that hold them")
+
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """See Task."""
         image, label = item
