@@ -7,6 +7,7 @@
 #   srun --mpi=pmix -n 5 ./entry_cn.sh                  # under Slurm; --mpi=none does too
 #   torchrun --nproc-per-node 2 --no-python -- ./entry_cn.sh --epochs 5
 #   ./entry_cn.sh                                       # one process
+#   ./entry_cn.sh torch_dist/train_vit.py -h            # lists the options of a training
 #
 # usage: ./entry_cn.sh [SCRIPT.py] [ARGS...]            default: torch_dist/train_vit.py
 #

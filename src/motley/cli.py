@@ -74,7 +74,7 @@ GROUPS = {
             "infer.infer_vit", "predict with a trained model", "torch_dist/infer_vit.py"
         ),
         "predict": _here(
-            "infer.predict", "predict the classes of images of your own", "torch_dist/predict.py"
+            "infer.predict", "predict images or rows of a table", "torch_dist/predict.py"
         ),
         "generate": _here(
             "infer.generate", "write text with a trained model", "torch_dist/generate.py"

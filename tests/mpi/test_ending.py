@@ -123,7 +123,8 @@ def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
     assert re.search(
         r"stopped by Ctrl-C or a signal to the launcher after step \d+; "
-        r"the last checkpoint is of step \d+(, and steps? .* will be repeated)?; continue with: ",
+        r"the last checkpoint is of step \d+, (and|so no) steps? .*will be repeated; "
+        r"continue with: ",
         line,
     )
     begun = [str(word) for word in job.args]

@@ -51,11 +51,15 @@ def test_evaluations_change_nothing_else(module_jobs: Jobs, alone: Trained) -> N
     assert plain.losses == alone.losses
     assert [each["step"] for each in plain.epochs] == [9]
     assert plain.epochs[-1]["loss"] == alone.epochs[-1]["loss"]
+    before = plain.run["result"]
     words = ("--resume", plain.folder, *WORDS[:2], "--eval-at-start", "--metrics", "f1_macro")
     again = module_jobs.train(2, DDP, "plain", *words)
     assert [each["step"] for each in again.epochs] == [9, 9]
     assert again.epochs[1]["loss"] == pytest.approx(plain.epochs[0]["loss"], rel=1e-5)
     assert 0 < again.epochs[1]["f1_macro"] < 1 and again.losses == plain.losses
+    result = {**again.run["result"]}
+    assert result.pop("f1_macro") == again.epochs[1]["f1_macro"]
+    assert result == before  # the speed of its training is still in it
 
 
 @pytest.mark.turns

@@ -282,6 +282,72 @@ def test_files_are_predicted_by_a_run_and_by_its_export(jobs: Jobs, tmp_path: Pa
     assert done.returncode == 1 and "it has no model.safetensors" in done.stderr
 
 
+HOUSES = """
+from dataclasses import dataclass, field, replace
+import torch
+from motley import Task
+
+@dataclass(frozen=True)
+class Houses(Task):
+    rows: str | None = None  # an option that nobody sets
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def with_rows(self, rows):
+        task = replace(self)
+        task.__dict__["held_out"] = rows
+        return task
+
+    def data(self, held_out):
+        known = [{"size": n / 32, "price": n / 16} for n in range(64)]
+        return self.__dict__.get("held_out", known[:8]) if held_out else known
+
+    def sample(self, item, training):
+        price = {"price": torch.tensor([item["price"]])} if training else {}
+        return {"size": torch.tensor([float(item["size"])]), **price}
+
+    def losses(self, net, batch):
+        return (net(batch["size"]) - batch["price"]).square()[:, 0]
+
+    def scores(self, net, batch):
+        return {"loss": net(batch["size"])[:, 0]}
+
+    def predict(self, net, batch):
+        return {"price": net(batch["size"])[:, 0].tolist()}
+"""
+
+
+def test_rows_of_a_table_are_predicted_too(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "houses.py").write_text(HOUSES)
+    run = jobs.train(1, "torch_dist/train.py", "houses", "--task", tmp_path / "houses.py",
+                     "--batch-size", 16, "--epochs", 50, "--opt", "sgd", "--lr", 0.2,
+                     "--warmup-epochs", 0, "--weight-decay", 0)  # fmt: skip
+    table = tmp_path / "rows.csv"
+    table.write_text("name;size;price\n'a;1;x\nb;;\nc;0.5;y\n")
+    done = predict(run.folder, table)
+    assert done.returncode == 1, "a row without a size is left out"
+    assert "rows.csv, line 3: sample() raised ValueError: could not convert" in done.stderr
+    lines = list(csv.DictReader(done.stdout.splitlines()))
+    assert [(line["name"], line["price"]) for line in lines] == [("'a", "x"), ("c", "y")]
+    assert [float(line["price_predicted"]) for line in lines] == pytest.approx([2, 1], abs=0.05)
+    objects = tmp_path / "rows.jsonl"
+    objects.write_text('{"size": 1.5}\n\n{"size": 0, "more": [1]}\n')
+    done = predict(run.folder, objects, "--format", "jsonl", "--batch-size", 1)
+    assert done.returncode == 0, done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["price"] == pytest.approx(3, abs=0.05) and second["more"] == [1]
+    for name, content, says in (
+        ("a.csv", "size\n1\n2,3\n", "a.csv, line 3 has 2 cells, and the header has 1"),
+        ("b.csv", "size,name\n1\n", "has 1 cells, and the header"),
+        ("c.jsonl", "[1]\n", "line 1 is a JSON list, not an object"),
+        ("d.txt", "1\n", "d.txt is no table, and"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(content)
+        done = predict(run.folder, tmp_path / name)
+        assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+
+
 @pytest.mark.parametrize("kind", ["labels", "value"])
 def test_labels_and_values_are_predicted_too(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     photos = tmp_path / "photos"

@@ -32,6 +32,16 @@ def test_mixed_and_augmented_images_are_learnt_as_by_one_rank(module_jobs: Jobs,
     assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-6)
 
 
+def test_several_images_of_a_sample_are_learnt_as_by_one_rank(module_jobs: Jobs) -> None:
+    words = ("--model", "resnet10t", "--img-size", 32, "--bn-group", 8, "--aug-splits", 3, "--aa",
+             "augmix-m5-w4-d2", "--jsd-loss", "--reprob", 0.5, "--resplit", "--batch-size", 48,
+             "--max-steps", 4, "--precision", "fp32", "--eval-samples", 40)  # fmt: skip
+    alone = module_jobs.train(1, DDP, "copies alone", *words)
+    run = module_jobs.train(3, DDP, "copies", *words, "--shares", "3,1,2", "--micro-batch", 8)
+    assert run.losses == pytest.approx(alone.losses, rel=2e-6)
+    assert run.epochs[-1]["loss"] == pytest.approx(alone.epochs[-1]["loss"], rel=1e-5)
+
+
 @pytest.mark.turns
 @pytest.mark.parametrize("kind", ["hfds", "wds"])
 def test_images_as_others_publish_them_are_learnt_as_by_one_rank(

@@ -65,15 +65,15 @@ OF_TIMM = [
 ]
 # A value that suits each option; 1 suits all others that take one.
 WITH = {
-    "--aa": "rand-m9", "--amp-dtype": "bfloat16", "--bce-target-thresh": "0.2",
+    "--aa": "rand-m9", "--aug-splits": "3", "--amp-dtype": "bfloat16", "--bce-target-thresh": "0.2",
     "--clip-mode": "agc", "--config": "", "--crop-pct": "0.9", "--dataset": "folder",
     "--decay-milestones": "30,60", "--eval-metric": "top1", "--interpolation": "bicubic",
     "--opt": "sgd", "--opt-kwargs": "eps=1e-8", "--ratio": "0.75 1.33", "--remode": "const",
     "--scale": "0.08 1.0", "--sched": "step", "--test-crops": "5", "--tta": "5",
 }  # fmt: skip
 SWITCHES = {
-    "--no-aug", "--pretrained", "--grad-checkpointing", "--bce-loss", "--model-ema",
-    "--model-ema-warmup", "--torchcompile",
+    "--no-aug", "--pretrained", "--grad-checkpointing", "--bce-loss", "--jsd-loss", "--model-ema",
+    "--model-ema-warmup", "--resplit", "--torchcompile",
 }  # fmt: skip
 
 

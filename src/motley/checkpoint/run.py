@@ -194,6 +194,7 @@ class Run:
         self._lock: TextIO | None = None
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
+        self._earlier: JsonDict = {}  # result of an earlier job in this folder
         self._started: float | None = None  # seconds since 1970
         self._groups: list[
             JsonDict
@@ -255,7 +256,7 @@ class Run:
         folders[self.folder.path] = self.folder
         return [record for folder in folders.values() for record in folder.read_epochs()]
 
-    def start(self, content: Mapping[str, Any], step: int) -> None:
+    def start(self, content: Mapping[str, Any], step: int, trains: bool = True) -> None:
         """Create the folder on all hosts and write run.json.
 
         Rank 0 then records the events and faults of all ranks.
@@ -263,6 +264,7 @@ class Run:
         Args:
             content: other entries of run.json, including ``ranks``.
             step: number of optimizer steps that are done already.
+            trains: False if no step is left to train, so run.json keeps the result.
         """
         world = self._world
         self._make_folder()
@@ -272,7 +274,7 @@ class Run:
         now = world.from_first(time.time)
         if self._started is None:
             self._started, grouped = now, {}
-            self._groups = world.from_first(self._read_groups)
+            self._groups, self._earlier = world.from_first(self._read_earlier)
         else:  # a rank was lost: `ranks` and `plan` are new from here on
             grouped = {"grouped": now}
         self._groups = add_group(self._groups, step, content["ranks"])
@@ -286,7 +288,7 @@ class Run:
                     "versions": versions(),
                     "commit": commit(),
                     "facts": [dataclasses.asdict(node) for node in _one_a_machine(world)],
-                    "result": None,
+                    "result": None if trains else self._earlier or None,
                     "groups": self._groups,
                     **content,
                 },
@@ -294,11 +296,12 @@ class Run:
             )
         world.allgather(None)  # no rank writes records before the run has started
 
-    def _read_groups(self) -> list[JsonDict]:
-        """Return the entries of run.json on the process groups that have written records so far."""
+    def _read_earlier(self) -> tuple[list[JsonDict], JsonDict]:
+        """Return the process groups and the result that earlier jobs have recorded in this folder."""
         with contextlib.suppress(MotleyError):  # the file is replaced, damaged or not
-            return read_groups(self.folder.read_run())
-        return []
+            content = self.folder.read_run()
+            return read_groups(content), content.get("result") or {}
+        return [], {}
 
     def _make_folder(self) -> None:
         """Create the folder on all machines, and lock it on rank 0. All ranks call it."""
@@ -385,8 +388,12 @@ class Run:
         record_fault(self.folder, fault)
 
     def record_result(self, result: Mapping[str, Any]) -> None:
-        """Record the run's result. The first rank that trains calls it."""
-        self.event("finished", **result)
+        """Record the run's result. The first rank that trains calls it.
+
+        A job that only evaluates a finished run again adds the metrics that the result lacks.
+        """
+        earlier = {} if self.samples else self._earlier
+        self.event("finished", **{**result, **earlier})
 
     def finish(self) -> None:
         """Record that this rank has finished, wait for all ranks, and mark the run as finished."""

@@ -39,6 +39,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--gradient-clip-val": ("--clip-grad",),
     "--gradient-clipping": ("--clip-grad",),
     "--imgsz": ("--img-size",),
+    "--jsd": ("--jsd-loss",),
     "--label-smoothing": ("--smoothing",),
     "--label-smoothing-factor": ("--smoothing",),
     "--learning-rate": ("--lr",),
@@ -226,9 +227,6 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "the schedule always begins after the warm-up; leave this option out": ("--warmup-prefix",),
     "an epoch uses each sample once: give more --epochs, or --balanced-sampling": (
         "--aug-repeats", "--epoch-repeats",
-    ),
-    "each sample is augmented once per epoch, and has its own loss; leave this option out": (
-        "--aug-splits", "--jsd", "--jsd-loss", "--resplit",
     ),
     "crops are random and resized, within --scale and --ratio; leave this option out": (
         "--train-crop-mode",

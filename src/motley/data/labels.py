@@ -5,7 +5,6 @@ the folder or by its file name, with or without the ending. Each host finds the 
 same order.
 """
 
-import csv
 import hashlib
 import math
 import os
@@ -23,6 +22,7 @@ import torch
 from motley.data.datasets import CLASS, HELD_OUT, LABELS, TRAIN, VALUE
 from motley.data.images import Images, composed, image_endings, is_foreign, load_image
 from motley.data.source import Source
+from motley.data.tables import CsvFile
 from motley.errors import MotleyError
 from motley.text import did_you_mean, name_some
 
@@ -167,32 +167,14 @@ def _count(images: int, kind: str, names: Sequence[str], held_out: int) -> str:
 
 def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
     """Return the rows of a CSV file. The header shows which character is the delimiter."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "the file is not UTF-8 text"
-        raise MotleyError(f"--labels {file}: {reason}; name a CSV file") from None
-    header = text.partition("\n")[0]
-    delimiter = max(",;\t", key=header.count)
-    lines = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
-    names = [name.strip() for name in next(lines, [])]
-    places = _find_columns(file, names, columns)
+    table = CsvFile(file, f"--labels {file}")
+    places = _find_columns(file, table.names, columns)
     rows = list[_Row]()
-    try:
-        for cells in lines:
-            if not any(map(str.strip, cells)):
-                continue
-            if len(cells) <= max(each for each in places if each is not None):
-                raise MotleyError(
-                    f"{file}, line {lines.line_num} has {len(cells)} cells, and the header has "
-                    f"{len(names)}; quote a cell that contains {delimiter!r}"
-                )
-            name, label, split = ("" if at is None else cells[at].strip() for at in places)
-            if not name or "\0" in name:
-                raise MotleyError(f"{file}, line {lines.line_num} names no file; remove the line")
-            rows.append(_Row(lines.line_num, name, label, split.lower()))
-    except csv.Error as error:
-        raise MotleyError(f"{file}, line {lines.line_num}: {error}; write it as CSV") from None
+    for cells in table.rows(1 + max(each for each in places if each is not None)):
+        name, label, split = ("" if at is None else cells[at].strip() for at in places)
+        if not name or "\0" in name:
+            raise MotleyError(f"{file}, line {table.line} names no file; remove the line")
+        rows.append(_Row(table.line, name, label, split.lower()))
     if not rows:
         raise MotleyError(f"--labels {file} has no rows; write one line per image, as in a.jpg,cat")
     return rows

@@ -39,6 +39,7 @@ from motley.errors import MotleyError
 
 Transform = Callable[[Any], Any]
 _FIVE = 5  # crops: four corners and the middle
+_AUGMIX_SHIFT = 0.3  # largest shift in AugMix, as a part of the size; as in timm
 _ROOM = 0.875  # most of a side that a crop of several takes
 
 
@@ -54,7 +55,7 @@ class Look:
         crop: fraction of a held-out image's side that is used.
         crop_mode: timm's way to make an image square: center, border or squash.
         augment: True: apply random crops and flips, if these keep the class of the images.
-        auto: timm's RandAugment or AutoAugment, such as rand-m9-mstd0.5; empty: none.
+        auto: timm's RandAugment, AutoAugment or AugMix, such as rand-m9-mstd0.5; empty: none.
         jitter: strength of random changes in brightness, contrast and saturation.
         erase: probability that a rectangle is replaced by noise.
         boxes: True if pairs of training images exchange boxes, as in CutMix.
@@ -64,6 +65,9 @@ class Look:
         turn: probability that a training image is flipped upside down.
         erase_mode: timm's name of the content of erased rectangles: pixel, const or rand.
         erase_count: largest number of rectangles that are erased in an image.
+        copies: number of images that a training sample has in a batch. The first image is only
+            cropped and flipped, and the others are also changed by ``auto`` and ``jitter``.
+        erase_first: True if ``erase`` applies to the first of several images, too.
     """
 
     size: int
@@ -83,6 +87,8 @@ class Look:
     turn: float = 0.0
     erase_mode: str = "pixel"
     erase_count: int = 1
+    copies: int = 1
+    erase_first: bool = True
 
     @property
     def _resize(self) -> dict[str, Any]:
@@ -97,17 +103,43 @@ class Look:
         """Return the transform from an image to uint8 [C, H, W], for training.
 
         The result has ``size`` pixels per side, or fewer if all images have fewer. In that case
-        :meth:`enlarged` enlarges the images later.
+        :meth:`enlarged` enlarges the images later. With several ``copies`` of an image the result
+        is uint8 [copies, C, H, W].
         """
-        steps = [self._framing(images)]
+        frame, changes, erase = self._framing(images), list[Transform](), list[Transform]()
         if self.auto:
-            steps += [v2.ToPILImage(), self._auto_augment(), v2.ToImage()]
+            changes += [v2.ToPILImage(), self._auto_augment(), v2.ToImage()]
         if self.jitter:
-            steps.append(v2.ColorJitter(*[self.jitter] * 3))
+            changes.append(v2.ColorJitter(*[self.jitter] * 3))
         if self.erase:
-            steps.append(self._erase())
-        whole = steps[0] if len(steps) == 1 else v2.Compose(steps)
+            erase.append(self._erase())
+        steps = [frame, *changes, *erase]
+        if self.copies > 1:
+            whole = self._copy(frame, changes, erase)
+        else:
+            whole = frame if len(steps) == 1 else v2.Compose(steps)
         return seeded(whole) if self.auto or self.erase else whole
+
+    def _copy(
+        self, frame: Transform, changes: Sequence[Transform], erase: Sequence[Transform]
+    ) -> Transform:
+        """Return the transform of an image to several images, as timm's AugMixDataset.
+
+        Args:
+            frame: the crop and flip, which all images of a sample share.
+            changes: changes of colours and shapes, which the first image does not get.
+            erase: the erasing, or nothing.
+        """
+
+        def changed(image: Any) -> Tensor:
+            framed = frame(image)
+            return torch.stack([
+                _apply([*(changes if copy else ()), *(erase if copy or self.erase_first else ())],
+                       framed)
+                for copy in range(self.copies)
+            ])  # fmt: skip
+
+        return changed
 
     def for_evaluation(self, images: Images) -> Transform:
         """Return the transform of a held-out image, with the same result as timm's, bit by bit.
@@ -200,18 +232,21 @@ class Look:
 
     def _auto_augment(self) -> Transform:
         mean = tuple(min(255, round(255 * each)) for each in self.mean)
-        known = {
+        known: dict[str, Any] = {
             "translate_const": int(self.size * 0.45), "img_mean": mean if len(mean) > 1 else mean[0]
         }  # fmt: skip
         make = auto_augment.auto_augment_transform
         if self.auto.startswith("rand"):
             make = auto_augment.rand_augment_transform
+        elif self.auto.startswith("augmix"):
+            make = auto_augment.augment_and_mix_transform
+            known["translate_pct"] = _AUGMIX_SHIFT
         try:
             result: Any = make(self.auto, known)
         except (AssertionError, ValueError, KeyError) as error:
             raise MotleyError(
                 f"--aa {self.auto}: timm does not know this augmentation ({error}); use one such "
-                "as rand-m9-mstd0.5, original or v0"
+                "as rand-m9-mstd0.5, augmix-m5-w4-d2, original or v0"
             ) from None
         for op in getattr(result, "ops", None) or chain.from_iterable(result.policy):
             if op.aug_fn is auto_augment.posterize:
@@ -345,6 +380,13 @@ class RandomCropAndFlip:
         torch.default_generator.set_state(before)
         box = self._usual.make_params([image])
         return box["top"], box["left"], box["height"], box["width"]
+
+
+def _apply(transforms: Sequence[Transform], image: Any) -> Any:
+    """Return the image after all transforms, in their order."""
+    for transform in transforms:
+        image = transform(image)
+    return image
 
 
 def _posterize(image: Any, bits: int, **known: Any) -> Any:

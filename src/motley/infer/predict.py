@@ -1,14 +1,18 @@
-"""Predict the classes of your images with a trained model, in this process.
+"""Predict images or rows of a table with a trained model, in this process.
 
     python torch_dist/predict.py logs/RUN photos/
     python torch_dist/predict.py logs/RUN a.jpg b.jpg --top-k 3
     python torch_dist/predict.py EXPORTED photos/ --out classes.jsonl
+    python torch_dist/predict.py logs/RUN rows.csv --out predicted.csv
 
-RUN is the folder of a run with an image model, or of one of its checkpoints. From a run, the
-command loads the newest intact checkpoint. EXPORTED is a folder that torch_dist/export.py has
-written. This folder needs no data set. The output has one line per image file, with the
-classes and their probabilities, as CSV or as JSON. The command also reads the images in subfolders.
-The command uses a GPU if the host has one.
+RUN is the folder of a run or of one of its checkpoints. From a run, the command loads the newest
+intact checkpoint. EXPORTED is a folder that torch_dist/export.py has written. This folder needs no
+data set. The command also reads the images in subfolders. The command uses a GPU if the host has
+one.
+
+For images, the output has one line per file, with the classes and their probabilities. Tables
+(.csv, .tsv, .jsonl, .parquet) need a run of a task that defines with_rows(). The output then has
+one line per row, with the columns of the row and the predictions of the task.
 """
 
 import argparse
@@ -17,7 +21,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,31 +34,28 @@ from motley.tasks.builtin.image import crops
 from motley.text import escape_unprintable
 
 if TYPE_CHECKING:
-    from motley.infer.predictor import Trained
+    from motley.data.source import Tensors
+    from motley.data.tables import Row
+    from motley.infer.predictor import Predictor, Trained
+    from motley.tasks.task import Net, Task
 
 CSV, JSON_LINES = "csv", "jsonl"
 _EXPORTED = "config.json"
 
 
 def open_model(path: Path, data_dir: str | None, averaged: bool) -> "Trained":
-    """Open the image model of a run, of a checkpoint, or of an exported folder.
+    """Open the model of a run or of a checkpoint, or the image model of an exported folder.
 
     Raises:
-        MotleyError: the path has no model, or the model is not an image model.
+        MotleyError: the path has no model that can be opened.
     """
     from motley.infer.predictor import open_trained
-    from motley.tasks.builtin.image import ImageTask
 
     if (path / _EXPORTED).is_file() and not (path / "progress.json").is_file():
         return _open_exported(path)
     trained = open_trained(path, data_dir, averaged=averaged)
     for problem in trained.problems:
         print(f"motley: not used: {problem}", file=sys.stderr)
-    if not isinstance(trained.task, ImageTask):
-        raise MotleyError(
-            f"{path} is a run of another task ({trained.task.title()}); name a run of images, or "
-            "predict the task's own samples with infer_vit.py"
-        )
     return trained
 
 
@@ -97,7 +98,7 @@ def _open_exported(folder: Path) -> "Trained":
     return Trained(folder, {}, task, net=net)
 
 
-def predict(
+def predict_images(
     trained: "Trained",
     files: Sequence[Path],
     top_k: int,
@@ -116,27 +117,85 @@ def predict(
         test_crops: number of crops of an image whose outputs are averaged; None: the number in the
             run's evaluations.
     """
-    import torch
+    from motley.tasks.builtin.image import ImageTask
 
-    from motley.infer.predictor import Predictor, select_precision
-
-    task: Any = trained.task.with_paths(files, test_crops=test_crops)  # type: ignore[attr-defined]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    predictor = Predictor(
-        replace(trained, task=task), task.data(held_out=True), device,
-        select_precision(precision, device), max(1, min(8, len(os.sched_getaffinity(0)) // 2)),
-        predict=lambda net, part: {"record": task.rank(net, part, top_k)},
-        on_unreadable=lambda text: print(f"motley: {text}", file=sys.stderr),
-    )  # fmt: skip
-    for start in range(0, len(files), batch):
-        items = range(start, min(start + batch, len(files)))
+    if not isinstance(trained.task, ImageTask):
+        raise MotleyError(
+            f"{files[0]} is no table, and {trained.folder} is of another task than images "
+            f"({trained.task.title()}); name a table for a task that defines with_rows(), a run of "
+            "images, or predict the task's own samples with infer_vit.py"
+        )
+    task = trained.task.with_paths(files, test_crops=test_crops)
+    predictor = _make_predictor(
+        trained, task, precision, lambda net, part: {"record": task.rank(net, part, top_k)}
+    )
+    for items in _split(len(files), batch):
         for index, _, record in predictor.rows(items):
             assert isinstance(index, int) and isinstance(record, dict)
             yield {"file": str(files[index]), **record}
 
 
+def predict_rows(
+    trained: "Trained", rows: "Sequence[tuple[str, Row]]", precision: str, batch: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the columns of each row, and the predictions of the task.
+
+    If a prediction has the name of a column, ``_predicted`` is appended to its name.
+
+    Args:
+        trained: a model whose task defines ``with_rows``.
+        rows: place of each row in its file, and the row.
+        precision: precision of the computation, or ``auto``.
+        batch: number of rows that are computed together.
+
+    Raises:
+        MotleyError: the task does not read rows, or has another number of held-out samples.
+    """
+    places, own = [place for place, _ in rows], [row for _, row in rows]
+    task = trained.task.with_rows(own)
+    count = len(task.data(held_out=True))
+    if count != len(own):
+        raise MotleyError(
+            f"the task {type(task).__name__} has {count:,} held-out samples after with_rows() got "
+            f"{len(own):,} rows; return the rows in data(held_out=True)"
+        )
+    predictor = _make_predictor(trained, task, precision, None, places)
+    for items in _split(count, batch):
+        for index, _, *values in predictor.rows(items):
+            assert isinstance(index, int)
+            row = own[index]
+            names = (f"{x}_predicted" if x in row else x for x in predictor.columns[2:])
+            yield {**row, **dict(zip(names, values, strict=True))}
+
+
+def _make_predictor(
+    trained: "Trained",
+    task: "Task",
+    precision: str,
+    predict: "Callable[[Net, Tensors], Mapping[str, Sequence[Any]]] | None",
+    places: Sequence[str] = (),
+) -> "Predictor":
+    """Return a predictor for the task's held-out samples, on a GPU if there is one."""
+    import torch
+
+    from motley.infer.predictor import Predictor, select_precision
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Predictor(
+        replace(trained, task=task), task.data(held_out=True), device,
+        select_precision(precision, device), max(1, min(8, len(os.sched_getaffinity(0)) // 2)),
+        predict, lambda text: print(f"motley: {text}", file=sys.stderr), places,
+    )  # fmt: skip
+
+
+def _split(count: int, batch: int) -> Iterator[range]:
+    """Yield the indices of ``count`` samples in batches."""
+    for start in range(0, count, batch):
+        yield range(start, min(start + batch, count))
+
+
 def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record as the cells of a CSV line.
+    """Return the record of an image as the cells of a CSV line.
 
     The most probable class is in the columns ``class`` and ``probability``, the next one in
     ``class_2`` and ``probability_2``, and so on.
@@ -152,15 +211,27 @@ def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def write(records: Iterator[dict[str, Any]], file: TextIO, form: str) -> int:
-    """Write all records, each as soon as it is known, and return their number."""
+def write(
+    records: Iterator[dict[str, Any]],
+    file: TextIO,
+    form: str,
+    to_cells: Callable[[Mapping[str, Any]], dict[str, Any]] = flatten,
+) -> int:
+    """Write all records, each as soon as it is known, and return their number.
+
+    Args:
+        records: the records.
+        file: the file.
+        form: ``csv`` or ``jsonl``.
+        to_cells: function that returns the cells of a CSV line for a record.
+    """
     lines, count = None, 0
     for record in records:
         count += 1
         if form == JSON_LINES:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         else:
-            cells = flatten(record)
+            cells = to_cells(record)
             if lines is None:
                 lines = csv.DictWriter(file, cells, lineterminator="\n")
                 lines.writeheader()
@@ -178,7 +249,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH",
-                        help="image files, and folders of them")  # fmt: skip
+                        help="image files, folders of them, or tables")  # fmt: skip
     parser.add_argument("--top-k", type=positive, default=1, metavar="K",
                         help="classes per file, the most probable first; default 1")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE",
@@ -186,7 +257,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=(CSV, JSON_LINES),
                         help="format; default: by the ending of --out, or csv")  # fmt: skip
     parser.add_argument("--batch-size", type=positive, default=64, metavar="N",
-                        help="images that are computed together, default 64")  # fmt: skip
+                        help="images or rows that are computed together, default 64")  # fmt: skip
     parser.add_argument("--test-crops", type=crops, metavar="1|5|10",
                         help="crops per image, whose outputs are averaged; default: as in the run"
                         )  # fmt: skip
@@ -202,19 +273,26 @@ def main(words: Sequence[str] | None = None) -> int:
     ending = options.out.suffix.lower().lstrip(".") if options.out else ""
     form = options.format or (JSON_LINES if ending in (JSON_LINES, "json", "ndjson") else CSV)
     from motley.data.images import list_images
+    from motley.data.tables import TABLES, read_rows
 
+    are_tables = all(path.suffix.lower() in TABLES for path in options.paths)
     try:
-        files = list_images(options.paths)
+        rows = [each for path in options.paths for each in read_rows(path)] if are_tables else []
+        files = [] if are_tables else list_images(options.paths)
         trained = open_model(options.run, options.data_dir, options.use_ema)
-        records = predict(
-            trained, files, options.top_k, options.precision, options.batch_size,
-            options.test_crops,
-        )  # fmt: skip
+        if are_tables:
+            records = predict_rows(trained, rows, options.precision, options.batch_size)
+        else:
+            records = predict_images(
+                trained, files, options.top_k, options.precision, options.batch_size,
+                options.test_crops,
+            )  # fmt: skip
+        due, unit = (len(rows), "rows") if are_tables else (len(files), "images")
         with contextlib.ExitStack() as stack:
             file: TextIO = sys.stdout
             if options.out:
                 file = stack.enter_context(options.out.open("w", newline="", encoding="utf-8"))
-            count = write(records, file, form)
+            count = write(records, file, form, dict if are_tables else flatten)
     except BrokenPipeError:  # the reader, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -222,5 +300,5 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"motley: {error}", file=sys.stderr)
         return 1
     if options.out:
-        print(f"{options.out}: {count:,} of {len(files):,} images")
-    return 0 if count == len(files) else 1
+        print(f"{options.out}: {count:,} of {due:,} {unit}")
+    return 0 if count == due else 1

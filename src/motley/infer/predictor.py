@@ -112,6 +112,8 @@ class Predictor:
             Task.predict.
         on_unreadable: function that is called with a message for each sample that cannot be read.
             The sample is then left out. None: an unreadable sample raises an error.
+        places: place of each sample for messages, such as a line of a file. A sample that the
+            task's ``sample()`` refuses is then left out, too. Empty: use Task.name_of.
         columns: names of the columns of a row.
         samples: number of samples for which predictions were computed.
         seconds: seconds that reading and computing these samples took.
@@ -124,6 +126,7 @@ class Predictor:
     threads: int
     predict: Callable[[Net, Tensors], Mapping[str, Sequence[Any]]] | None = None
     on_unreadable: Callable[[str], None] | None = None
+    places: Sequence[str] = ()
     columns: tuple[str, ...] = ()
     samples: int = 0
     seconds: float = 0.0
@@ -162,16 +165,19 @@ class Predictor:
 
     def _read(self, index: int) -> Mapping[str, Any] | None:
         task = self.trained.task
+        name = self.places[index] if self.places else task.name_of(self.source, index)
         try:
-            item = read(self.source, index)
+            return task.sample(read(self.source, index), training=False)
         except UnreadableSample as error:
-            name = task.name_of(self.source, index)
             text = f"{name} cannot be read ({error}); repair or remove it"
-            if self.on_unreadable is None:
-                raise MotleyError(text) from None
-            self.on_unreadable(text)
-            return None
-        return task.sample(item, training=False)
+        except Exception as error:
+            if not self.places:
+                raise
+            text = f"{name}: sample() raised {type(error).__name__}: {error}; correct the row"
+        if self.on_unreadable is None:
+            raise MotleyError(text)
+        self.on_unreadable(text)
+        return None
 
     @torch.inference_mode()
     def _predict(self, batch: Batch) -> Mapping[str, Sequence[Any]]:

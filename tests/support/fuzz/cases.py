@@ -80,6 +80,8 @@ class Recipe:
         model_ema_decay: of the average of the parameters; None: there is none.
         eval_every: steps between evaluations; None: one an epoch.
         class_weights: of the loss. balanced_sampling: an epoch has equally many of each class.
+        aug_splits: images of a training sample, which ``aa`` changes; jsd_loss: compares them.
+        test_crops: of a held-out image. metrics: a further metric of an evaluation.
     """
 
     opt: str = "adamw"
@@ -114,6 +116,11 @@ class Recipe:
     lr_noise: tuple[float, ...] | None = None
     class_weights: str | None = None
     balanced_sampling: bool = False
+    aug_splits: int = 1
+    aa: str | None = None
+    jsd_loss: bool = False
+    test_crops: int = 1
+    metrics: str | None = None
 
     @property
     def by_batch(self) -> bool:
@@ -214,8 +221,9 @@ class Case:
             given["batch_size"] = "{0}:{3}:{1}/{2}".format(*ramp, given["batch_size"])
         if not self.recipe.by_batch:
             given.pop("bn_group", None)
-        if given.pop("balanced_sampling", False):
-            words += ["--balanced-sampling"]
+        for name in ("balanced_sampling", "jsd_loss"):
+            if given.pop(name, False):
+                words += [f"--{name.replace('_', '-')}"]
         if given.get("model_ema_decay") is not None:
             words += ["--model-ema"]
         return words + _flags(given)

@@ -93,6 +93,14 @@ def _recipe(dice: random.Random, exact: bool) -> Recipe:
     )  # fmt: skip
     if exact and not recipe.of_folder and dice.random() < 0.2:
         recipe = replace(recipe, class_weights="1,2,0.5,3,0.1,1,4,1,0.7,2")
+    if dice.random() < 0.15:
+        recipe = replace(
+            recipe, aug_splits=dice.choice((2, 3)), aa=dice.choice(("augmix-m5-w2-d1", "rand-m9")),
+            jsd_loss=recipe.class_weights is None and dice.random() < 0.6,
+        )  # fmt: skip
+    recipe = replace(
+        recipe, test_crops=dice.choice((1, 1, 1, 5)), metrics=dice.choice((None, None, "f1_macro"))
+    )
     if recipe.clip_grad and dice.random() < 0.3:
         mode = "value" if dice.random() < 0.7 else "agc"
         recipe = replace(recipe, clip_mode=mode, clip_grad=0.01)

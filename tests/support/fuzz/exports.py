@@ -60,7 +60,7 @@ def _in_timm(played: Played, trained: Any, net: nn.Module, name: str) -> str:
         export(trained, folder, onnx=False)
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     files = sorted((played.folder / "images" / "val").rglob("*.png"))
-    if not files:
+    if not files or played.case.recipe.test_crops > 1:
         return ""
     config = timm.data.resolve_model_data_config(plain)
     transform: Any = timm.data.create_transform(**config)

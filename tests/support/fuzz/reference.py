@@ -10,11 +10,14 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import timm
 import torch
 from fuzz.cases import size_after
+from sklearn.metrics import f1_score  # type: ignore[import-untyped]
+from timm.loss import JsdCrossEntropy
 from timm.utils import dispatch_clip_grad
 from torch import nn
 from torch.nn import functional
@@ -63,7 +66,7 @@ class Trained:
     """A reference so far: what the steps were, and the evaluations, by the steps taken before."""
 
     steps: list[Step] = field(default_factory=list)
-    evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
+    evaluations: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
 
 class OneValue(nn.BatchNorm1d):
@@ -215,10 +218,8 @@ class Reference:
         for start in range(0, size, each):
             group = slice(start, min(size, start + each))
             self._set_buffers(before)
-            part = functional.cross_entropy(
-                self._logits(batch.data["images"][group]), batch.data["labels"][group], weight,
-                label_smoothing=self._task.smoothing, reduction="sum",
-            ) / total  # fmt: skip
+            images, labels = (batch.data[name][group] for name in ("images", "labels"))
+            part = self._loss(images, labels, weight) / total
             part.backward()
             loss += float(part.detach())
             for name, value in self._net.named_buffers():
@@ -228,6 +229,25 @@ class Reference:
                     after[name] = value.clone()
         self._set_buffers(after)
         return loss
+
+    def _loss(
+        self, images: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the sum of the losses; the images of a sample are one, or several."""
+        usual = partial(
+            functional.cross_entropy, weight=weight, label_smoothing=self._task.smoothing,
+            reduction="sum",
+        )  # fmt: skip
+        if images.dim() < 5:
+            return usual(self._logits(images), labels)
+        count = images.shape[1]
+        outputs = self._logits(images.flatten(0, 1)).unflatten(0, (len(labels), count))
+        parts = outputs.transpose(0, 1).flatten(0, 1), labels.repeat(count)  # as timm has them
+        if not self._task.jsd_loss:
+            return usual(*parts) / count
+        of_timm = JsdCrossEntropy(num_splits=count, smoothing=self._task.smoothing)
+        mean: torch.Tensor = of_timm(*parts)
+        return mean * len(labels)
 
     @torch.no_grad()
     def _set_buffers(self, values: dict[str, torch.Tensor]) -> None:
@@ -308,16 +328,20 @@ class Reference:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Top-1 and loss of the held-out images."""
+        """Top-1, loss and F1 of the held-out images."""
         self._net.eval()
-        loss = right = count = 0.0
+        loss = 0.0
+        pairs = list[tuple[int, int]]()
         for batch in self._loader.test_batches(make_plan(1, (1.0,), (10**6,), EXACT)):
             logits = self._logits(batch.data["images"])
             loss += float(functional.cross_entropy(logits, batch.data["labels"], reduction="sum"))
-            right += float((logits.argmax(dim=1) == batch.data["labels"]).sum())
-            count += len(batch.data["labels"])
+            predicted, labels = logits.argmax(dim=1).tolist(), batch.data["labels"].tolist()
+            pairs += zip(labels, predicted, strict=True)
         self._net.train()
-        self.trained.evaluations[len(self.trained.steps)] = right / count, loss / count
+        labels, predicted = zip(*pairs, strict=True)
+        right, count = sum(label == said for label, said in pairs), len(pairs)
+        f1 = float(f1_score(labels, predicted, average="macro"))
+        self.trained.evaluations[len(self.trained.steps)] = right / count, loss / count, f1
 
     @property
     def keeps_16_bits(self) -> bool:

@@ -421,13 +421,19 @@ def _wanted_evaluations(played: Played, due: Due) -> list[str]:
             return [f"evaluations: the one after step {taken} is missing"]
         if played.is_estimated:
             continue
-        top1, loss = evaluations[taken]
+        top1, loss, f1 = evaluations[taken]
         allowed = due.allows(lambda made, at=taken: made.trained.evaluations[at][1], 10.0)
         if not abs(found[taken]["loss"] - loss) <= allowed:
             return [f"evaluations: loss {found[taken]['loss']} after step {taken}, due is {loss}"]
         one = 1.5 / played.case.recipe.eval_images
         if due.others and abs(found[taken]["top1"] - top1) > one:
             return [f"evaluations: top-1 {found[taken]['top1']} after step {taken}, due is {top1}"]
+        own = found[taken].get("f1_macro")
+        if own is None and played.case.recipe.metrics:
+            return [f"evaluations: the one after step {taken} has no F1"]
+        # If rounding changes a prediction, both scores change.
+        if own is not None and found[taken]["top1"] == top1 and abs(own - f1) > 1e-6:
+            return [f"evaluations: F1 {own} after step {taken}, due is {f1}"]
     return []
 
 

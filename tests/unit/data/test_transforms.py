@@ -10,7 +10,9 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from timm.loss import JsdCrossEntropy
 from torch import Tensor
+from torch.nn import functional
 from torchvision import transforms
 from torchvision.transforms import v2
 
@@ -246,6 +248,39 @@ def test_erased_rectangles_have_the_content_and_number_that_are_asked_for() -> N
     assert all(parts[0]) and not all(parts[1])
 
 
+def test_a_sample_of_several_images_begins_with_the_plain_one() -> None:
+    task = ImageTask(
+        img_size=16, aug_splits=3, aa="augmix-m5-w4-d2", reprob=1.0, resplit=True, hflip=0.0
+    )
+    item = task.images.train[0]
+    images = task.sample(item, training=True)["images"]
+    assert images.shape == (3, 1, 16, 16)
+    plain = replace(task.look, copies=1, auto="", erase=0.0, boxes=True).for_training(task.images)
+    torch.manual_seed(5)
+    images = task.sample(item, training=True)["images"]
+    torch.manual_seed(5)
+    torch.randint(2**31, ())  # seeds Python and NumPy
+    assert torch.equal(images[0], plain(item[0]))
+    assert len({image.numpy().tobytes() for image in images}) == 3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_several_images_is_timms(smoothing: float) -> None:
+    options = {"aug_splits": 3, "aa": "augmix-m5-w4-d2", "smoothing": smoothing, "img_size": 8}
+    task = ImageTask(jsd_loss=True, **options)  # type: ignore[arg-type]
+    batch = task.collate([task.sample(task.images.train[n], training=True) for n in range(5)])
+    assert batch["images"].shape == (5, 3, 1, 8, 8)
+    net = task.model().eval()
+    with torch.no_grad():
+        outputs = torch.cat([task.logits(net, batch["images"][:, copy]) for copy in range(3)])
+        labels = batch["labels"].repeat(3)
+        due = JsdCrossEntropy(num_splits=3, smoothing=smoothing)(outputs, labels)
+        torch.testing.assert_close(task.losses(net, batch).mean(), due)
+        mean = ImageTask(**options).losses(net, batch).mean()  # type: ignore[arg-type]
+        usual = functional.cross_entropy(outputs, labels, label_smoothing=smoothing)
+    torch.testing.assert_close(mean, usual)
+
+
 def is_rectangle(mask: Tensor) -> bool:
     """Return True if all pixels of a mask are one rectangle."""
     rows, columns = mask.any(dim=1), mask.any(dim=0)
@@ -257,6 +292,10 @@ def is_rectangle(mask: Tensor) -> bool:
     ({"ratio": (1.0,)}, "--ratio 1: give two numbers above 0"),
     ({"bce_target_thresh": 0.2}, "--bce-target-thresh has no effect without --bce-loss"),
     ({"bce_loss": True, "target": "value", "labels": "x.csv"}, "--bce-loss is a loss for classes"),
+    ({"jsd_loss": True}, "--jsd-loss needs several images of each sample; add --aug-splits 3"),
+    ({"aug_splits": 3}, "all images of a sample would be equal; add --aa augmix-m5-w4-d2"),
+    ({"aug_splits": 3, "aa": "v0", "mixup": 0.2}, "--aug-splits does not go with --mixup"),
+    ({"aug_splits": 3, "aa": "v0", "jsd_loss": True, "bce_loss": True}, "and --bce-loss changes"),
 ])  # fmt: skip
 def test_options_of_images_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(MotleyError, match=says):

@@ -19,13 +19,14 @@ def test_whoever_stops_a_run_is_told_what_is_saved_of_it(tmp_path: Path) -> None
     for step in (3, 12):
         checkpoints.save({"model.x": torch.ones(1)}, {"step": step})
     for done, repeated in (
-        (None, ""), (12, ""), (13, ", and step 13 will be repeated"),
+        (None, no := ", so no step will be repeated"), (11, no), (12, no),
+        (13, ", and step 13 will be repeated"),
         (15, ", and steps 13 to 15 will be repeated"),
     ):  # fmt: skip
         said = how_to_continue("mpirun x", checkpoints, None, done)
         assert said == f"the last checkpoint is of step 12{repeated}; continue with: mpirun x"
     checkpoints.save_behind({"model.x": torch.ones(1)}, {"step": 60})
-    assert "is of step 60;" in how_to_continue("mpirun x", checkpoints, None, 60)
+    assert "is of step 60, so no" in how_to_continue("mpirun x", checkpoints, None, 60)
     assert "keeps no checkpoints" in how_to_continue("mpirun x", checkpoints, 0, 15)
 
 

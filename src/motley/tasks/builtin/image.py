@@ -70,6 +70,11 @@ def crops(text: str) -> int:
     return count
 
 
+def copies(text: str) -> int:
+    """Parse the number of images of a training sample; 0 and 1 mean one image, as in timm."""
+    return max(1, natural(text))
+
+
 def _pair(
     flag: str, given: tuple[float, ...] | None, usual: tuple[float, float]
 ) -> tuple[float, float]:
@@ -101,7 +106,8 @@ class ImageTask(Task):
     A batch has ``images``, uint8 [n, C, H, W], and ``labels``; see motley.tasks.targets. The images
     have the model's size, or are smaller (see Look.enlarged). If images are mixed in pairs, the
     batch also has ``partners``, the labels of the second images, and ``own``, the weights of
-    ``labels``, fp32 [n]. With weighted classes a training batch has ``weights``, fp32 [n].
+    ``labels``, fp32 [n]. With weighted classes a training batch has ``weights``, fp32 [n]. With
+    ``--aug-splits K`` the images of a training batch are [n, K, C, H, W].
     """
 
     noun = "image"
@@ -170,7 +176,7 @@ class ImageTask(Task):
     )  # fmt: skip
     # SPEED: with any of these options the host enlarges small images, not the device.
     aa: str | None = option(
-        "RandAugment or AutoAugment of timm, as in rand-m9-mstd0.5; default: none",
+        "RandAugment, AutoAugment or AugMix of timm, as in rand-m9-mstd0.5; default: none",
         NUMBERS | SPEED, metavar="POLICY",
     )  # fmt: skip
     color_jitter: float = option(
@@ -189,6 +195,19 @@ class ImageTask(Task):
         NUMBERS, 1, read=positive,
         metavar="N",
     )  # fmt: skip
+    aug_splits: int = option(
+        "images of each training sample, as for AugMix: the first only cropped and mirrored, the "
+        "others changed by --aa and --color-jitter, too; default 1",
+        NUMBERS | SPEED, 1, read=copies, metavar="K",
+    )  # fmt: skip
+    jsd_loss: bool = option(
+        "AugMix's loss: the cross-entropy of the first image of each sample, and the divergence "
+        "between the predictions for all of its images; default: the mean of their losses",
+        NUMBERS, False,
+    )  # fmt: skip
+    resplit: bool = option(
+        "with --aug-splits, --reprob does not erase the first image of a sample", NUMBERS, False
+    )
     scale: tuple[float, ...] | None = option(
         "smallest and largest part of an image that a random crop takes; default: 0.08 1",
         NUMBERS, read=fraction, metavar="PART", several=True,
@@ -302,6 +321,7 @@ class ImageTask(Task):
             raise MotleyError(
                 "--bce-target-thresh has no effect without --bce-loss; add --bce-loss"
             )
+        self._check_copies()
         for each in self.metrics or ():
             if self.target not in MEASURES[each].kinds:
                 fits = [name for name, other in MEASURES.items() if self.target in other.kinds]
@@ -315,6 +335,33 @@ class ImageTask(Task):
             raise MotleyError(
                 f"--bn-group {self.bn_group} is odd, and --mixup and --cutmix mix pairs of "
                 "samples within a group; give an even number"
+            )
+
+    def _check_copies(self) -> None:
+        """Raise MotleyError if options do not fit the number of images of a sample."""
+        if self.aug_splits == 1:
+            if self.jsd_loss or self.resplit:
+                flag = "--jsd-loss" if self.jsd_loss else "--resplit"
+                raise MotleyError(f"{flag} needs several images of each sample; add --aug-splits 3")
+            return
+        if not (self.aa or self.color_jitter):
+            raise MotleyError(
+                f"--aug-splits {self.aug_splits}: without a change of colours or shapes all images "
+                "of a sample would be equal; add --aa augmix-m5-w4-d2, or --color-jitter 0.4"
+            )
+        if self._mixes:
+            raise MotleyError(
+                "--aug-splits does not go with --mixup and --cutmix, which mix one image of each "
+                "sample; leave out one of the two"
+            )
+        if self.jsd_loss and (self.target != CLASS or self.bce_loss or self.class_weights):
+            flag = (
+                f"--target {self.target}" if self.target != CLASS
+                else "--bce-loss" if self.bce_loss else "--class-weights"
+            )  # fmt: skip
+            raise MotleyError(
+                f"--jsd-loss compares the probabilities of classes, and {flag} changes the loss; "
+                "leave out one of the two"
             )
 
     @cached_property
@@ -423,7 +470,7 @@ class ImageTask(Task):
             usual["crop_mode"],
             self.augment, self.aa or "", self.color_jitter, self.reprob, self.cutmix > 0,
             _pair("--scale", self.scale, Look.scale), _pair("--ratio", self.ratio, Look.ratio),
-            self.hflip, self.vflip, self.remode, self.recount,
+            self.hflip, self.vflip, self.remode, self.recount, self.aug_splits, not self.resplit,
         )  # fmt: skip
 
     @cached_property
@@ -586,6 +633,10 @@ class ImageTask(Task):
         changed.__dict__["look"] = self.look  # images are prepared as in the run's evaluations
         return changed
 
+    def with_rows(self, rows: Sequence[Mapping[str, Any]]) -> Task:
+        """Raise MotleyError, because a user gives images as files."""
+        raise MotleyError("this is a run of images; name image files, or folders that hold them")
+
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """Return the tensors of one item of :meth:`data`, by name."""
         image, label = item
@@ -643,13 +694,18 @@ class ImageTask(Task):
         """Return the logits, fp32 [n, classes], of images, uint8 [n, C, H, W].
 
         The logits of several crops of an image, [n, crops, C, H, W], are averaged.
+        """
+        outputs = self._outputs(net, images)
+        return outputs.mean(dim=1) if images.dim() == 5 else outputs
+
+    def _outputs(self, net: Net, images: "Tensor") -> "Tensor":
+        """Return the logits, fp32 [n, classes], or [n, K, classes] of images [n, K, C, H, W].
 
         This method enlarges and normalises the images on the device. Until then images are small
         and uint8, so transfers from loader processes and over the PCI bus take fewer bytes.
         """
         if images.dim() == 5:
-            each = self.logits(net, images.flatten(0, 1))
-            return each.view(*images.shape[:2], -1).mean(dim=1)
+            return self._outputs(net, images.flatten(0, 1)).view(*images.shape[:2], -1)
         mean, std = self._mean_and_std(images.device)
         centred = self.look.enlarged(images) - mean  # float from here on
         logits: Tensor = net(centred.div_(std))
@@ -674,7 +730,12 @@ class ImageTask(Task):
 
     def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """Return the loss of each sample, [n]."""
-        outputs, target = self.logits(net, batch["images"]), self._target
+        outputs, target = self._outputs(net, batch["images"]), self._target
+        if outputs.dim() == 3:
+            if self.jsd_loss:
+                return target.consistency_losses(outputs, batch["labels"])
+            each = [target.losses(part, batch["labels"]) for part in outputs.unbind(1)]
+            return sum(each[1:], each[0]) / len(each)
         if "own" in batch:
             pairs = batch["labels"], batch["partners"], batch["own"]
             return target.mixed_losses(outputs, *pairs)
