@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 class CsvFile:
-    """A CSV file whose first line names the columns. The delimiter is found in that line.
+    """A CSV file whose first line names the columns and shows the delimiter.
 
     Args:
         path: the file.
@@ -46,13 +46,13 @@ class CsvFile:
         self.names = [each.strip() for each in next(self._lines, [])]
 
     def rows(self, least: int | None = None) -> Iterator[list[str]]:
-        """Yield the cells of each line that is not empty.
+        """Yield the list of cells of each line that is not empty.
 
         Args:
             least: smallest number of cells in a line; None: exactly as many as the header has.
 
         Raises:
-            MotleyError: a line is no valid CSV, or has another number of cells.
+            MotleyError: a line is not valid CSV, or has a wrong number of cells.
         """
         try:
             for row in self._lines:
@@ -72,15 +72,15 @@ class CsvFile:
 
 
 def read_json_lines(path: Path, name: str, column: str) -> Iterator[tuple[int, Row]]:
-    """Yield the number and the object of each line that is not empty.
+    """Yield the line number and the JSON object of each line that is not empty.
 
     Args:
         path: a file with a JSON object in each line.
         name: name of the file in errors, such as ``--text FILE``.
-        column: a field that an error shows as an example.
+        column: name of a field, for the example in an error.
 
     Raises:
-        MotleyError: the file cannot be read or is empty, or a line is no JSON object.
+        MotleyError: the file cannot be read or is empty, or a line is not a JSON object.
     """
     start, empty = 0, True
     try:
@@ -116,7 +116,7 @@ def read_json_lines(path: Path, name: str, column: str) -> Iterator[tuple[int, R
 
 @contextlib.contextmanager
 def open_parquet(path: Path, name: str) -> Iterator[Any]:
-    """Open a parquet file as pyarrow's ParquetFile.
+    """Open a parquet file as pyarrow's ParquetFile in a ``with`` block.
 
     Args:
         path: the file.
@@ -142,12 +142,12 @@ def open_parquet(path: Path, name: str) -> Iterator[Any]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the place of each row of a table, for errors, and the row by column.
+    """Yield each row of a table as a pair: its place, and its values by column.
 
-    The values of a CSV file are texts.
+    The place is a text for errors, such as ``a.csv, line 3``. The values of a CSV file are texts.
 
     Raises:
-        MotleyError: the file is no table, or a row cannot be read.
+        MotleyError: the file is not a table, or a row cannot be read.
     """
     ending = path.suffix.lower()
     if ending not in TABLES:

@@ -123,12 +123,12 @@ class Look:
     def _copy(
         self, frame: Transform, changes: Sequence[Transform], erase: Sequence[Transform]
     ) -> Transform:
-        """Return the transform of an image to several images, as timm's AugMixDataset.
+        """Return the transform of one image to several images, as timm's AugMixDataset does.
 
         Args:
             frame: the crop and flip, which all images of a sample share.
             changes: changes of colours and shapes, which the first image does not get.
-            erase: the erasing, or nothing.
+            erase: the transform that erases rectangles; empty: nothing is erased.
         """
 
         def changed(image: Any) -> Tensor:
@@ -383,7 +383,7 @@ class RandomCropAndFlip:
 
 
 def _apply(transforms: Sequence[Transform], image: Any) -> Any:
-    """Return the image after all transforms, in their order."""
+    """Apply all transforms to an image in order, and return the result."""
     for transform in transforms:
         image = transform(image)
     return image

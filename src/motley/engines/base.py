@@ -108,7 +108,8 @@ def score(model: TaskModel, batch: Batch, counts: bool = True) -> Tensor:
     if counts and {LABEL, PREDICTED} <= scores.keys():
         model.class_pairs.append(torch.stack([scores[LABEL].long(), scores[PREDICTED].long()]))
     if counts and model.worst is not None:
-        model.worst.add(batch.indices, scores, model.task.pictures(batch.data))
+        pictures = model.task.pictures(batch.data)
+        model.worst.add(batch.indices, scores, pictures, batch.weights)
     if counts and model.task.gathered:
         rows = select_gathered(model.task, scores, len(batch))
         model.gathered.append((batch.indices, rows))

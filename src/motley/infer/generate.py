@@ -23,12 +23,13 @@ from motley.tasks.writer import Sampling, Writer
 from motley.text import escape_unprintable
 
 
-def open_writer(path: Path, averaged: bool = False) -> Writer:
+def open_writer(path: Path, averaged: bool = False, chats: bool | None = None) -> Writer:
     """Open the language model of a run, of a checkpoint, or of a folder of transformers.
 
     Args:
         path: the folder.
         averaged: True: use the moving average of the parameters.
+        chats: True: prompts are messages of a user. None: as the model was trained.
 
     Raises:
         MotleyError: there is no checkpoint, or the model is not a language model.
@@ -54,7 +55,8 @@ def open_writer(path: Path, averaged: bool = False) -> Writer:
             )
         net = trained.build()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Writer(net.to(device).eval(), task.codec, task.window)
+    chats = task.chat if chats is None else chats
+    return Writer(net.to(device).eval(), task.codec, task.window, chats=chats)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -63,6 +65,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run or of a model")
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
+                        help="the prompt is a message of a user, and the text is the answer; "
+                        "default: as the run was trained")  # fmt: skip
     parser.add_argument("--length", type=positive, default=200, metavar="N",
                         help="tokens to write, default 200")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T",
@@ -92,14 +97,15 @@ def main(words: Sequence[str] | None = None) -> int:
         )
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     try:
-        writer = open_writer(options.run, options.use_ema)
+        writer = open_writer(options.run, options.use_ema, options.chat)
         given = len(writer.encode(options.prompt))
         if given > writer.window:
             print(
                 f"motley: the prompt has {given:,} tokens, and the model uses only the last "
                 f"{writer.window:,}", file=sys.stderr)  # fmt: skip
         for number in range(options.samples):
-            print(options.prompt if options.prompt.strip() else "", end="", flush=True)
+            shown = options.prompt if options.prompt.strip() else ""
+            print(shown, end="\n" if shown and writer.chats else "", flush=True)
             seed = options.seed + number
             for text in writer.write(options.prompt, options.length, sampling, seed):
                 print(text, end="", flush=True)

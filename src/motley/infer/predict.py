@@ -140,7 +140,7 @@ def predict_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the columns of each row, and the predictions of the task.
 
-    If a prediction has the name of a column, ``_predicted`` is appended to its name.
+    If a prediction has the name of a column, ``_predicted`` is appended to the prediction's name.
 
     Args:
         trained: a model whose task defines ``with_rows``.
@@ -175,7 +175,7 @@ def _make_predictor(
     predict: "Callable[[Net, Tensors], Mapping[str, Sequence[Any]]] | None",
     places: Sequence[str] = (),
 ) -> "Predictor":
-    """Return a predictor for the task's held-out samples, on a GPU if there is one."""
+    """Return a predictor for the task's held-out samples, on a GPU if the host has one."""
     import torch
 
     from motley.infer.predictor import Predictor, select_precision
@@ -189,7 +189,7 @@ def _make_predictor(
 
 
 def _split(count: int, batch: int) -> Iterator[range]:
-    """Yield the indices of ``count`` samples in batches."""
+    """Yield a range of sample indices for each batch, for ``count`` samples."""
     for start in range(0, count, batch):
         yield range(start, min(start + batch, count))
 

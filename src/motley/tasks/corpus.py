@@ -26,6 +26,8 @@ TOKENIZER = "tokenizer"  # tokens of a model's tokenizer, or of --tokenizer
 _END = "\0"  # end of a document, where tokens are bytes or characters
 _WIDER = (0x80, 0x800, 0x10000)  # first characters of 2, 3 and 4 bytes in UTF-8
 _ANSWERS = "assistant"  # role of the messages that are learnt
+_USER = "user"  # role of a question
+_HEADER = "<|{}|>\n"  # of a message, by its role, in the plain template
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,11 @@ class Codec:
             np.concatenate([np.full(len(tokens), learnt) for tokens, learnt in parts]),
         )
 
+    def ask(self, question: str) -> str:
+        """Return the start of a conversation: a user's message, and the header of the answer."""
+        parts = "".join(text for text, _ in turns([{"role": _USER, "content": question}]))
+        return parts + _HEADER.format(_ANSWERS)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text that tokens represent.
 
@@ -154,7 +161,7 @@ def turns(messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
     is True for the content of an answer. Only this content counts in the loss.
     """
     for message in messages:
-        yield f"<|{message['role']}|>\n", False
+        yield _HEADER.format(message["role"]), False
         yield message["content"], message["role"] == _ANSWERS
         yield "\n", False
 
@@ -347,6 +354,15 @@ class TokenizerCodec(Codec):
                 f"roles {roles} ({text}); change the conversations, or the template"
             ) from None
         return result
+
+    def ask(self, question: str) -> str:
+        """Return the start of a conversation: a user's message, and the header of the answer.
+
+        The conversation has the form of the tokenizer's chat template, if the tokenizer has one.
+        """
+        if not self._loaded.chat_template:
+            return super().ask(question)
+        return self._render([{"role": _USER, "content": question}], add_generation_prompt=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text that tokens represent."""

@@ -57,7 +57,7 @@ class Target(Protocol):
         return own * self.losses(outputs, labels) + (1 - own) * self.losses(outputs, partners)
 
     def consistency_losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return AugMix's loss of each sample with one class, [n]: the sum of two terms.
+        """Return AugMix's loss of each sample, [n], which is the sum of two terms.
 
         The first term is the cross-entropy of the first image. The second term is 12 times the
         Jensen-Shannon divergence of the predictions for all images of the sample. Source:

@@ -71,7 +71,8 @@ class Task:
         acts_every: interval at which :meth:`during_training` is called, in steps or as a Duration;
             None: never.
         acts_option: option that sets ``acts_every``, for errors.
-        account: one line about samples that were read and left out; empty if none was left out.
+        account: one line about the samples: how many were read, and how many were left out. May be
+            empty.
         sample_list: text with a fingerprint of the list of samples. A continued run reports a
             change of this text.
     """

@@ -33,14 +33,21 @@ class WorstSamples:
         self._rows: Tensors = {}
 
     @torch.no_grad()
-    def add(self, indices: Sequence[int], scores: Tensors, pictures: Tensor | None) -> None:
-        """Add the samples of a batch, and keep only the samples with the largest loss.
+    def add(
+        self,
+        indices: Sequence[int],
+        scores: Tensors,
+        pictures: Tensor | None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Add the samples of a batch, and keep only those with the largest loss per weight.
 
         Args:
             indices: indices of the samples.
             scores: scores by name. Scores that are not tensors with a row for each sample are
                 ignored.
             pictures: pictures of the samples, uint8 [n, channels, height, width], or None.
+            weights: weight of each sample, [n], such as its number of tokens; None: 1 each.
         """
         if not self._most or not indices:
             return
@@ -50,6 +57,8 @@ class WorstSamples:
             f"score.{name}": value.detach() for name, value in scores.items()
             if isinstance(value, Tensor) and value.dim() and len(value) == count
         }  # fmt: skip
+        if weights is not None:
+            new["score.loss"] = new["score.loss"] / weights.to(device).clamp(min=1e-9)
         new["index"] = torch.tensor(indices, device=device)
         if pictures is not None:
             new["picture"] = pictures

@@ -59,12 +59,14 @@ class Writer:
         codec: encoder of text to the network's tokens.
         window: context length of the network in tokens.
         option: option that gives the prompt, for errors.
+        chats: True if a prompt is a message of a user, and the text after it is the answer.
     """
 
     net: Any
     codec: "Codec"
     window: int
     option: str = "--prompt"
+    chats: bool = False
 
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt.
@@ -78,7 +80,8 @@ class Writer:
                 f"{self.option} has characters that are not in the training text "
                 f"({', '.join(unknown[:8])}); leave them out, or train on --tokens bytes"
             )
-        tokens: list[int] = self.codec.encode(prompt).tolist()
+        text = self.codec.ask(prompt) if self.chats else prompt
+        tokens: list[int] = self.codec.encode(text).tolist()
         if not tokens:
             raise MotleyError(
                 f'{self.option} is empty; give it at least one character, as in {self.option} "\\n"'

@@ -187,6 +187,15 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         TextTask(pretrained=str(folder), tokens="bytes").model()
 
 
+def test_a_tokenizer_beside_a_config_is_used(tmp_path: Path) -> None:
+    folder = pretrained_folder(tmp_path, TEXT)
+    (folder / "model.safetensors").unlink()
+    assert TextTask(hf_config=str(folder)).tokens == "tokenizer"
+    assert TextTask(hf_config=str(folder), tokens="bytes").tokens == "bytes"
+    task = TextTask(hf_config=str(folder / "config.json"))
+    assert task.tokens == "bytes" and f"the tokenizer in {folder} is not used" in task.account
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = pretrained_folder(tmp_path, TEXT)
     content = json.loads((folder / "config.json").read_text())

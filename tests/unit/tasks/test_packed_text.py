@@ -16,6 +16,7 @@ from motley.tasks.builtin.text import TextTask
 from motley.tasks.check import check_task
 from motley.tasks.corpus import Part, Pieces
 from motley.tasks.model import TaskModel
+from motley.tasks.writer import Writer
 
 ROWS = [f"Row {number}: {'so ' * (number % 7)}né{number * number % 97}" for number in range(60)]
 QUESTIONS = ("user", "assistant", "user", "assistant")
@@ -140,6 +141,11 @@ def test_of_a_conversation_only_the_answers_are_learnt(tmp_path: Path, kind: str
         learnt = sample["targets"][sample["targets"] != -100]
         assert sample["bytes"] == pytest.approx(len(expected_text(chat, end).encode()), abs=3)
         assert task.weights(task.collate([sample])).tolist() == [len(learnt)]  # type: ignore[union-attr]
+    # A prompt is encoded as the start of a conversation is.
+    writer = Writer(None, task.codec, 512, chats=True)
+    asked = writer.encode(CHATS[0][0]["content"])
+    begins = [each["role"] for each in CHATS[0][:2]] == ["user", "assistant"]
+    assert begins and samples[0]["tokens"].tolist()[: len(asked)] == asked
     # The loss is that of the learnt tokens, one by one.
     net = task.model().eval()
     logits = net(samples[1]["tokens"][None])[0].log_softmax(-1)
@@ -151,10 +157,12 @@ def test_of_a_conversation_only_the_answers_are_learnt(tmp_path: Path, kind: str
     total = [sum(int((one.sample(one.data(False)[at], False)["targets"] >= 0).sum())
                  for at in range(len(one.data(False)))) for one in (task, packed)]  # fmt: skip
     assert total[0] == total[1]
-    assert not task.account
+    assert task.account == f"{len(CHATS)} conversations, and {len(CHATS)} held out"
+    count = len(packed.data(False))
+    assert packed.account == f"{task.account}, packed into {count} and {count} samples"
     length = 36 if "tokenizer" in known else 60
     short = TextTask(text=text, chat=True, val_text=text, length=length, **known)
-    assert "are longer, and their ends are left out" in short.account
+    assert "longer than --length" in short.account
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,8 @@ class TextTask(HfOptions):
     )  # fmt: skip
     tokens: str | None = option(
         f"{', '.join(KINDS)}, or {TOKENIZER}, the tokenizer in the model's folder; default: "
-        f"{TOKENIZER} with --pretrained or --tokenizer, otherwise bytes",
+        f"{TOKENIZER} with --pretrained or --tokenizer, or if --hf-config DIR has a "
+        "tokenizer.json; otherwise bytes",
         MODEL | SPEED, choices=(*KINDS, TOKENIZER),
     )  # fmt: skip
     tokenizer: str | None = option(
@@ -296,7 +297,7 @@ class TextTask(HfOptions):
             self.tokenizer,
         )
         if self.tokens is None:  # records contain the kind of tokens
-            own = self.pretrained or self.tokenizer
+            own = self.pretrained or self.tokenizer or self._has_config_tokenizer
             object.__setattr__(self, "tokens", TOKENIZER if own else "bytes")
         self._check_text_options()
         if self.width % self.heads:
@@ -304,6 +305,19 @@ class TextTask(HfOptions):
                 f"--width {self.width} is not a multiple of --heads {self.heads}; change one of "
                 "them"
             )
+
+    @property
+    def _has_config_tokenizer(self) -> bool:
+        """True if the folder that ``--hf-config`` names also has a tokenizer."""
+        return self.hf_config is not None and (Path(self.hf_config) / "tokenizer.json").is_file()
+
+    @property
+    def _leaves_tokenizer(self) -> bool:
+        """True if ``--hf-config`` names a file, and a tokenizer beside this file is not used."""
+        path = Path(self.hf_config or "")
+        return self.tokens != TOKENIZER and path.is_file() and (
+            path.with_name("tokenizer.json").is_file()
+        )  # fmt: skip
 
     def _check_text_options(self) -> None:
         """Raise MotleyError for options of the text that contradict each other."""
@@ -387,7 +401,8 @@ class TextTask(HfOptions):
         """
         writer = self._writer(net)
         parts = writer.write(self.sample_prompt, self.sample_length, Sampling(), seed=step)
-        text = self.sample_prompt.lstrip("\n") + "".join(parts)
+        gap = "\n" if self.chat else ""
+        text = self.sample_prompt.lstrip("\n") + gap + "".join(parts)
         with RunFolder(folder).samples_file.open("a", encoding="utf-8") as file:
             file.write(f"--- step {step} ---\n{text}\n")
         # A model of bytes can write commands for the terminal.
@@ -395,7 +410,7 @@ class TextTask(HfOptions):
         return f"written after step {step}: {plain}"
 
     def _writer(self, net: "nn.Module | None") -> Writer:
-        return Writer(net, self.codec, self.window, "--sample-prompt")
+        return Writer(net, self.codec, self.window, "--sample-prompt", self.chat)
 
     @property
     def window(self) -> int:
@@ -462,14 +477,27 @@ class TextTask(HfOptions):
 
     @property
     def account(self) -> str:  # type: ignore[override]
-        """Line about samples that were read and left out. Empty if none was left out."""
-        if not self.chat:
-            return ""
+        """Line with the number of documents, and the numbers that are cut or left out."""
+        train, held_out = (len(part.ends) for part in (self.corpus.train, self.corpus.held_out))
+        noun = "paragraphs" if self.paragraphs else "conversations" if self.chat else "documents"
+        lines = [f"{train:,} {noun}, and {held_out:,} held out"] if train + held_out else []
+        if self.pack:
+            counts = " and ".join(f"{len(self._pieces[part]):,}" for part in (False, True))
+            lines[0] += f", packed into {counts} samples"
         pieces = [each for each in self._pieces.values() if isinstance(each, Pieces)]
         cut, dropped = sum(each.cut for each in pieces), sum(each.dropped for each in pieces)
-        lines = [f"{cut:,} are longer, and their ends are left out"] if cut else []
-        lines += [f"{dropped:,} have no answer within it, and are left out"] if dropped else []
-        return f"conversations of --length {self.length}: {'; '.join(lines)}" if lines else ""
+        if cut:
+            lines.append(
+                f"{cut:,} are longer than --length {self.length}, so their ends are left out"
+            )
+        if self._leaves_tokenizer:
+            lines.append(
+                f"the tokenizer in {Path(str(self.hf_config)).parent} is not used; for it, name the "
+                "folder in --hf-config"
+            )
+        if dropped:
+            lines.append(f"{dropped:,} have no answer within --length, and are left out")
+        return "; ".join(lines)
 
     @property
     def weight(self) -> float:  # type: ignore[override]
