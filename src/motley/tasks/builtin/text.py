@@ -607,7 +607,6 @@ class TextTask(HfOptions):
 
         None: all samples have the same number of tokens.
 
-
         Attention, whose time grows with the square of the length, is cheap at these lengths.
         """
         pieces = self._pieces[False]
