@@ -1,4 +1,4 @@
-"""The command ``motley``. After an installation with pip, it replaces the scripts of a clone.
+"""The command ``motley``, which replaces the repository's scripts after ``pip install``.
 
     mpirun -np 2 motley train --task mine.py --epochs 2
     mpirun -np 2 motley train --task mine.py --stage 3
@@ -6,8 +6,8 @@
     motley report logs
     motley watch --once
 
-For a command that all ranks run, motley.launch.environment replaces each process by
-``python -m motley.launch``, as entry_cn.sh does. Other commands run in this process.
+If all ranks run a command, motley.launch.environment replaces each process with ``python -m
+motley.launch``, as entry_cn.sh does. Other commands run in this process.
 """
 
 import importlib
@@ -29,10 +29,12 @@ class Command:
         module: name of the module whose ``main()`` reads ``sys.argv`` and returns an exit code or
             None; empty for ``motley run``.
         says: one-line description of the command in ``-h``.
-        doors: paths of the scripts in a clone that run the same module.
+        doors: paths of the repository's scripts that run the same module.
         is_launched: True if each rank runs the command.
-        visits_hosts: True if motley.provision.setup_command runs the module's ``main(words)``.
-        otherwise: for a command that needs a clone, the command to use without a clone.
+        visits_hosts: True if the command visits hosts by ssh. motley.provision.setup_command then
+            calls the module's ``main(words)``.
+        otherwise: command to use if the repository is not cloned. Empty: the command needs no
+            clone.
     """
 
     module: str

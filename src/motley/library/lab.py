@@ -1,4 +1,4 @@
-"""The lab of a user's own training loop: all ranks, as :func:`motley.join` returns them."""
+"""The class of the object that :func:`motley.join` returns for a user's own training loop."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -49,10 +49,11 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Lab:
     """All ranks of the launch, for a training loop of the user's own.
 
-    :func:`motley.join` makes it.
+    :func:`motley.join` returns a Lab.
 
     Args:
-        loop: this rank's part in the loop; None: the process is alone, and nothing is divided.
+        loop: state of the training loop on this rank. None: this process trains alone, with all
+            rows.
         state: the models, optimizers and further objects whose state a checkpoint holds.
         folder: folder of all runs, and name of this run's folder. If the name is None, the folder
             is named by the time of the start.
@@ -141,7 +142,7 @@ class Lab:
         return result
 
     def plan(self) -> str:
-        """Return a text on the present shares of all ranks, with one line per rank."""
+        """Return a text that describes each rank's present share of a batch, one line per rank."""
         if self._loop is None:
             return "this process computes all rows"
         return self._loop.describe_plan(self._position.step)
@@ -237,11 +238,11 @@ class Lab:
         self._state.add(each)
 
     def _end_bare_step(self) -> None:
-        """Store the loss at the end of a step, in a process that is alone."""
+        """Store the loss at the end of a step, in a process that trains alone."""
         self._loss, self._ended_at = self._losses, self._position.step
 
     def _watch_updates(self, scaler: Any) -> None:
-        """End a step also if the scaler skips ``optimizer.step()``, in a process that is alone."""
+        """End a step even if the scaler skips ``optimizer.step()``. No other ranks exist."""
         usual = scaler.update
 
         def update(*args: Any, **options: Any) -> Any:
@@ -303,9 +304,10 @@ class Lab:
             self._state.add(each)
 
     def accelerate(self, accelerator: Any) -> Any:
-        """Let an ``accelerate.Accelerator`` train on all ranks, as on one machine; return it.
+        """Let an ``accelerate.Accelerator`` train on all ranks; return the Accelerator.
 
-        Call it before ``accelerator.prepare()``. See :mod:`motley.library.integrations.accelerate`.
+        Call this method before ``accelerator.prepare()``. See
+        :mod:`motley.library.integrations.accelerate`.
         """
         from motley.library.integrations.accelerate import connect_accelerator
 
@@ -408,8 +410,8 @@ class Lab:
     def stepped(self) -> bool:
         """True if the last ``optimizer.step()`` has changed parameters.
 
-        A script can update its own average of the weights then:
-        ``if lab.stepped: ema.update(model)``.
+        A script that averages the weights updates its average after such a step: ``if lab.stepped:
+        ema.update(model)``.
         """
         return self._loop is None or self._loop.gate.stepped
 
@@ -569,7 +571,7 @@ class Lab:
         With ``strategy="fsdp"`` all ranks call it.
 
         Args:
-            best: True: write it to the folder ``best`` of the run too.
+            best: True: also write the checkpoint to the folder ``best`` of the run.
         """
         self._saver.save(best)
 
@@ -588,7 +590,7 @@ class Lab:
         return self._saver.save_best(metric, higher)
 
     def resume(self, path: str | Path = "auto") -> bool:
-        """Continue from a checkpoint, if there is one; all ranks call it before the first loop.
+        """Continue from a checkpoint if there is one; all ranks call this before the first loop.
 
         Call it after :meth:`prepare`, :meth:`register` and :meth:`loader`. :meth:`epochs` and the
         loader then continue with the batch that follows the last batch of the checkpoint. The

@@ -1,10 +1,10 @@
 """The shares of all ranks in each global batch of a user's own loop.
 
-Nothing is measured before training. In the first steps all ranks have equal shares, and the seconds
-per row of each rank are measured. In the next steps the shares are proportional to these speeds,
-and the seconds that do not depend on the number of rows are measured. In all later steps, the same
-monitor as in ``motley train`` proposes new shares if speeds change. Each host stores the speeds of
-its ranks for the next run of the script.
+Nothing is measured before training. In the first steps all ranks have equal shares, and each rank
+measures its seconds per row. In the next steps the shares are proportional to these speeds, and
+each rank measures the seconds that do not depend on its number of rows. In all later steps, the
+monitor of ``motley train`` proposes new shares if speeds change. Each host stores the speeds of its
+ranks for the next run of the script.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ class ShareSchedule:
 
     @property
     def most_rows(self) -> int | None:
-        """Largest number of rows that this rank computes at once; None: no limit."""
+        """Largest number of rows that this rank may compute at once; None: no limit."""
         return self._micro_batch
 
     def limit(self, rows: int) -> None:
@@ -222,7 +222,7 @@ class ShareFollower:
         self._quiet_until = 0  # step until which old shares are in use
 
     def keep_ranks(self, ranks: Sequence[int]) -> "ShareFollower":
-        """Return a follower of the given ranks alone, with the speeds of these ranks."""
+        """Return a ShareFollower for the given ranks alone, with the speeds of these ranks."""
         tables = [self.tables[rank] for rank in ranks] if self.tables else ()
         devices = [self._devices[rank] for rank in ranks]
         return ShareFollower(devices, self._micro_batch, tables, self._group)
@@ -258,15 +258,16 @@ class ShareFollower:
         return self._measure(counts) if len(self._times) == _MEASURED else None
 
     def change(self, step: int) -> None:
-        """Ignore the times of steps before ``step``, the first step with the new shares."""
+        """Ignore the times of steps before ``step``, which is the first step with new shares."""
         self._quiet_until = step
         if self._monitor is not None:
             self._monitor.reset()
 
     def _measure(self, counts: Sequence[int]) -> tuple[int, ...] | None:
-        """Return better row counts by the measured steps, or None if the gain is too small.
+        """Return faster row counts from the measured steps; None if the gain is too small.
 
-        The last measurement also starts the monitor, which watches all later steps.
+        After the last measurement, this method also starts the monitor, which watches all later
+        steps.
         """
         points = [
             RankTime(each[0].rows, median(time.own_s for time in each))
@@ -317,7 +318,7 @@ class SpeedMemory:
     """The file that stores this rank's speed for the next run of the script.
 
     Args:
-        worker: this rank.
+        worker: description of this rank.
         micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
         group: number of consecutive rows that stay together in a piece.
         numbers: number of elements in the parameters and buffers of all models.

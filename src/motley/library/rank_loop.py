@@ -1,4 +1,4 @@
-"""One rank's part in a user's own loop on several ranks: shares, steps and records."""
+"""The state of a user's own loop on one of several ranks: shares, steps and records."""
 
 import contextlib
 import sys
@@ -43,7 +43,7 @@ _LOOK_S = 0.02  # seconds between two checks
 
 
 class RankLoop:
-    """The state of a loop that several ranks share.
+    """The state of a training loop on one of several ranks.
 
     Args:
         session: connection to the other ranks.
@@ -67,7 +67,7 @@ class RankLoop:
         records: the writer of the run's records.
         state: the objects of the loop whose state a checkpoint holds.
         shards: the models if they are sharded over the ranks; None: each rank has whole models.
-        changed: True if a rank was lost since the loader was last asked for rows.
+        changed: True if a rank was lost after the script last requested rows from the loader.
         pause: function that saves a checkpoint before the job pauses, and returns a message that
             names the checkpoint's step.
         after_step: function that is called after each step.
@@ -209,7 +209,7 @@ class RankLoop:
         self._offer_rebuild()
 
     def _follow_shares(self, numbers: int, rows: int, step: int) -> None:
-        """Start to choose shares by speed, with the speeds of an earlier run if there are any."""
+        """Start to choose shares by speed. Use stored speeds of an earlier run if they exist."""
         workers = self.session.group.workers
         group = self.schedule.group
         self._memory = SpeedMemory(workers[self.rank], self._micro_batch, group, numbers)
@@ -235,12 +235,12 @@ class RankLoop:
         self.gate.begin_piece(piece)
 
     def leave_pass(self) -> None:
-        """End a pass over training data."""
+        """Record that the user's code has left a pass over training data."""
         self.gate.leave_loop()
         self.piece = None
 
     def _end_step(self, step: FinishedStep) -> None:
-        """Record a finished step, and change the shares if other shares are faster."""
+        """Record a finished step, and change the ranks' shares if other shares are faster."""
         piece = step.piece
         self.records.step(step, self.schedule.get_plan(piece.step, piece.global_rows))
         self.after_step()
@@ -338,7 +338,7 @@ class RankLoop:
         )
 
     def _try(self, work: Callable[[], None]) -> str:
-        """Run a function; return a description of its out-of-memory error, or an empty text."""
+        """Run a function. Return a description of its out-of-memory error; empty if none."""
         try:
             work()
             return ""
@@ -392,11 +392,13 @@ class RankLoop:
         return result
 
     def wait_until_blocked(self) -> int | None:
-        """Wait until this rank is blocked in a collective. Another thread calls it after a loss.
+        """Wait until this rank's training thread is blocked in a collective.
+
+        After the loss of a rank, another thread of this process calls this method.
 
         Returns:
-            The number of global batches whose gradients no optimizer has used yet. None: this rank
-            is not blocked in time, or an optimizer has stepped with the present batch.
+            The number of global batches whose gradients no optimizer has used yet. None: the wait
+            timed out, or an optimizer has stepped with the present batch.
         """
         deadline = time.monotonic() + _BLOCKED_S
         while not self._is_blocked:
@@ -406,7 +408,7 @@ class RankLoop:
         return self.gate.count_unused()
 
     def repeat_collective(self, work: Callable[[], T]) -> T:
-        """Run :meth:`collective`, again after each lost rank, and return its result."""
+        """Run :meth:`collective` until no rank is lost during the call, and return the result."""
         while True:
             try:
                 return self.collective(work)
@@ -416,7 +418,7 @@ class RankLoop:
                     return result
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of each rank, in the order of ranks. A lost rank has no entry."""
+        """Gather one object from each rank, in the order of ranks. A lost rank has no entry."""
         return self.repeat_collective(lambda: all_gather_object(value, can_leave=True))
 
     def end_without(self, advice: str) -> None:
@@ -449,7 +451,7 @@ class RankLoop:
                 self.session.world.supervisor.can_rescue(self.rescue, first)
 
     def _continue_without(self, error: Exception) -> Any:
-        """Join the group of the survivors; return the result of the interrupted collective.
+        """Join the process group of the survivors; return the result of the interrupted collective.
 
         The result is None if no survivor has finished the collective. The job ends if no rank is
         lost, or if the survivors cannot continue.
@@ -495,8 +497,8 @@ class RankLoop:
     def _catch_up(self) -> Any:
         """Return the result of the interrupted collective if another rank has finished it.
 
-        If the collective is a sum of gradients, the ranks that have not finished it also receive
-        the sum. None: this rank has missed no result.
+        If the collective sums gradients, the ranks that have not finished it also receive the sum.
+        None: this rank has missed no result.
         """
         counts = [int(count) for (count,) in all_gather_floats([float(self._count)])]
         most = max(counts)
@@ -534,7 +536,7 @@ class RankLoop:
             self.gate.load_sum(tensors)
 
     def describe_plan(self, step: int) -> str:
-        """Return the shares of all ranks at a step, one line per rank."""
+        """Return a text that describes each rank's share at a step, one line per rank."""
         counts = self._get_full_plan(step).counts
         tables: Sequence[Any] = self._follower.tables if self._follower else ()
         lines = []

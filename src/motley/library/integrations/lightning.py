@@ -114,7 +114,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
         self.piece = None
 
     def training_step(self, *args: Any, **options: Any) -> Any:
-        """Return the loss of this rank's rows, and keep the weight that is returned with it."""
+        """Return the loss of this rank's rows, and store the weight that comes with the loss."""
         with self._in_step():
             output = super().training_step(*args, **options)
         if output is None and self.lightning_module.automatic_optimization and self.loop:
@@ -143,7 +143,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
             return _utilities.apply_to_collection(output, Tensor, self.all_gather)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Return the checkpoint that rank 0 reads."""
+        """Return the checkpoint, which rank 0 reads and broadcasts to all ranks."""
         content = None
         if self.lab.is_main:
             content = super().load_checkpoint(checkpoint_path, weights_only=weights_only)

@@ -42,7 +42,7 @@ class LightningLoader(FrameworkLoader):
 
 
 class LightningCollectives:
-    """The collectives of a strategy. All ranks call each method.
+    """The collectives of a Lightning strategy. All ranks call each method.
 
     Attributes:
         next_piece: the part of a global batch that this rank's loader has yielded last.
@@ -59,7 +59,7 @@ class LightningCollectives:
 
     @property
     def is_distributed(self) -> bool:
-        """True in a step, so that Lightning reduces logged values over ranks.
+        """True during a step, so that Lightning reduces logged values over ranks.
 
         Outside of a step the value is False, and Lightning replaces no sampler.
         """
@@ -175,7 +175,7 @@ def clip_over_ranks(lab: Lab, loop: RankLoop, plugin: Any) -> None:
 
     Args:
         lab: the lab.
-        loop: this rank's part in the loop.
+        loop: state of the training loop on this rank.
         plugin: the plugin, which is changed in place.
     """
     by_value = plugin.clip_grad_by_value

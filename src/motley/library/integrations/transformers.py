@@ -42,7 +42,7 @@ _TOLERANCE = 0.1  # in the ratio of two losses, because bf16 rounds them
 class GlobalBatch(dict[str, Any]):
     """This rank's rows of a global batch. The rank computes them in one or more pieces.
 
-    The dictionary has the rows of the first piece. ``pieces`` has every piece with its rows.
+    The dictionary has the rows of the first piece. ``pieces`` lists every piece with its rows.
     """
 
     def __init__(self, pieces: list[tuple[Piece, Any]]) -> None:
