@@ -112,7 +112,7 @@ def authorized(public: str) -> str:
 
 
 def pinned(keys: Mapping[str, HostKey]) -> list[str]:
-    """Return lines of known_hosts for host keys, which are given by their names in that file."""
+    """Return a line of known_hosts for each host key; ``keys`` has the name in the line."""
     return [f"{name} {key.kind} {key.base64}" for name, key in keys.items()]
 
 
@@ -155,10 +155,7 @@ def match_all(shown: Mapping[str, HostKey], path: Path) -> dict[str, HostKey | H
 
 
 def _match(host: str, shown: HostKey, path: Path) -> HostKey:
-    """Return a key of the host from ``--known-hosts FILE`` that the host can prove to hold.
-
-    Raise HostTrouble if the file has no such key.
-    """
+    """Return the host's key if ``--known-hosts FILE`` lists it, else raise HostTrouble."""
     try:
         held = known_keys(host, path)
     except (OSError, ValueError) as error:

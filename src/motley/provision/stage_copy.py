@@ -165,7 +165,7 @@ class Target:
     part: int | None = None
 
     def lacks(self, size: int) -> int:
-        """Return the missing bytes of disk for a file of this size; 0 if there is room."""
+        """Return how many bytes the disk lacks for a file of ``size`` bytes; 0 if it has room."""
         if self.complete == size:  # most probably the same file
             return 0
         return max(0, size - (self.part or 0) - self.free)
