@@ -56,7 +56,7 @@ class LoopStatistics:
             each.statistics.begin_pass(piece.rows or 1)  # an idle rank computes one row
 
     def _flush(self) -> None:
-        """Store the statistics of all forward passes over the present rows so far."""
+        """Store the statistics of all forward passes since :meth:`begin` was called."""
         piece = self._piece
         if piece is None:
             return

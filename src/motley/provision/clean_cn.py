@@ -1,6 +1,6 @@
 """End your own leftover training processes on all hosts of hosts.txt at once.
 
-The script ends nothing before your yes. It also shows other processes that hold GPU memory, with
+The script ends nothing before your yes. Other processes that hold GPU memory are shown too, with
 their users.
 
   bash setup/clean_cn.sh

@@ -2,7 +2,7 @@
 
 Each launcher has its own option that lets ranks live on when another rank dies. Any configuration
 file, module or container may set this option differently. This module therefore sets the options of
-all launchers, as environment variables. It then starts the line once with a small program in place
+all launchers, as environment variables. Then it starts the line once with a small program in place
 of the training.
 """
 

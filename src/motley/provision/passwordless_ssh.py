@@ -9,16 +9,17 @@ mpirun uses ssh, and then reaches these hosts too.
   bash setup/passwordless_ssh.sh --mesh             # and every host to every other
   bash setup/passwordless_ssh.sh --remove           # undoes it, on every host
 
-On this machine, the script makes a key of its own, ~/.ssh/id_ed25519_motley. It
-names the hosts that need this key at the end of ~/.ssh/config, between "#
-motley: begin" and "# motley: end". It shows the host keys, and then pins them in
-~/.ssh/known_hosts. On each host, the script adds one line to
+On this machine, the script makes a key of its own, ~/.ssh/id_ed25519_motley. The
+script lists the hosts that need this key at the end of ~/.ssh/config, between "#
+motley: begin" and "# motley: end". The script shows the host keys, and then pins
+them in ~/.ssh/known_hosts. On each host, the script adds one line to
 ~/.ssh/authorized_keys (restrict,pty: no forwarding of any kind). Other users
 lose the permission to write to ~, and all permissions on ~/.ssh and
 authorized_keys, since sshd would otherwise ignore the key. The script does not
-touch your own keys, or a host that lets you in already. It asks for the password
-on the terminal, sends the password to the hosts alone, and stores it nowhere. A
-second run finishes work that was interrupted, and otherwise changes nothing.
+touch your own keys, or a host that lets you in already. The script asks for the
+password on the terminal, sends the password to the hosts alone, and stores it
+nowhere. A second run finishes work that was interrupted, and otherwise changes
+nothing.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
