@@ -1,8 +1,8 @@
 """The GPU log, ``gpu.<host>.csv``: its columns, its writer, and its reader.
 
-The reader accepts Motley's logs and those of other tools. Other logs are the laboratory's old logs
-(``metrics.csv``, with only the first eleven columns), logs that a spreadsheet has saved (``;``
-between fields, decimal commas, a byte-order mark), and the CSV of ``nvidia-smi --query-gpu``.
+The reader accepts Motley's logs and those of other tools. Other logs are the laboratory's old
+``metrics.csv``, with only the first eleven columns, and the CSV of ``nvidia-smi --query-gpu``. A
+spreadsheet may have saved the log with ``;`` between fields, decimal commas and a byte-order mark.
 """
 
 import codecs
