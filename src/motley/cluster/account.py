@@ -4,8 +4,8 @@ One of these folders is the cache, in which this machine stores measured speeds 
 
 A container may run under a user number without a name, and without HOME.
 
-The module refuses a folder that belongs to another user, or that another user can write to. It does
-not follow links. It opens a folder before the checks, so that no other process can replace the
+The module refuses a folder that belongs to another user, or that another user can write to. Links
+are not followed. A folder is opened before the checks, so that no other process can replace the
 folder in between.
 """
 

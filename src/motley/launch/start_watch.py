@@ -218,16 +218,19 @@ def words(
         slow = not all(s.stopped for s in here if s.stopped or not s.ready)
         return begin + named + (f"; {longer}" if slow else "; start it again")
     if len(here) < local_size:
-        return f"{begin}{local_size - len(here)} of {local_size} on {host} are gone; see above why"
+        gone = local_size - len(here)
+        return f"{begin}{gone} of {local_size} on {host} have ended; the output above shows why"
     if size == local_size:
-        return f"{begin}those of {host} wait for each other in MPI; see whether MPI works here"
+        return (
+            f"{begin}the ranks on {host} wait for each other in MPI; check that MPI works with: "
+            "bash setup/test_mpi.sh"
+        )
     others = sorted(set(range(size)) - {s.rank for s in here})
     shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
     where = f" ({', '.join(hosts)})" if hosts else ""
     return (
-        f"{begin}those of {host} have, so it is one of ranks {shown} on other hosts{where}, which "
-        "is frozen, off, cut off or slow; see which with: bash setup/test_cn_connection.sh, or "
-        + longer
+        f"{begin}all ranks on {host} have started, so the host of one of ranks {shown}{where} is "
+        "frozen, off, cut off or slow; find it with: bash setup/test_cn_connection.sh, or " + longer
     )
 
 

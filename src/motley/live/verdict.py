@@ -270,8 +270,8 @@ def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | 
 
     Returns:
         The name of the rank, the ratio of its time to the forecast, and the reason if ranks share
-        its
-            processors. The name is empty if no ratio is known, or if the largest may be noise.
+        its processors. The name is empty if no ratio is known, or if the largest ratio may be
+        noise.
     """
     foreseen = _foreseen(training, forecast)
     times, excess_s = dict[int, float](), dict[int, float]()

@@ -233,7 +233,7 @@ def _micro_batch(model: TaskModel, size: int) -> Callable[[], None]:
 def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) -> float:
     """Return the seconds of an optimizer step that follows a micro-batch.
 
-    As in training, the step is queued while a GPU still computes the micro-batch.
+    The step is queued while a GPU still computes the micro-batch, as in training.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad(set_to_none=False)  # 0 times the gradient must be 0 in fp16 too

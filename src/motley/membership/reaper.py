@@ -1,7 +1,7 @@
 """The reaper: a small process on each host that ends a hung launcher.
 
-After the rank that started it has died, the reaper ends an mpirun or daemon that hangs. It also
-removes the files that a killed launcher leaves.
+After the rank that started it has died, the reaper ends an mpirun or daemon that hangs. The reaper
+also removes the files that a killed launcher leaves.
 
 mpirun ends when its daemon on every host has ended. mpirun waits for ever for a daemon that is
 frozen or cut off, and a daemon waits for mpirun in the same way. After a stop signal, mpirun

@@ -80,7 +80,7 @@ class SpeedTable:
     def micro_batch(self) -> int:
         """m, the largest micro-batch of the rank: ``preferred``, or the size with the best rate.
 
-        Of the measured sizes with about the best rate, the largest is taken.
+        If several measured sizes have about the best rate, m is the largest of these sizes.
 
         Most shares are not a multiple of m. A share that is cut into few large micro-batches is
         still computed at nearly the best rate.

@@ -111,8 +111,8 @@ class WireMode(ABC):
     def lost_points(self) -> tuple[float, int] | None:
         """Loss of top-1 accuracy against the exact mode in percentage points, and number of seeds.
 
-        The loss is a mean over the seeds. Of two data sets, digits and textures, the one with the
-        larger loss counts (benchmarks/results/accuracy_wire*.json). None: unknown.
+        The loss is a mean over the seeds. The data set is digits or textures, the one with the
+        larger loss (benchmarks/results/accuracy_wire*.json). None: unknown.
         """
         return None
 

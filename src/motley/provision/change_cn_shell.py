@@ -72,11 +72,11 @@ class Account:
     Attributes:
         user: name of the account.
         shell: present login shell of the account.
-        facts: words for the statements that are true on the host. ``local``: the account is in
-            /etc/passwd. ``root``: the account is root's. ``same``: the present shell is the wanted
-            shell, perhaps under another path. ``exists``: the host has the wanted shell.
-            ``listed``: /etc/shells lists the wanted shell. ``listed_now``: /etc/shells lists the
-            present shell. ``chsh``: the host has the program chsh.
+        facts: words for the statements that are true on the host. Word ``local``: the account is in
+            /etc/passwd. Word ``root``: the account is root's. Word ``same``: the present shell is
+            the wanted shell, perhaps under another path. Word ``exists``: the host has the wanted
+            shell. Word ``listed``: /etc/shells lists the wanted shell. Word ``listed_now``:
+            /etc/shells lists the present shell. Word ``chsh``: the host has the program chsh.
     """
 
     user: str
@@ -236,7 +236,7 @@ def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
     if fixed:
         print(
             f"\n{', '.join(fixed)}: a directory (LDAP, NIS) keeps the account, so the shell cannot "
-            f"be changed there. It need not be: {UNNEEDED}."
+            f"be changed there. No change is needed: {UNNEEDED}."
         )
     print_troubles(split(visits)[1])
 

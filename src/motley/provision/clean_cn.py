@@ -169,7 +169,10 @@ def main(words: Sequence[str]) -> int:
     show(rows, surveys)
     setup_command.print_troubles(troubles)
     if any(row.state == "unknown" for row in rows) and not options.running:
-        print("\nno host that was asked knows the unknown ones; --running ends them too")
+        print(
+            "\nthe mpirun of each unknown process is on a host that was not asked, or unknown; "
+            "--running ends these processes too"
+        )
     doomed = [row for row in rows if options.running or row.state == "leftover"]
     many = setup_command.many(len(doomed), "process", "es")
     if rows or troubles or any(each.others for each in surveys.values()):

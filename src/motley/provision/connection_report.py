@@ -113,7 +113,7 @@ def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
         yield Finding(
             "architecture",
             f"its processor is {report.machine}, and this machine's is {here.machine}",
-            "no package runs on both, so remove it from hosts.txt",
+            "remove the host from hosts.txt, since no package runs on both",
         )
     if not report.repository and ROOT:
         yield Finding(

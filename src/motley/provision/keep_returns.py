@@ -81,8 +81,8 @@ class ReadmissionEstimate:
         saved = f"{self.saves_s:.0f} s" if self.saves_s > 0 else "nothing"
         return (
             f"that saves {saved} of the {self.steps * self.step_s:.0f} s left ({self.steps} "
-            f"steps of {self.step_s:.3g} s, or {self.with_s:.3g} s with it), and a new start "
-            f"costs {self.cost_s:.0f} s"
+            f"steps of {self.step_s:.3g} s now, or {self.with_s:.3g} s afterwards), and a new "
+            f"start costs {self.cost_s:.0f} s"
         )
 
 
@@ -136,7 +136,7 @@ def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozense
     place = folder.absolute()
     result, troubles = split(run_on_all([h.name for h in hosts], lambda h: _ask(h, place), ASK_S))
     lost = {name: trouble.found for name, trouble in troubles.items()}
-    lost |= dict.fromkeys(unwanted, "no step was taken with it")
+    lost |= dict.fromkeys(unwanted, "no step was taken with this host")
     marks = {name: text["away"] for name, text in result.items() if text.get("away")}
     away = {name: _why(mark) for name, mark in marks.items() if name not in lost}
     return HostAnswers(

@@ -324,8 +324,8 @@ class Keeper:
         first = asked.alive[0].name
         if progress(self._line.folder) >= 0 and not asked.sees.get(first, True):
             return (
-                f"{first} would have the first rank, and it does not see {self._line.folder}, "
-                "which has the checkpoints; name a folder that all hosts share with --logs DIR"
+                f"the first rank would be on {first}, which cannot read the checkpoints in "
+                f"{self._line.folder}; name a folder that all hosts share with --logs DIR"
             )
         return ""
 
@@ -441,7 +441,7 @@ def main(words: Sequence[str]) -> int:
     place = line.folder.parent / f".keep.{line.folder.name}"
     place.mkdir(exist_ok=True)
     busy = f"another keep_training.sh keeps {line.folder} running"
-    with take_folder(place, busy, "stop that one first, or choose another --run NAME"):
+    with take_folder(place, busy, "stop that script first, or choose another --run NAME"):
         stop = Stop()
         _append_output()
         for each in CODES:

@@ -136,7 +136,7 @@ def _leave(order: Sequence[object], host: str) -> dict[str, Any]:
 
 def describe_outcome(host: str, answer: Mapping[str, Any]) -> str:
     """Return a line for the user that says if a host has left the run."""
-    back = typed_command(f"; it takes part again after: bash setup/join_cn.sh {host}")
+    back = typed_command(f"; the host takes part again after: bash setup/join_cn.sh {host}")
     if answer["left"]:
         pids = ", ".join(map(str, answer["left"]))
         return typed_command(

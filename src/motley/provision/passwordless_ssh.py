@@ -136,11 +136,11 @@ def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
     Raises:
         MotleyError: the user did not confirm the host keys.
     """
-    print("Not in ~/.ssh/known_hosts yet; compare with what their administrator says:")
+    print("These host keys are not in ~/.ssh/known_hosts yet; compare them with the right keys:")
     rows = [(host, key.kind, key.fingerprint) for host, key in shown.items()]
     print(table(("host", "type", "fingerprint"), rows))
     if dry_run:
-        print("would ask whether they are right, pin them, and see who needs a password")
+        print("would ask if these keys are right, pin them, and find hosts that need a password")
         return {}
     need_terminal(
         "a yes to the host keys", "give --known-hosts FILE, or run this command in a terminal"
@@ -291,7 +291,7 @@ def remove(dry_run: bool) -> int:
     print_troubles(troubles)
     if troubles:
         again = typed_command("bash setup/passwordless_ssh.sh --remove")
-        print(f"\n{own_key()} stays for these; when they are back: {again}")
+        print(f"\n{own_key()} stays for these hosts; when they answer again: {again}")
     return 1 if troubles else 0
 
 
@@ -441,7 +441,7 @@ def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
     if named:
         print(f"would name {', '.join(named)} in our block of ~/.ssh/config")
     if mesh:
-        print("would let every host in to every other: a key on each, unless homes are shared")
+        print("would let every host log in to every other by a key of its own")
 
 
 def check(states: States) -> dict[str, str]:

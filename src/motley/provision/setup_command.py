@@ -332,7 +332,7 @@ def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
         print(f"motley: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        print("\nmotley: stopped; the same command again goes on from here", file=sys.stderr)
+        print("\nmotley: stopped; run the same command again to continue", file=sys.stderr)
         status = 130
     sys.stdout.flush()
     os._exit(status)  # threads of hosts that never answered must not hold us

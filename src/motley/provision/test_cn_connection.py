@@ -179,7 +179,7 @@ def main(words: Sequence[str]) -> int:
     names = list(slots)
     if options.dry_run:
         print(f"would ask: {', '.join(names)}")
-        print(f"would write and remove a file in {PLACE} and in ~, there and here")
+        print(f"would write and remove a file in {PLACE} and in ~ on each of these hosts")
         return 0
     start = time.monotonic()
     with token_file() as token:

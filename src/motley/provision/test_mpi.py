@@ -123,7 +123,7 @@ def main(words: Sequence[str]) -> int:
         failed = [answers["Python"]]  # the ranks started, but could not measure their links
     if failed:
         print_troubles(own)
-        print(f"\nmpirun {failed[0].end}; its last words:\n{failed[0].words}")
+        print(f"\nmpirun {failed[0].end}; the end of its output:\n{failed[0].words}")
     if failed or silent:
         return 1
     print("\nall is well")

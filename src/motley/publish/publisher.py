@@ -58,7 +58,7 @@ class PublishedCounts:
 
 
 class Publisher:
-    """A publisher of one run. As a context manager, it locks the run's folder for one tracker.
+    """A publisher of one run. The context manager locks the run's folder for one tracker.
 
     Args:
         run: folder of the run.
@@ -100,8 +100,8 @@ class Publisher:
             )  # fmt: skip
         except OSError as error:
             raise MotleyError(
-                f"cannot write to {self._run.path}: {error.strerror}. That folder records how far "
-                "a run has been published; copy it to a folder that you can write to"
+                f"cannot write to {self._run.path}: {error.strerror}. Publishing writes its "
+                "position to that folder; copy the folder to a place that you can write to"
             ) from None
         return self
 

@@ -1,9 +1,9 @@
 """Files on a run's last evaluation: results by class, confusion matrix, and worst samples.
 
 ``classes.csv`` has one line per class. ``confusion.csv`` has a line for each pair of a label and a
-predicted class that occurs. It has at most one line per sample. Both files list counts of held-out
-samples. The counts are exact, whatever the number of ranks. ``worst.json`` has the samples with the
-largest loss, at most 200.
+predicted class that occurs. The file has at most one line per sample. Both files list counts of
+held-out samples. The counts are exact, whatever the number of ranks. ``worst.json`` has the samples
+with the largest loss, at most 200.
 """
 
 import csv
