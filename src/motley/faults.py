@@ -143,7 +143,7 @@ class Fault:
         return 128 + self.signal if self.signal else self.kind.code
 
     def last_words(self) -> str:
-        """Return the traceback, if there is one, followed by the line for the user."""
+        """Return the text to print at the end: the traceback, if any, and the line for the user."""
         return "\n".join(filter(None, (self.details.rstrip("\n"), f"motley: {self.line()}")))
 
     def line(self) -> str:

@@ -283,13 +283,13 @@ class Readable(Protocol):
 class Talk:
     """A script that runs on a host, with its input and the output that has arrived.
 
-    The script first prints a mark. Output before the mark is that of the login shell.
+    The script first prints a mark. Output before the mark comes from the login shell.
 
     Args:
         script: the script.
         words: arguments of the script.
         payload: stdin of the script; None: empty.
-        on_line: called with each complete line of stdout.
+        on_line: function that is called with each complete line of stdout.
 
     Attributes:
         tied: True if stdin stays open while the script runs. All processes of the script then end

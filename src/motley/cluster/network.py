@@ -146,7 +146,7 @@ def named_interfaces(
     not use.
 
     Raises:
-        MotleyError: a machine has no interface of such a name.
+        MotleyError: a machine has no interface with the given name.
     """
     wanted: dict[int, list[str]] = {}
     for machine, interfaces in machines.items():

@@ -135,9 +135,9 @@ def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
 def stop_usage(message: str) -> NoReturn:
     """Print an error in the command line on rank 0, and exit all ranks with status 2.
 
-    All ranks call it, because all ranks read the same command line. Ranks other than 0 first wait a
-    short time, in which the launcher ends them. A rank that the launcher has not ended prints its
-    own error, such as a file that is missing on its host.
+    All ranks call this function, because all ranks read the same command line. Ranks other than 0
+    first wait a short time, in which the launcher ends them. A rank that the launcher has not ended
+    prints its own error, such as a file that is missing on its host.
     """
     rank, where = launched_rank(), ""
     if rank:

@@ -41,7 +41,7 @@ _SHORTEST_S, _LONGEST_S = 5e-5, 1e-3
 
 
 class Launched(Protocol):
-    """A protocol: the processes of one launch, seen from one of them; see :class:`MpiRanks`.
+    """A protocol: the processes of one launch, as one process sees them; see :class:`MpiRanks`.
 
     Attributes:
         rank: 0-based number of this process.

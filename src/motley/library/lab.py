@@ -112,7 +112,7 @@ class Lab:
         return self.rank == 0
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print on rank 0 alone, with the arguments of Python's ``print``."""
+        """Print on rank 0 alone. The arguments are those of Python's ``print``."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
@@ -154,7 +154,7 @@ class Lab:
 
         The objects stay the same, and are changed in place: models move to :attr:`device` and get
         the values of rank 0. ``step()`` of an optimizer or a scheduler acts once per global batch.
-        Checkpoints hold the state of all of them. All ranks call it.
+        Checkpoints hold the state of all these objects. All ranks call this method.
 
         Args:
             objects: modules, ``torch.optim`` optimizers and schedulers, ``torch.amp.GradScaler``,
@@ -316,9 +316,9 @@ class Lab:
     def loader(self, loader: "DataLoader[Any]", train: bool = True) -> LabLoader:
         """Return a loader that yields this rank's rows of each batch.
 
-        The batch size of ``loader`` is that of all ranks together. Its sampler decides the order,
-        and only rank 0 iterates over the sampler. No row is padded, dropped or repeated. All ranks
-        call this method.
+        The batch size of ``loader`` counts the rows of all ranks together. Its sampler decides the
+        order, and only rank 0 iterates over the sampler. No row is padded, dropped or repeated. All
+        ranks call this method.
 
         Args:
             loader: the loader of a script for one machine.
@@ -630,7 +630,7 @@ def _collect(value: Any, leaves: list[Any]) -> None:
 
 
 def _fill(value: Any, sums: Iterator[Tensor]) -> Any:
-    """Return a value of the same structure with the next sums in place of its numbers."""
+    """Return a value in which the next sums replace the numbers, with the same structure."""
     if isinstance(value, dict):
         return {key: _fill(each, sums) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -36,7 +36,7 @@ _UNLIKE = 0.2  # least relative difference of two numbers of rows that shows the
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's rows of a global batch, or a part of these rows.
+    """The rows that a rank computes at once: its rows of a global batch, or a part of these rows.
 
     Attributes:
         step: number of the global batch since the start of training.
@@ -71,11 +71,12 @@ class Piece:
 
 
 class ShareSchedule:
-    """The relative number of rows of each rank, by step. All ranks hold the same schedule.
+    """The relative number of rows of each rank in each step. All ranks hold the same schedule.
 
     Args:
         shares: relative number of rows of each rank.
-        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
+        micro_batch: largest number of rows that a rank computes at once, as one piece. None: a rank
+            computes all its rows of a global batch at once.
         group: number of consecutive rows that stay together in a piece.
         equal_pieces: True if all ranks have the same number of pieces. Some pieces are then empty.
 
@@ -197,10 +198,12 @@ class ShareFollower:
 
     Args:
         devices: device of each rank.
-        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
-        tables: speed of each rank, measured in an earlier run of the script; empty if there is no
-            such run.
-        group: number of consecutive rows that stay together in a piece.
+        micro_batch: largest number of rows that a rank computes at once, as one piece. None: a rank
+            computes all its rows of a global batch at once.
+        tables: speed of each rank, measured in an earlier run of the script; empty without an
+            earlier run.
+        group: number of consecutive rows that one rank computes at once, because a batch norm takes
+            its statistics over them.
 
     Attributes:
         tables: speed of each rank; empty until the first steps are measured.
@@ -292,8 +295,8 @@ class ShareFollower:
 def make_table(points: Sequence[RankTime], micro_batch: int, group: int = 1) -> SpeedTable:
     """Return the speeds of one rank.
 
-    The time of a piece is modelled as a + b * rows. With one measurement, or with two of similar
-    numbers of rows, a is 0.
+    The time of ``rows`` rows that are computed at once is modelled as a + b * rows. With one
+    measurement, or with two measurements of similar numbers of rows, a is 0.
 
     Args:
         points: one or two measurements of the rank, with different numbers of rows.
@@ -319,8 +322,10 @@ class SpeedMemory:
 
     Args:
         worker: description of this rank.
-        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
-        group: number of consecutive rows that stay together in a piece.
+        micro_batch: largest number of rows that a rank computes at once, as one piece. None: a rank
+            computes all its rows of a global batch at once.
+        group: number of consecutive rows that one rank computes at once, because a batch norm takes
+            its statistics over them.
         numbers: number of elements in the parameters and buffers of all models.
     """
 

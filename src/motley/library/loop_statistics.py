@@ -26,9 +26,9 @@ class _Passes:
 class LoopStatistics:
     """The statistics of all batch norms of a user's models, exact for any shares.
 
-    A group is ``group`` consecutive rows of a global batch. Each piece of a rank consists of whole
-    groups. Each global batch updates the running statistics on every rank, for the rank's own rows.
-    The ranks add these parts up whenever they sum gradients.
+    A group is ``group`` consecutive rows of a global batch. A rank computes whole groups at once.
+    Each global batch updates the running statistics on every rank, for the rank's own rows. The
+    ranks add these parts up whenever they sum gradients.
 
     Args:
         group: number of rows in a group; None: batch norms stay as they are.

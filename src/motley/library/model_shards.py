@@ -89,7 +89,7 @@ def _send_nothing(bucket: Any) -> Any:
 
 
 class ModelShards:
-    """All models of a loop. Each rank holds a shard of every parameter.
+    """All models of a training loop, sharded: each rank holds a shard of every parameter.
 
     Args:
         device: device of this rank.
@@ -312,7 +312,7 @@ class ModelShards:
     def share(self, owner: Any, state: Any) -> Any:
         """Return a state in which each tensor is cut to this rank's shard.
 
-        The state is that of a model or an optimizer.
+        The state belongs to a model or an optimizer.
         """
         if isinstance(owner, nn.Module):
             tensors = dict(owner.state_dict(keep_vars=True))
@@ -356,7 +356,7 @@ def _share(value: Any, own: Any) -> Any:
 def _is_elementwise(optimizer: Optimizer) -> bool:
     """Return True if an optimizer steps each element of a tensor independently of all others.
 
-    The function finds out by a trial of a second optimizer of the same class.
+    The function tests a second optimizer of the same class on a small tensor.
 
     Raises:
         MotleyError: a second optimizer of the class cannot be made.

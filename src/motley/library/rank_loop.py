@@ -48,7 +48,8 @@ class RankLoop:
     Args:
         session: connection to the other ranks.
         shares: the user's relative number of rows per rank; None: choose them by speed.
-        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
+        micro_batch: largest number of rows that a rank computes at once, as one piece. None: a rank
+            computes all its rows of a global batch at once.
         bn_group: number of rows over which batch norms take their statistics. None: batch norms
             stay as they are.
         wire: name of a wire mode.
@@ -78,7 +79,7 @@ class RankLoop:
         is_evaluating: True from a pass over held-out data to the next training step.
         piece: this rank's present part of a global batch; None outside of a loop over training
             data.
-        yielded: rows of the present piece as the loader has yielded them.
+        yielded: rows that the loader has yielded last, without changes of the script.
         seed: seed of the random numbers of rows and of drop-out.
     """
 
@@ -221,7 +222,7 @@ class RankLoop:
             self.schedule.change(step, self._follower.split(rows))
 
     def begin_piece(self, piece: Piece) -> None:
-        """Start to compute a piece of a global batch, after the loader has read its rows."""
+        """Start to compute a part of this rank's rows, which the loader has read."""
         if self.piece is None or self.piece.step != piece.step:
             # Drop-out differs between ranks and steps. A repeated step has the same drop-out.
             seed_random(make_seed(self.seed, self.rank, piece.step), self.device)
@@ -289,15 +290,16 @@ class RankLoop:
         return self.schedule.get_plan(step, self.records.full_batch)
 
     def compute(self, run: Callable[[Any], None], rows: Any) -> None:
-        """Run a function on the rows of the present piece, in smaller parts if memory runs out.
+        """Run a function on rows of a batch, in smaller parts if memory runs out.
 
         After an out-of-memory error, this rank computes all its rows of the global batch so far
-        once more, in smaller parts. Each row has the same random numbers as before. Later batches
-        keep the smaller size.
+        once more, in smaller parts. Each row is read with the same random numbers again. Later
+        batches keep the smaller size.
 
         Args:
             run: function that computes the loss of some rows, and its gradient.
-            rows: the rows of the present piece, which the script may have moved to a device.
+            rows: the rows that the loader has yielded last. The script may have moved them to a
+                device.
 
         Raises:
             MotleyError: the script has changed the rows besides moving them.

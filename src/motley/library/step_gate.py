@@ -41,7 +41,7 @@ _ALIKE = 1e-9  # relative difference up to which two corrections are equal
 
 @dataclass
 class _Call:
-    """The backward calls of a step that belong together: one in each piece of a global batch.
+    """Backward calls of one loss in a step: one call for each part of this rank's rows.
 
     Attributes:
         usual: divisor of the losses, equal on all ranks.
@@ -113,10 +113,10 @@ def _override(owner: Any, name: str, may_run: Callable[..., bool]) -> None:
 
 
 class StepGate:
-    """The object that turns backward passes over pieces into steps of the optimizers.
+    """The object that turns backward passes over parts of a batch into steps of the optimizers.
 
-    An optimizer steps only after the last piece of a global batch, with the sum of all ranks'
-    gradients.
+    A part of this rank's rows of a global batch is called a piece. An optimizer steps only after
+    the last piece of a global batch, with the sum of all ranks' gradients.
 
     Args:
         names: description of each rank with its host, for messages.
@@ -192,7 +192,7 @@ class StepGate:
     # -- pieces
 
     def begin_piece(self, piece: Piece) -> None:
-        """Start to compute a piece of a global batch, after the loader has read its rows."""
+        """Start to compute a part of this rank's rows, which the loader has read."""
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self.statistics.begin(piece)
         if self._shards:
@@ -221,12 +221,12 @@ class StepGate:
         self._rows = rows
 
     def begin_part(self, piece: Piece) -> None:
-        """Start a part of the present piece, which the rank computes once more."""
+        """Start a smaller part of the present rows, which the rank computes again."""
         self.piece, self._call = piece, self._first_call
         self.statistics.begin(piece)
 
     def end_piece(self) -> None:
-        """End the present piece of a global batch, when the user's code asks for the next rows."""
+        """End the present part of this rank's rows, when the user's code requests the next rows."""
         piece, self.piece = self.piece, None
         if piece is None:
             return
@@ -308,7 +308,7 @@ class StepGate:
     def backward(
         self, loss: Tensor, weight: float | Tensor | None, reduction: str, options: dict[str, Any]
     ) -> None:
-        """Run the backward pass of one loss of the present piece; see ``Lab.backward``."""
+        """Run the backward pass of one loss of the present rows; see ``Lab.backward``."""
         piece = self._check_call(loss, reduction)
         for parameter, gradient in self._aside:
             parameter.grad = gradient
@@ -577,7 +577,10 @@ class StepGate:
         return gradients | {f"{_STATISTICS}{name}": each for name, each in buffers.items()}
 
     def load_sum(self, gradients: Mapping[str, Tensor]) -> None:
-        """Load a sum from :meth:`take_sum` of another rank, after a rank was lost in the sum."""
+        """Load a sum of gradients that another rank has returned from :meth:`take_sum`.
+
+        This rank had not finished the sum when a rank was lost.
+        """
         assert self._summing is not None
         for number, parameter in enumerate(self._summing.parameters()):
             gradient = gradients.get(str(number))
@@ -682,7 +685,7 @@ class StepGate:
             )
 
     def _get_correction(self, totals: Sequence[float]) -> float | None:
-        """Return the number by which the gradient is to be divided; None: no division is needed.
+        """Return the number by which to divide the gradient; None if no division is needed.
 
         Args:
             totals: total weight of all ranks' rows, for each backward call with ``weight=``.

@@ -146,7 +146,7 @@ class RunFollower:
 
     Attributes:
         about: content of run.json; empty before it exists.
-        problem: reason why run.json cannot be read; empty: there is no problem.
+        problem: reason why run.json cannot be read; empty if run.json was read.
         slow_link: sentence on the slowest network link; empty if all links are about equally fast.
         looks: number of times that all records were read.
         wall: seconds since 1970 at the last read.

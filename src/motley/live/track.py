@@ -181,7 +181,7 @@ class Track:
 
     @property
     def last(self) -> Step | None:
-        """The last step; None if there is none."""
+        """The last recorded step; None without a step."""
         return self.recent[-1] if self.recent else None
 
 

@@ -166,7 +166,7 @@ def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> 
     """Return the verdict on a run from its records.
 
     Only steps of the last launch count, because the plan belongs to that launch. If the launch has
-    no steps, all steps count. The energy is that of all launches.
+    no steps, all steps count. The energy counts all launches.
 
     Args:
         training: records of the run.

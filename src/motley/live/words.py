@@ -74,7 +74,7 @@ def metric_curves(lines: Sequence[JsonDict]) -> dict[str, tuple[tuple[int, float
 
 
 def _metrics(line: JsonDict) -> dict[str, float]:
-    """Return the metrics of an evaluation, without those of averaged parameters."""
+    """Return the metrics of an evaluation, except metrics of averaged parameters."""
     return {
         name: value for name, value in EpochRecord.read_metrics(line).items()
         if isinstance(value, int | float) and not name.startswith(EMA)

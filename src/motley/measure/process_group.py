@@ -67,7 +67,7 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
         wanted: a value of ``--precision`` for one rank: the name of a precision, or auto.
 
     Raises:
-        MotleyError: there is no kernel for the precision that the user wants.
+        MotleyError: the device has no kernel for the precision that the user wants.
     """
     name, uuid, maker = "cpu", "", ""
     if device.type == "cuda":

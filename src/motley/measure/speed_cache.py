@@ -189,7 +189,7 @@ class WireFigures:
     """The measured speeds of links and wire modes between hosts.
 
     Attributes:
-        flows: measured flow, by the pair of sending and receiving machine; empty if there is one
+        flows: measured flow, by the pair of sending and receiving machine; empty for a single
             machine.
         wires: ``latency_s`` and ``transfer_s`` of :class:`~motley.plan.wire.AllReduceCost`, by wire
             mode.

@@ -104,7 +104,7 @@ class Away:
 
     Attributes:
         since: start of the mark, in seconds since 1970, by the machine's own clock.
-        until: end of the mark, by the same clock; None: no end.
+        until: end of the mark, in seconds since 1970, by the same clock; None: no end.
         polite: phrase that names the other user, if the machine left automatically. Empty if a
             command of this user's set the mark.
         boot: identity of the boot in which the mark was set.

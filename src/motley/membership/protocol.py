@@ -131,7 +131,7 @@ class RunEvent(Message):
 
 @dataclass(frozen=True)
 class RankFailed(Message):
-    """A report that the sender has failed."""
+    """A report that the sender has failed, with its fault."""
 
     fault: Fault
 
@@ -163,7 +163,7 @@ class Rescued(Message):
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """An order to end now.
+    """An order that the receiver ends its process now.
 
     Attributes:
         code: exit status of the receiver.
@@ -194,12 +194,12 @@ class Hold(Message):
 
 @dataclass(frozen=True)
 class KeepState(Message):
-    """An order to copy the state, because a rank is lost. The receiver answers with StateKept."""
+    """An order to copy the training state, since a rank is lost. The answer is StateKept."""
 
 
 @dataclass(frozen=True)
 class GoOn(Message):
-    """An order to continue with the surviving ranks."""
+    """An order that the receiver continues training with the surviving ranks."""
 
     survivors: Survivors
 
@@ -213,7 +213,7 @@ class Gathered(Message):
 
 @dataclass(frozen=True)
 class Rescue(Message):
-    """An order to save the state. The receiver answers with Rescued."""
+    """An order to save the training state. The receiver answers with Rescued."""
 
 
 @dataclass(frozen=True)

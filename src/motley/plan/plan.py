@@ -397,7 +397,7 @@ class Plan:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """n_i, the number of samples of each rank; they sum to N."""
+        """n_i, the number of samples of each rank. The sum is N, the global batch."""
         counts = [groups * self.grain for groups in self._groups]
         if self._short:
             counts[self._last] += self._short - self.grain

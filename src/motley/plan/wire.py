@@ -210,7 +210,7 @@ class AllReduceCost:
 
     @property
     def likes_long_batches(self) -> bool:
-        """True if a step may wait less for the all-reduce when each share is one micro-batch."""
+        """True if larger micro-batches may reduce the time that a step waits for the all-reduce."""
         return self.overlaps or self.allreduces_per_micro_step > 0
 
     @property

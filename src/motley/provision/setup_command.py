@@ -118,7 +118,7 @@ def run_module(
         module: name of the module.
         *words: command-line arguments of the module.
         limit: largest duration, in seconds.
-        on_line: called with each line of output, at once.
+        on_line: function that is called with each line of output, at once.
 
     Raises:
         HostTrouble: the host does not answer, or has no environment, or the module fails.
@@ -303,7 +303,7 @@ class _Counter:
             self._show()
 
     def end(self) -> None:
-        """Clear the line. Hosts that finish later are not counted."""
+        """Clear the line on the terminal. Hosts that finish later are not counted."""
         with self._lock:
             if self._shown:
                 print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -238,11 +238,12 @@ def read_source(
 
     Args:
         path: path of the file.
-        images: begin and end of the images in the file, in bytes, and their SHA-256.
-        on_progress: called with the bytes read so far.
+        images: position of the first byte of the images in the file, position after the last byte,
+            and SHA-256 of the images.
+        on_progress: function that is called with the number of bytes read so far.
 
     Raises:
-        MotleyError: the images are no longer those that were packed.
+        MotleyError: the images in the file have changed since they were packed.
     """
     begin, end, wanted = images
     size, whole = path.stat().st_size, hashlib.sha256()
@@ -268,8 +269,8 @@ def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int
         host: name of the host.
         source: the file.
         sample: size of one sample in bytes, with which the disk is timed.
-        on_progress: called with the host, and the number of bytes that are correct on the host so
-            far.
+        on_progress: function that is called with the host, and the number of bytes that are correct
+            on the host so far.
 
     Raises:
         HostTrouble: the file could not be copied. A later copy keeps the bytes that arrived.

@@ -49,7 +49,7 @@ class Position:
     samples: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> JsonDict:
-        """Return the position in the saved form, shown above."""
+        """Return the position in the form in which it is saved; see :class:`Position`."""
         return dataclasses.asdict(self)
 
     @classmethod

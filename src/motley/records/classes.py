@@ -28,7 +28,7 @@ def write_classes(folder: RunFolder, pairs: Pairs, names: Sequence[str]) -> None
     Args:
         folder: the run's folder.
         pairs: number of held-out samples for each pair of a label and a predicted class.
-        names: names of the classes by number; empty if they have none.
+        names: names of the classes by number; empty if the classes have no names.
     """
     samples, correct = Counter[int](), Counter[int]()
     for (label, predicted), count in pairs.items():

@@ -2,8 +2,8 @@
 
 The Accelerator sees one process, whose batch is the global batch. Its samplers therefore neither
 pad nor drop rows, and its schedulers step once per optimizer step, not once per process. The batch
-size of a DataLoader is that of all ranks together, and ``accelerator.num_processes`` is 1, so the
-arithmetic of a script on batch sizes, warm-up and steps stays that of one machine::
+size of a DataLoader counts the rows of all ranks together, and ``accelerator.num_processes`` is 1.
+A script therefore computes batch sizes, warm-up and steps as on one machine::
 
     lab = motley.join()
     accelerator = lab.accelerate(Accelerator(gradient_accumulation_steps=2))

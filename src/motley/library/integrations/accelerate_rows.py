@@ -87,7 +87,7 @@ def save_progress(lab: Lab, folder: str, mid_epoch: bool) -> None:
     Only rank 0 writes.
 
     Args:
-        lab: the lab.
+        lab: the result of ``motley.join()``.
         folder: folder of a checkpoint.
         mid_epoch: True if the present pass over the training data has not ended.
     """
@@ -110,7 +110,7 @@ def load_progress(lab: Lab, folder: str, loaders: Iterable[FrameworkLoader]) -> 
     If the folder lacks the file of :func:`save_progress`, this function changes nothing.
 
     Args:
-        lab: the lab.
+        lab: the result of ``motley.join()``.
         folder: folder of the checkpoint.
         loaders: all training loaders. One of them continues an unfinished pass of the checkpoint.
     """

@@ -17,10 +17,10 @@ from motley.library.sample_order import RandomState
 
 
 def get_lab(caller: str) -> Lab:
-    """Return the lab that this process has joined.
+    """Return the object that ``motley.join()`` has returned in this process.
 
     Args:
-        caller: name of the class or function that needs the lab, for the error.
+        caller: name of the class or function that needs the object, for the error.
 
     Raises:
         MotleyError: the script has not called ``motley.join()``.
@@ -51,7 +51,7 @@ class FrameworkLoader(LabLoader):
     gather results after each batch. A rank without rows gets one row whose results do not count.
 
     Args:
-        lab: the lab.
+        lab: the result of ``motley.join()``.
         loop: state of the training loop on this rank.
         source: the script's own DataLoader, as written for one machine.
         train: True for training data, False for held-out data. None: each pass is over training

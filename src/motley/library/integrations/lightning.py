@@ -1,4 +1,4 @@
-"""A Lightning strategy that trains on all ranks of the lab, as on one machine.
+"""A Lightning strategy that trains on all ranks, with the result of one machine.
 
 Lightning sees one device, and the batch size of a DataLoader is that of all ranks together::
 
@@ -36,7 +36,10 @@ _Strategy: Any = lightning.strategies.SingleDeviceStrategy
 
 
 class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
-    """The strategy of a ``lightning.Trainer`` on all ranks of the lab, with ``devices=1``."""
+    """The strategy of a ``lightning.Trainer`` on all ranks of ``motley.join()``.
+
+    The Trainer needs ``devices=1``.
+    """
 
     strategy_name = "motley"
 

@@ -46,7 +46,8 @@ class LightningCollectives:
 
     Attributes:
         next_piece: the part of a global batch that this rank's loader has yielded last.
-        piece: the part for which a step of the LightningModule runs; None outside of a step.
+        piece: the part of a global batch for which a step of the LightningModule runs; None outside
+            of a step.
         log_weight: weight of this rank in the mean over ranks of a logged value.
     """
 
@@ -158,7 +159,7 @@ def kept_metrics(module: nn.Module) -> Iterator[None]:
 
 
 def run_closure_before(optimizer: Any) -> None:
-    """Let ``optimizer.step()`` call its closure first, since the lab's step takes no closure."""
+    """Make ``optimizer.step(closure)`` call the closure first, and then step without a closure."""
     step = optimizer.step
 
     @wraps(step)
@@ -174,7 +175,7 @@ def clip_over_ranks(lab: Lab, loop: RankLoop, plugin: Any) -> None:
     """Let a precision plugin of Lightning sum the gradients over all ranks before clipping.
 
     Args:
-        lab: the lab.
+        lab: the result of ``motley.join()``.
         loop: state of the training loop on this rank.
         plugin: the plugin, which is changed in place.
     """

@@ -11,7 +11,7 @@ _Base: Any = object  # the methods of transformers.Trainer
 
 
 class TrainerParts(_Base):  # type: ignore[misc]
-    """The methods of a Trainer that evaluate, predict, save and load, for all ranks of the lab."""
+    """The methods of a Trainer that evaluate, predict, save and load, on all ranks."""
 
     lab: Lab
 
