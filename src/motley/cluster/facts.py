@@ -1,6 +1,6 @@
 """Facts about this machine: CPU, memory, network interfaces and GPUs, read without torch.
 
-python -m motley.cluster.facts                  # this machine's, as one line of JSON
+python -m motley.cluster.facts                  # print this machine's facts as JSON
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The training processes of this user on this machine, and their leftovers of ended jobs.
 
-python -m motley.cluster.orphans                     # all processes, as one line of JSON
-python -m motley.cluster.orphans --end 4711:88231    # end that pid, if it started at that tick
+python -m motley.cluster.orphans                     # print all processes as one line of JSON
+python -m motley.cluster.orphans --end 4711:88231    # end process 4711, if it started at tick 88231
 """
 
 import json

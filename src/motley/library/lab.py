@@ -630,7 +630,7 @@ def _collect(value: Any, leaves: list[Any]) -> None:
 
 
 def _fill(value: Any, sums: Iterator[Tensor]) -> Any:
-    """Return a value in which the next sums replace the numbers, with the same structure."""
+    """Return a copy of a nested value in which the next sums replace the numbers."""
     if isinstance(value, dict):
         return {key: _fill(each, sums) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,6 @@
-"""The recorded steps of each rank, and the causes of waiting in a step. Pure.
+"""The recorded steps of each rank, and the causes of waiting in a step.
+
+The module reads no file, clock or hardware.
 
 The module keeps the last steps in full, and all steps as means over groups of steps. The cause of
 waiting is another rank, communication, or input.

@@ -120,7 +120,7 @@ def count_steps(config: Config, samples: int) -> int:
 
 
 def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s: float) -> bool:
-    """Return True if compiling is expected to save more of a run than it takes. Pure.
+    """Return True if compiling is expected to save more seconds of a run than it takes.
 
     Args:
         counts: samples of each rank in a step.
@@ -136,7 +136,7 @@ def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s
 
 
 def why_not(promises: Sequence[Promise | None], least_s: float, rest_s: float) -> str:
-    """Return the reason why compiling cannot save time; empty if it may save time. Pure.
+    """Return the reason why compiling cannot save time; empty if it may save time.
 
     Args:
         promises: see :func:`is_worth_it`.

@@ -3,9 +3,9 @@
 setup/leave_cn.sh, join_cn.sh and keep_training.sh run this module by ssh on the host. Each command
 prints one line of JSON. A mark is a file that keeps all ranks of this user away from the host.
 
-    python -m motley.membership.host_agent ranks             # this user's ranks here, and the mark
-    python -m motley.membership.host_agent ask FOLDER        # the mark; is the folder visible here?
-    python -m motley.membership.host_agent leave [SECONDS]   # mark it, end its ranks, and wait
+    python -m motley.membership.host_agent ranks             # report local ranks, and the mark
+    python -m motley.membership.host_agent ask FOLDER        # report the mark, and if FOLDER exists
+    python -m motley.membership.host_agent leave [SECONDS]   # mark it, end its ranks, wait
     python -m motley.membership.host_agent join              # remove the mark
     python -m motley.membership.host_agent pause LOGS RUN    # save and end at a step boundary
     python -m motley.membership.host_agent polite SECONDS    # leave while another user is here

@@ -1,4 +1,6 @@
-"""Statistical tests if a rank's speed differs from the speed that its share assumes. Pure.
+"""Statistical tests if a rank's speed differs from the speed that its share assumes.
+
+The module reads no file, clock or hardware.
 
 A share is the number of samples that a rank takes in a step. A column is a series of ratios, one
 per step: the time that a rank took, divided by the expected time. A window of k steps shows a

@@ -1,4 +1,6 @@
-"""Forecasts of the seconds of a step for a split, computed from measured speeds. Pure.
+"""Forecasts of the seconds of a step for a split, computed from measured speeds.
+
+The module reads no file, clock or hardware.
 
 A split is the number of samples that each rank takes in a step.
 """

@@ -1,4 +1,6 @@
-"""The length of a run and its batches, counted in samples. Pure.
+"""The length of a run and its batches, counted in samples.
+
+The module reads no file, clock or hardware.
 
 A length is not counted in steps, because the global batch may grow, as in ``512:2048:32/100M``.
 """

@@ -1,4 +1,6 @@
-"""An estimate of the memory that a rank needs for a model, made before the allocation. Pure.
+"""An estimate of the memory that a rank needs for a model, made before the allocation.
+
+The module reads no file, clock or hardware.
 
 A model has P parameters, of which T are trained. Parameters take 4 P bytes, and gradients 4 T. An
 optimizer with k numbers of 32 bits per trained parameter takes 4 k T bytes. For AdamW k is 2. For

@@ -1,4 +1,6 @@
-"""The plan of a run: which ranks train, and how many samples of a batch each computes. Pure.
+"""The plan of a run: which ranks train, and how many samples of a batch each computes.
+
+The module reads no file, clock or hardware.
 
 The user sets the global batch N, which does not change by itself. Rank i takes n_i of its samples,
 where the n_i sum to N. The rank computes them in micro-batches of similar size, with at most m_i

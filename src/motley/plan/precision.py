@@ -1,4 +1,6 @@
-"""The precision of each rank, and the loss scale that all ranks share. Pure.
+"""The precision of each rank, and the loss scale that all ranks share.
+
+The module reads no file, clock or hardware.
 
 The module also parses ``--shares``, ``--micro-batch`` and ``--hosts``.
 

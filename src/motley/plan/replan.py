@@ -1,4 +1,6 @@
-"""The re-planner, which proposes another split of the batch while training runs. Pure.
+"""The re-planner, which proposes another split of the batch while training runs.
+
+The module reads no file, clock or hardware.
 
 A split is the number of samples of each rank in a step. A *move* is the change to another split.
 The re-planner proposes a move once the noise of the steps cannot explain the expected gain. After a

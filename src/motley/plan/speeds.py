@@ -1,4 +1,6 @@
-"""Measured speeds of ranks, and of the links between hosts. Pure.
+"""Measured speeds of ranks, and of the links between hosts.
+
+The module reads no file, clock or hardware.
 
 Source of the arithmetic: ARITHMETIC.md. A rank needs
 

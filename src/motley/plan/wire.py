@@ -1,4 +1,6 @@
-"""Wire modes: their properties, and the time of an all-reduce in each mode. Pure.
+"""Wire modes: their properties, and the time of an all-reduce in each mode.
+
+The module reads no file, clock or hardware.
 
 A wire mode is the form in which gradients travel between ranks. The modes that ``--wire`` selects
 are in motley.comm.modes, one module per kind. This module also defines the traits of an engine that

@@ -1,7 +1,7 @@
 """Change your login shell on every host of hosts.txt that allows it.
 
   bash setup/change_cn_shell.sh                    # to /bin/bash
-  bash setup/change_cn_shell.sh --shell /bin/tcsh  # or to another one, or back
+  bash setup/change_cn_shell.sh --shell /bin/tcsh  # or to another shell
   bash setup/change_cn_shell.sh --dry-run          # prints what it would do
 
 This is optional: Motley and mpirun work under tcsh too. The script shows the shell on each host,

@@ -3,7 +3,7 @@
 The environment is at the same path on all hosts.
 
   bash setup/install_cn.sh
-  bash setup/install_cn.sh --dry-run            # the missing parts of each host
+  bash setup/install_cn.sh --dry-run            # prints the missing parts of each host
   bash setup/install_cn.sh --python-archive cpython-3.12-install_only.tar.gz
   .venv/bin/pip download uv -r .venv/requirements.lock -d wheels  # with a network
   bash setup/install_cn.sh --offline wheels     # hosts without one

@@ -37,12 +37,12 @@ The script gives up, and prints the reason, if another start makes no sense: aft
 loss that is not finite, or repeated faults without a step in between. Ctrl-C ends the script at
 once. A SIGINT or SIGTERM to the script alone (kill PID) also ends it.
 
-Within an allocation of Slurm's the line may be one of srun, whose nodes are asked through
-Slurm. Give salloc or sbatch --no-kill, for a job without that option ends with its first node:
+In an allocation of Slurm, the line may start with srun. The script then asks the nodes through
+Slurm. Give --no-kill to salloc or sbatch, since a job without this option ends with its first node:
   salloc --no-kill -N 3 bash setup/keep_training.sh srun --mpi=pmix -n 3 ./entry_cn.sh
 
 Options, before the line:
-  --restarts N   faults in a row without progress before it gives up; default 3
+  --restarts N   give up after N faults in a row without progress. Default: 3
   --polite       hosts leave automatically while another user needs them
   --dry-run      print which line would be run, and on which hosts; run nothing
 

@@ -6,8 +6,8 @@ mpirun uses ssh, and then reaches these hosts too.
   bash setup/passwordless_ssh.sh --dry-run          # prints what it would do
   bash setup/passwordless_ssh.sh --known-hosts FILE # host keys from its lines
 
-  bash setup/passwordless_ssh.sh --mesh             # and every host to every other
-  bash setup/passwordless_ssh.sh --remove           # undoes it, on every host
+  bash setup/passwordless_ssh.sh --mesh             # also from every host to every other
+  bash setup/passwordless_ssh.sh --remove           # undoes all changes, on every host
 
 On this machine, the script makes a key of its own, ~/.ssh/id_ed25519_motley. The
 script lists the hosts that need this key at the end of ~/.ssh/config, between "#
@@ -23,12 +23,13 @@ nothing.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
-  --known-hosts FILE   host keys, as your administrator may give you, instead
-                    of asking; others are refused
-  --mesh            mpirun does not need it: it starts all ranks from here. If
+  --known-hosts FILE   accept only the host keys in FILE, without asking. Ask
+                    your administrator for the file
+  --mesh            also let every host log in to every other host. mpirun does not
+                    need this, because it starts all ranks from this machine. If
                     homes are not shared, each host gets a key of its own
-  --remove          on all hosts that the block in ~/.ssh/config names; pinned
-                    host keys and tightened permissions stay
+  --remove          undo the changes on all hosts that the block in ~/.ssh/config
+                    names. Pinned host keys and tightened permissions stay
   --dry-run         print every change, do none
 
 Exit status: 0 every host lets you in by key, 1 some host does not, 2 nothing was

@@ -3,7 +3,7 @@
   bash setup/slurm_job.sh --nodes 2 --time 4:00:00 ./entry_cn.sh --epochs 90 --run vit
   bash setup/slurm_job.sh --nodes 2 --time 1:00:00 --submit --requeue ./entry_cn.sh --epochs 5
   bash setup/slurm_job.sh --nodes 2 --array --submit torch_dist/baseline_measure.py --matrix full
-  bash setup/slurm_job.sh                       # which partitions there are
+  bash setup/slurm_job.sh                       # shows the partitions
 
 In the job, srun starts the line in the repository's folder. sinfo reports the partitions, the cores
 and GPUs of a node, and the longest time. A request for more than that is refused before it waits in
@@ -20,22 +20,22 @@ if their nodes have equal hardware.
 
 Options, before the line:
   --nodes N          default 1
-  --gpus N           of a node. Default: all that its nodes have; 0: none
-  --ranks N          of a node without GPUs, default 1
-  --time TIME        as Slurm writes it, 30, 4:00:00 or 1-12. Default: the partition's own
-  --partition NAME   default: the cluster's own; --account NAME: the account that pays
+  --gpus N           GPUs of each node. Default: all GPUs; 0: none
+  --ranks N          ranks on each node without GPUs, default 1
+  --time TIME        time limit: 30 (minutes), 4:00:00 or 1-12. Default: the partition's limit
+  --partition NAME   default: the cluster's default; --account NAME: the account that pays
   --mem, --qos, --constraint, --gres, --exclude   as sbatch takes them
   --sbatch=OPTION    any other option of sbatch, as in --sbatch=--mail-type=END. May be repeated
   --run-before CMD   a command before srun, as in --run-before "module load cuda". May be repeated
-  --before SECONDS   before the end at which the ranks are signalled. Default: 180
+  --before SECONDS   seconds before the end at which Slurm signals the ranks. Default: 180
   --requeue          continue in the same job, until the training has finished
-  --array            a task for each cell of a matrix. With --at-once K: at most K at a time
+  --array            run a task for each cell of a matrix. With --at-once K: at most K at a time
   --container IMAGE  run the ranks in an Apptainer image
-  --mpi KIND         of srun's, default none: the ranks connect without it
-  --submit           with sbatch. Default: write the script, print how
-  --dry-run          print the script, write nothing; also where there is no Slurm
+  --mpi KIND         srun's --mpi. Default none: the ranks connect without srun's help
+  --submit           submit the script with sbatch. Default: write it, and print how
+  --dry-run          print the script, write nothing; works without Slurm too
 
-Exit status: 0 written or submitted, 2 nothing was.
+Exit status: 0 the script was written or submitted, 2 nothing was done.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 The script can also shrink the images. A training reads the file with --dataset packed.
 
   bash setup/stage_cn.sh --data-dir flowers
-  bash setup/stage_cn.sh --data-dir flowers --dry-run   # bytes, and free disk
+  bash setup/stage_cn.sh --data-dir flowers --dry-run   # sizes, and free disk
   bash setup/stage_cn.sh --data-dir flowers --longest 256 --budget 20G
 
 The folder has train/ and val/ with one folder per class in each, as for
@@ -11,18 +11,19 @@ The folder has train/ and val/ with one folder per class in each, as for
 training gets the same numbers from the file as from the folder, but decodes no
 JPEGs. This machine makes the file and copies it by ssh to the same path on all
 hosts at once, in blocks that are checked by hash. After an interruption, the
-same command sends the missing blocks; if none is missing, it only checks. Images
-that have changed are packed again. A host without room is named before any file
-is packed or copied. Only the file and a hidden part of it beside it are changed.
-A file there that Motley has not made is left alone.
+same command sends the missing blocks. If no block is missing, the command only
+checks the file. If images have changed, they are packed again. The script names
+each host without room before it packs or copies the file. On a host, only the
+file and a hidden partial copy beside it are changed. A file at that path that
+Motley has not made is left alone.
 
 Options:
   --data-dir DIR    the folder of images
-  --to FOLDER       on each host. Default: /var/tmp/motley-USER
-  --longest PIXELS  shrink what is larger to this longest side, by Lanczos
+  --to FOLDER       folder on each host. Default: /var/tmp/motley-USER
+  --longest PIXELS  shrink larger images to this longest side, by Lanczos
   --keep KIND       pixels (the default), or jpeg: a third of the bytes. Shrunk
                     JPEGs have quality 95, and all are decoded in training
-  --budget SIZE     of disk on each host, as 20G. A larger file is refused
+  --budget SIZE     largest size on each host, as 20G. A larger file is refused
   --needs RATE      images/s that a host's GPUs process. A host with a slower
                     disk is named
   --jobs N          processes that pack. Default: all cores

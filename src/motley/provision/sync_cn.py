@@ -3,7 +3,7 @@
 A host that shares this folder, as by NFS, gets no files.
 
   bash setup/sync_cn.sh
-  bash setup/sync_cn.sh --dry-run         # which files differ, and where
+  bash setup/sync_cn.sh --dry-run         # prints which files differ, and where
   bash setup/sync_cn.sh --hostfile my_hosts.txt
 
 The files that git tracks are sent to the same path, if they differ on the host. Files that only the

@@ -12,7 +12,7 @@ at once.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
-  --json            one JSON object instead, as shown below
+  --json            print one JSON object instead of the table, as shown below
   --dry-run         print which hosts would be asked, and ask none
 
 Exit status: 0 all hosts are ready, 1 some host is not, 2 no host was asked.

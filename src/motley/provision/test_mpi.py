@@ -3,7 +3,7 @@
 Afterwards a plain mpirun line works on these hosts.
 
   bash setup/test_mpi.sh
-  bash setup/test_mpi.sh --dry-run        # what would be written, and where
+  bash setup/test_mpi.sh --dry-run        # prints what would be written, and where
   bash setup/test_mpi.sh --hostfile my_hosts.txt
 
 The script tries each subnet that the hosts share. On every host, it writes the fastest subnet into

@@ -1,4 +1,4 @@
-"""The records of one training run as columns, one per field, and totals of the run. Pure.
+"""The records of one training run as columns, one per field, and totals of the run.
 
 The totals are samples per second, growth of memory, and energy. The rate is a mean over the steps,
 because a median hides long steps.
