@@ -296,7 +296,10 @@ def _ends_within(seconds: float) -> bool:
 
 
 def _end(pid: int, seconds: float) -> None:
-    """Print the problem, and kill the ranks of this machine. The launcher then ends the job."""
+    """Print why the start takes too long, and kill the ranks of this machine.
+
+    The launcher then ends the job.
+    """
     here, launcher = siblings(pid), _stat(pid)[1]
     launch, hosts = read_launch(), [*find_sessions(launcher).values()]
     local = launch.local_size or len(here)

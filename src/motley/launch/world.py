@@ -478,7 +478,7 @@ def check_alone(size: int, environ: Mapping[str, str]) -> None:
 
 
 def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
-    """Write RANK and similar variables; raise MotleyError if one is set to another value."""
+    """Write RANK and similar variables. Raise MotleyError if one has another value already."""
     for name, value in own.items():
         result = environ.setdefault(name, str(value))
         if result != str(value):

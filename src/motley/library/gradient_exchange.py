@@ -125,7 +125,7 @@ class OptimizerSum:
         return [each for each in self.all_parameters() if each.requires_grad]
 
     def list_rates(self) -> list[float]:
-        """Return the learning rate of each group."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     @property
@@ -134,7 +134,7 @@ class OptimizerSum:
         return self._sum.has_begun
 
     def open(self) -> None:
-        """Send the gradients during the next backward pass. All ranks call it."""
+        """Prepare to send the gradients during the next backward pass. All ranks call it."""
         self._update()
         self._sum.open()
 

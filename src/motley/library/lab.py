@@ -242,7 +242,10 @@ class Lab:
         self._loss, self._ended_at = self._losses, self._position.step
 
     def _watch_updates(self, scaler: Any) -> None:
-        """End a step even if the scaler skips ``optimizer.step()``. No other ranks exist."""
+        """End a step even if the scaler skips ``optimizer.step()``.
+
+        A process that trains alone uses this method.
+        """
         usual = scaler.update
 
         def update(*args: Any, **options: Any) -> Any:
@@ -398,7 +401,7 @@ class Lab:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that the loader has yielded last on this rank.
+        """Number of this rank's rows in the batch that the loader has yielded last.
 
         0: the rank has no rows in this global batch. None: the process is alone, and has all rows.
         """

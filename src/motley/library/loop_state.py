@@ -220,7 +220,7 @@ class LoopPosition:
         return self.batch
 
     def end_pass(self) -> None:
-        """End the pass. The next pass starts with its first batch."""
+        """End the pass over the training data. The next pass starts with its first batch."""
         self.in_pass, self.is_done, self.batch = False, True, 0
 
     def mark_rows(self) -> None:

@@ -68,7 +68,10 @@ class LoopStatistics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore calls of layers in the context, because a backward pass may recompute layers."""
+        """Ignore calls of layers in the ``with`` block.
+
+        A backward pass may call layers again, to recompute their outputs.
+        """
         with contextlib.ExitStack() as stack:
             for each in self._models.values():
                 stack.enter_context(each.statistics.paused())

@@ -303,7 +303,7 @@ class ModelShards:
 
     @contextlib.contextmanager
     def put_together(self) -> Iterator[None]:
-        """Give all optimizers DTensors within the context, so that their state can be saved."""
+        """Give all optimizers DTensors in the ``with`` block, so that their state can be saved."""
         with contextlib.ExitStack() as stack:
             for each in self._sums.values():
                 stack.enter_context(each.shards.put_together())

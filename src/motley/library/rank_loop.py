@@ -352,7 +352,10 @@ class RankLoop:
         return text
 
     def _run_parts(self, run: Callable[[Any], None], piece: Piece, size: int) -> None:
-        """Compute all rows of the global batch so far, in parts of at most ``size`` rows."""
+        """Compute all rows of this rank in the global batch so far again, in smaller parts.
+
+        A part has at most ``size`` rows.
+        """
         whole = Plan(len(self.indices), (1.0,), (size,), EXACT, grain=self.schedule.group)
         parts = slices(self.indices, whole, 0)
         for number, indices in enumerate(parts):

@@ -59,7 +59,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore the global generators at the end of the context."""
+    """Restore the global random generators at the end of the ``with`` block."""
     state = RandomState()
     try:
         yield

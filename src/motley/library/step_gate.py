@@ -252,7 +252,7 @@ class StepGate:
         self.on_step(step)
 
     def leave_loop(self) -> None:
-        """End the loop over the loader, maybe in the middle of a global batch."""
+        """End the loop over the loader, possibly in the middle of a global batch."""
         if self.piece is not None and not self.piece.last:
             self._aside = []
             self._start_step()
@@ -401,7 +401,7 @@ class StepGate:
         return call
 
     def _mark_gradients(self) -> None:
-        """Store the versions of all gradients after a backward pass, to detect later changes."""
+        """Store torch's version counters of all gradients, to detect later changes."""
         gradients = [each.grad for each in self._trained() if each.grad is not None]
         self._versions = [(each, each._version) for each in gradients]
         self._known.update(map(id, gradients))

@@ -331,7 +331,7 @@ def _refined(job: _Job, measured: Measured, mode: WireMode) -> Measured:
 
 
 def _compiled(job: _Job, measured: Measured, mode: WireMode) -> tuple[Measured, tuple[str, ...]]:
-    """Return the measurements after compiling where that is faster, and notes for the user."""
+    """Compile models where this is faster; return the new measurements, and notes for the user."""
     if not (job.traits.compiles or job.config.compile == "on"):
         return measured, ()
     speeds, notes = compile_where_faster(
@@ -448,7 +448,7 @@ def _best_mode(
 def _stay(
     world: World, group: ProcessGroup, measured: Measured, choice: Choice
 ) -> tuple[set[int], dict[int, str]]:
-    """Return the ranks with which a step is shortest, and each rank's reason to be left out."""
+    """Return the set of ranks that makes a step shortest, and the reasons to leave out others."""
     stay = [group.workers[rank] for rank in choice.ranks]
     hosts = ", ".join(dict.fromkeys(worker.host for worker in stay))
     slower = (

@@ -244,7 +244,7 @@ class Member:
 
 
 def _answers(other: Listening) -> bool:
-    """Return True if the host of the rank answers a connection attempt."""
+    """Return True if the host of another rank answers a connection attempt."""
     try:
         with socket.create_connection((other.address, other.port), timeout=_ANSWER_S):
             return True

@@ -127,7 +127,7 @@ class PauseAgreement:
             self._leaving.setdefault(host, (rank, leaves))
 
     def ask(self, others: Mapping[socket.socket, RankStatus], own: OwnPause) -> bool:
-        """Send AskStep to every connected rank that was not asked yet, if a pause is wanted.
+        """Send AskStep to every connected rank that was not asked yet, if a pause is requested.
 
         Args:
             others: status of every rank but 0, by the connection to the rank.

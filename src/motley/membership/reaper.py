@@ -92,7 +92,7 @@ def _is_ours(path: Path) -> bool:
 def find_sessions(launcher: int) -> dict[int, str]:
     """Return the host of each ssh session of a launcher, by the session's process id.
 
-    The host has its name in hosts.txt.
+    Hosts are named as in hosts.txt.
 
     The result is empty unless ``launcher`` is an mpirun that has started sessions.
     """

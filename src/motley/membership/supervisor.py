@@ -221,7 +221,7 @@ class Supervisor:
 
     @property
     def step(self) -> int | None:
-        """Current step of the training, set by its loop; sent to rank 0 with every heartbeat."""
+        """Current step of the training. The training loop sets it; each heartbeat sends it."""
         return self._own.step
 
     @step.setter

@@ -236,7 +236,7 @@ def choose_machines(
     needed: int | None = None,
     fixed: bool = False,
 ) -> Choice:
-    """Return the ranks with which a step is shortest.
+    """Return the set of ranks that makes a step shortest.
 
     Ranks without samples are left out. Some hosts are left out too if this shortens the step by
     more than the error of the clocks. Every subset of a few hosts is tried. If there are many

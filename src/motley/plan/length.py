@@ -21,7 +21,7 @@ _TIMES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True)
 class Ramp:
-    """The batch sizes of a run.
+    """The growth of the batch size during a run.
 
     Attributes:
         first: samples in the first step.

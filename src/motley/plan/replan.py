@@ -356,7 +356,7 @@ class ReplanMonitor:
         return None
 
     def _combine_columns(self, columns: Floats) -> Floats:
-        """Return one ratio per rank, given one ratio per column of the evidence (last axis)."""
+        """Combine the ratios of all columns, on the last axis, into one ratio per rank."""
         if not self._has_models:
             return columns
         of_model, own = np.split(columns, 2, axis=-1)
@@ -440,7 +440,7 @@ class _Load:
 
     @classmethod
     def from_counts(cls, speeds: Speeds, counts: tuple[int, ...], grain: int) -> "_Load":
-        """Return the compute times of these samples."""
+        """Return the split ``counts`` with its compute times."""
         samples = np.array(counts, dtype=float)
         least = np.minimum(samples, grain)
         computed_s = speeds.computed_s(samples)

@@ -301,7 +301,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Links:
-    """All measured flows between hosts.
+    """All measured data flows between hosts.
 
     Attributes:
         hosts: names of the hosts. The key of a host, here and below, is the lowest rank on it.

@@ -132,7 +132,7 @@ class Stop:
             self.pass_on()
 
     def pass_on(self) -> None:
-        """Send the launcher the signal."""
+        """Send the stored signal to the launcher."""
         if self.job is not None:
             self.sent = True
             self.job.send_signal(self.number)

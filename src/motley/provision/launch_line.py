@@ -270,7 +270,7 @@ class LaunchLine:
         return "motley.join(" in script.read_text(errors="replace")
 
     def _with_variable(self, name: str, value: str) -> "LaunchLine":
-        """Return the line that gives a variable to all ranks."""
+        """Return the line, extended so that all ranks get an environment variable."""
         own = list(self.words[: self._entry])
         if self.under_slurm:
             start, text = f"--export=ALL,{name}=", f"--export=ALL,{name}={value}"

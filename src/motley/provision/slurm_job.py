@@ -424,7 +424,7 @@ def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
 
 
 def make_script(job: Job) -> str:
-    """Return the batch script."""
+    """Return the text of the batch script."""
     logs, number = PLACE / "logs", "%A_%a" if job.array else "%j"
     settings = {
         "job-name": job.name, "partition": job.partition or None,

@@ -135,7 +135,7 @@ def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
 def as_json(
     results: Mapping[str, HostReport | HostTrouble], groups: Mapping[Finding, list[str]], well: bool
 ) -> str:
-    """Return the JSON object that -h describes."""
+    """Return the JSON object that ``--json`` prints. The help text describes the object."""
     return json.dumps(
         {
             "well": well,

@@ -84,7 +84,7 @@ Steps = Mapping[int, Sequence[JsonDict]]  # records by rank
 
 
 def warm(lines: Sequence[JsonDict]) -> Sequence[JsonDict]:
-    """Return the records after the warm-up of a run."""
+    """Return the records of a run without its first steps, the warm-up."""
     return lines[math.ceil(len(lines) * _WARM) :]
 
 

@@ -188,7 +188,7 @@ class GpuLog:
             self._writer.writeheader()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row. A missing or None value is left empty."""
+        """Append a row. A field without a value, or with the value None, is empty."""
         self._writer.writerow({key: "" if value is None else value for key, value in row.items()})
 
     def close(self) -> None:

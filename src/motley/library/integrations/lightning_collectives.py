@@ -103,7 +103,7 @@ class LightningCollectives:
         self.broadcast(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one rank."""
+        """Return the object of rank ``src`` on all ranks."""
         if self.loop is None:
             return obj
         return self.loop.gather_objects(obj if self.loop.rank == src else None)[src]
@@ -144,7 +144,7 @@ def weigh_log(module: Any) -> None:
 
 @contextlib.contextmanager
 def kept_metrics(module: nn.Module) -> Iterator[None]:
-    """Restore the states of all torchmetrics of a module at the end of the context."""
+    """Restore the states of all torchmetrics of a module at the end of the ``with`` block."""
     metrics: list[Any] = [each for each in module.modules() if hasattr(each, "_defaults")]
     states = [
         {name: copy.deepcopy(getattr(metric, name)) for name in metric._defaults}

@@ -190,7 +190,7 @@ class MotleyTrainerMixin(TrainerParts):
         return 1.0 if self._divides is not False else self._label_parts[piece]
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Compute this rank's rows of a global batch, and return its summand of the loss."""
+        """Compute this rank's rows of a global batch. Return its part of the loss."""
         if self.lab._loop is None:
             return super().training_step(model, inputs, num_items_in_batch)
         backward = partial(type(self.accelerator).backward, self.accelerator)

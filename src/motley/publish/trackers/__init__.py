@@ -84,7 +84,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
-        """Publish rows and notes.
+        """Publish rows and notes to the tracker.
 
         Args:
             steps: rows of steps and of evaluations.
