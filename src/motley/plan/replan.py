@@ -356,7 +356,7 @@ class ReplanMonitor:
         return None
 
     def _combine_columns(self, columns: Floats) -> Floats:
-        """Combine the ratios of all columns, on the last axis, into one ratio per rank."""
+        """Compute one ratio per rank from the ratios of all columns, on the last axis."""
         if not self._has_models:
             return columns
         of_model, own = np.split(columns, 2, axis=-1)
