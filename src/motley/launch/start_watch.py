@@ -218,8 +218,10 @@ def words(
         slow = not all(s.stopped for s in here if s.stopped or not s.ready)
         return begin + named + (f"; {longer}" if slow else "; start it again")
     if len(here) < local_size:
-        gone = local_size - len(here)
-        return f"{begin}{gone} of {local_size} on {host} have ended; the output above shows why"
+        return (
+            f"{begin}{local_size - len(here)} of {local_size} on {host} have ended; the output "
+            "above shows why"
+        )
     if size == local_size:
         return (
             f"{begin}the ranks on {host} wait for each other in MPI; check that MPI works with: "
